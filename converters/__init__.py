@@ -1,0 +1,1 @@
+"""Model families, one a file: data that megtool.convert reads."""

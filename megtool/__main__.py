@@ -1,0 +1,8 @@
+"""`python -m megtool`, and the `megtool` script."""
+
+import sys
+
+from megtool.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

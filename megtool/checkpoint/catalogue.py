@@ -1,0 +1,340 @@
+"""The catalogue: what a checkpoint holds and at which bytes, without reading tensor data.
+
+Every format opens to a `Catalogue`, and lays out a future checkpoint as a `Destination`, which is
+the catalogue one would get by opening it afterwards, plus the header bytes to write around the
+data. Nothing else of megtool knows about formats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import CoverageError, FormatError, SourceChangedError
+from megtool.tensors.box import Boxes, Ints, cover_fault, outside
+from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
+
+MOST_DIMS = 16
+"""Tensors of more dimensions are refused: checks take time and memory that double with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """One file of a checkpoint: `path` is relative to the root. Times tell whether it changed."""
+
+    path: str
+    size: int
+    mtime_ns: int = 0
+    inode: int = 0
+
+    @classmethod
+    def stat(cls, root: Path, path: str) -> StoredFile:
+        """The file as it is now.
+
+        Raises:
+            FormatError: it is missing, or no regular file.
+        """
+        full = root / path if path else root
+        try:
+            st = os.stat(full)
+        except OSError as e:
+            raise FormatError(
+                f"cannot open {path!r}: {e.strerror}",
+                file=full,
+                hint="is the checkpoint complete?",
+            ) from e
+        if not full.is_file():
+            raise FormatError("not a regular file", file=full)
+        return cls(path=path, size=st.st_size, mtime_ns=st.st_mtime_ns, inode=st.st_ino)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extents:
+    """Where each shard's bytes lie, one row per row of `Shards`.
+
+    `offset` and `length` delimit the raw row-major bytes, or, where `contained` is true, the item
+    that contains them (a zip written by torch.save), whose raw offset is found at first use by
+    `Catalogue.locate`.
+    """
+
+    file: NDArray[np.int32]
+    offset: Ints
+    length: Ints
+    contained: bool = False
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """Raw bytes of some shards: absolute file offsets, and strides where not row-major.
+
+    `strides` maps a position in the request to the shard's element strides, for the rare shard
+    that was saved as a transposed or otherwise permuted view.
+    """
+
+    offset: Ints
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+Locate = Callable[[NDArray[np.int64]], Located]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """A small thing that is not a tensor: its bytes' place, or its value when already decoded.
+
+    `extent` is `(file index, offset, length)`; `value` holds inert decoded data (see
+    `checkpoint.pickled`), or raw bytes.
+    """
+
+    name: str
+    kind: str
+    extent: tuple[int, int, int] | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A second copy of a shard, to be compared and otherwise ignored."""
+
+    shard: int
+    file: int
+    offset: int
+    length: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Catalogue:
+    """All that a checkpoint says about itself.
+
+    `format` is a name of `checkpoint.formats`. `attachments` are small files beside the tensors
+    (tokenizer, config) by relative path. `metadata` is the format's own facts, such as
+    `config` (the Hugging Face config), `args` (Megatron's), `iteration`.
+    """
+
+    format: str
+    root: Path
+    files: list[StoredFile]
+    tensors: list[GlobalTensor]
+    shards: Shards
+    extents: Extents
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    attachments: dict[str, Path] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    replicas: list[Replica] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    locate_contained: Locate | None = None
+    _index: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def index(self) -> dict[str, int]:
+        """Position of every tensor in `tensors`, by name."""
+        if len(self._index) != len(self.tensors):
+            self._index = {t.name: i for i, t in enumerate(self.tensors)}
+        return self._index
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.index
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        return self.tensors[self.index[name]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, decoded."""
+        return sum(t.num_bytes for t in self.tensors)
+
+    def path(self, file: int) -> Path:
+        """The full path of file number `file`."""
+        name = self.files[file].path
+        return self.root / name if name else self.root
+
+    def locate(self, shards: NDArray[np.int64]) -> Located:
+        """Absolute offsets of the raw bytes of the given shards."""
+        if self.extents.contained:
+            if self.locate_contained is None:
+                raise ValueError(f"format {self.format!r} gave no way to locate contained shards")
+            return self.locate_contained(shards)
+        return Located(offset=self.extents.offset[shards])
+
+    def select(self, keep: Callable[[str], bool]) -> Catalogue:
+        """The catalogue of those tensors whose name `keep` accepts; extents stay where they are."""
+        chosen = np.array([keep(t.name) for t in self.tensors], bool)
+        rows = np.flatnonzero(chosen[self.shards.tensor]) if len(self.shards) else np.zeros(0, int)
+        number = np.cumsum(chosen) - 1
+        shards = Shards(
+            number[self.shards.tensor[rows]].astype(np.int32),
+            self.shards.boxes[rows],
+            self.shards.owner[rows],
+        )
+        e, locate = self.extents, self.locate_contained
+        return Catalogue(
+            format=self.format,
+            root=self.root,
+            files=self.files,
+            tensors=[t for t, c in zip(self.tensors, chosen, strict=True) if c],
+            shards=shards,
+            extents=Extents(
+                file=e.file[rows],
+                offset=e.offset[rows],
+                length=e.length[rows],
+                contained=e.contained,
+            ),
+            objects=self.objects,
+            attachments=self.attachments,
+            metadata=self.metadata,
+            replicas=[
+                replace(r, shard=int(np.searchsorted(rows, r.shard)))
+                for r in self.replicas
+                if chosen[self.shards.tensor[r.shard]]
+            ],
+            warnings=self.warnings,
+            locate_contained=(lambda ids: locate(rows[ids])) if locate else None,
+        )
+
+    def check(self) -> None:
+        """Prove that shards tile their tensors and that extents lie inside their files.
+
+        Raises:
+            CoverageError: a hole, an overlap, or a shard outside its tensor.
+            FormatError: a name given twice, a shape no file can hold, an extent outside its file,
+                shorter than its shard, or shared by two shards.
+        """
+        self._check_tensors()
+        s, e = self.shards, self.extents
+        shapes = padded_shapes(self.tensors, s.boxes.ndim)
+        for row in outside(s.boxes, shapes[s.tensor])[:1].tolist():
+            raise CoverageError(
+                f"a shard {_box(s.boxes, row)} lies outside its tensor of shape "
+                f"{list(self.tensors[s.tensor[row]].shape)}",
+                file=self.path(int(e.file[row])),
+                tensor=self.tensors[s.tensor[row]].name,
+            )
+        self._check_extents()
+        rest = self._cut(shapes)
+        number = np.cumsum(rest) - 1
+        rows = np.flatnonzero(rest[s.tensor])
+        if fault := cover_fault(s.boxes[rows], shapes[rest], number[s.tensor[rows]]):
+            tensor = self.tensors[int(np.flatnonzero(rest)[fault.group])]
+            at = list(fault.index[: len(tensor.shape)])
+            raise CoverageError(
+                f"element {at} is stored {fault.times} times ({fault.kind})"
+                if fault.times
+                else f"no shard holds element {at} ({fault.kind})",
+                file=self.root,
+                tensor=tensor.name,
+                hint="a shard file is missing, stale or from another checkpoint",
+            )
+
+    def _cut(self, shapes: Ints) -> NDArray[np.bool_]:
+        """Which tensors are anything but one shard that is the whole: the rest needs no proof."""
+        s = self.shards
+        whole: NDArray[np.bool_] = ((s.boxes.lo == 0) & (s.boxes.hi == shapes[s.tensor])).all(
+            axis=1
+        )
+        single: NDArray[np.bool_] = np.bincount(s.tensor, minlength=len(self.tensors)) == 1
+        single[s.tensor[~whole]] = False
+        return ~single
+
+    def _check_tensors(self) -> None:
+        names = set[str]()
+        for t in self.tensors:
+            if t.name in names:
+                raise FormatError("two tensors have this name", file=self.root, tensor=t.name)
+            names.add(t.name)
+            if min(t.shape, default=0) < 0 or t.num_bytes >= 1 << 63 or len(t.shape) > MOST_DIMS:
+                raise FormatError(
+                    f"no checkpoint can hold a tensor of shape {list(t.shape)}",
+                    file=self.root,
+                    tensor=t.name,
+                )
+
+    def _check_extents(self) -> None:
+        s, e = self.shards, self.extents
+        if not len(e):
+            return
+        sizes = np.array([f.size for f in self.files], np.int64)
+        bad = (e.offset < 0) | (e.length < 0) | (e.offset > sizes[e.file] - e.length)
+        for row in np.flatnonzero(bad)[:1].tolist():
+            raise FormatError(
+                f"bytes {int(e.offset[row])}+{int(e.length[row])} lie outside a file of "
+                f"{int(sizes[e.file[row]])} bytes",
+                file=self.path(int(e.file[row])),
+                tensor=self.tensors[s.tensor[row]].name,
+                hint="the file is truncated, or belongs to another checkpoint",
+            )
+        plain = np.array([t.packing is None for t in self.tensors], bool)[s.tensor]
+        item = np.array([t.dtype.itemsize for t in self.tensors], np.int64)[s.tensor]
+        needed = s.boxes.volume() * item
+        for row in np.flatnonzero(plain & (e.length < needed))[:1].tolist():
+            raise FormatError(
+                f"{int(e.length[row])} bytes are too few for a shard {_box(s.boxes, row)} of "
+                f"{int(needed[row])} bytes",
+                file=self.path(int(e.file[row])),
+                tensor=self.tensors[s.tensor[row]].name,
+                hint="the file is truncated, or belongs to another checkpoint",
+            )
+        used = np.flatnonzero(e.length > 0)
+        order = used[np.lexsort((e.offset[used], e.file[used]))]
+        same = e.file[order][1:] == e.file[order][:-1]
+        over = same & (e.offset[order][1:] < (e.offset + e.length)[order][:-1])
+        for k in np.flatnonzero(over)[:1].tolist():
+            a, b = int(order[k]), int(order[k + 1])
+            raise FormatError(
+                f"shares bytes with {self.tensors[s.tensor[a]].name!r}",
+                file=self.path(int(e.file[b])),
+                tensor=self.tensors[s.tensor[b]].name,
+            )
+
+    def check_unchanged(self, files: Sequence[int] | None = None) -> None:
+        """Compare the files with what they were when the checkpoint was opened.
+
+        Raises:
+            SourceChangedError: one was modified, replaced or removed since.
+        """
+        for f in self.files if files is None else [self.files[i] for i in files]:
+            full = self.root / f.path if f.path else self.root
+            try:
+                st = os.stat(full)
+            except OSError as e:
+                raise SourceChangedError("the source vanished while it was read", file=full) from e
+            if (st.st_size, st.st_mtime_ns, st.st_ino) != (f.size, f.mtime_ns, f.inode):
+                raise SourceChangedError(
+                    "the source changed while it was read",
+                    file=full,
+                    hint="wait until nothing writes to the source, then run again",
+                )
+
+
+def _box(boxes: Boxes, row: int) -> str:
+    pairs = zip(boxes.lo[row].tolist(), boxes.hi[row].tolist(), strict=True)
+    return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in pairs) + "]"
+
+
+@dataclass(slots=True, kw_only=True)
+class Destination:
+    """A checkpoint laid out ahead of its data.
+
+    `catalogue.root` is relative to nothing yet: the commit puts it into a staging directory.
+    `fragments` are the header bytes around the data, as `(file index, offset, bytes)`; `small`
+    are whole small files by relative path, of which those in `last` are written after all others
+    (commit markers).
+    """
+
+    catalogue: Catalogue
+    fragments: list[tuple[int, int, bytes]]
+    small: dict[str, bytes] = field(default_factory=dict)
+    last: dict[str, bytes] = field(default_factory=dict)
+
+    def all_small(self) -> Iterator[tuple[str, bytes]]:
+        """Small files in the order in which they must be written."""
+        yield from self.small.items()
+        yield from self.last.items()

@@ -1,0 +1,373 @@
+"""Commit: a checkpoint grows beside its destination and takes its name in one atomic step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+from megtool.checkpoint import journal
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.lock import Lock
+from megtool.checkpoint.place import Place
+from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
+
+
+class Stage:
+    """The folder `.NAME.megtool` beside a destination, in which the future checkpoint is written.
+
+    It holds `tree` (what will be renamed to the destination), `journal` (the units finished) and
+    `lock` (held by one run at a time). Whatever happens and whenever, the destination is absent or
+    complete; with `overwrite` it is the old one or the new one, where the file system can exchange
+    two names (ext4, XFS, Btrfs, tmpfs and others), else absent for the moment between two renames,
+    after which the next run puts the old one back.
+
+    A run that ends early leaves its stage behind, and the next one with the same `fingerprint`
+    goes on: `resumed` are the units finished so far and `notes` what was noted with them. The
+    caller verifies what it relies on. `messages` tells what the user should know.
+
+    A destination that is a symbolic link is followed: what it points to is made or replaced, and
+    the link stays. Missing folders above it are made. An existing empty folder counts as absent.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        files: Files,
+        fingerprint: str,
+        overwrite: bool = False,
+        is_file: bool = False,
+        sources: Sequence[Path] = (),
+    ) -> None:
+        self.files = files
+        self.destination = Path(os.path.realpath(destination))
+        self.staging = self.destination.parent / f".{self.destination.name}.megtool"
+        self.tree = self.staging / "tree"
+        self.resumed: set[int] = set()
+        self.notes: dict[int, str] = {}
+        self.messages: list[str] = []
+        self._fingerprint = fingerprint
+        self._is_file = is_file
+        self._place = Place(
+            files=files,
+            path=self.destination,
+            staging=self.staging,
+            is_file=is_file,
+            overwrite=overwrite,
+            sources=sources,
+        )
+        self._finished = 0
+        self._renamed = self._committed = False
+        self._old = self.staging / "old"
+        self._made: list[Path] = []  # folders made above the destination, outermost first
+        self._folders: set[Path] = set()
+        self._threads = threading.Lock()
+        self._lock: Lock | None = None
+        self._journal: journal.Journal | None = None
+
+    # ---- before the first byte
+
+    def check(self) -> None:
+        """Refuse a destination that cannot or must not be written; writes nothing.
+
+        Raises:
+            DestinationError: it exists, has the wrong kind, cannot be replaced, is inside a source,
+                holds one, or cannot be written.
+        """
+        self._place.check_surroundings()
+        self._place.check_free()
+
+    def __enter__(self) -> Stage:
+        self._place.check_surroundings()
+        if self.files.lstat(self.staging) is None:
+            self._place.check_free()
+        try:
+            self._lock = self._acquire()
+            self._recover()
+        except BaseException:
+            with contextlib.suppress(MegtoolError):
+                self._let_go()
+            raise
+        return self
+
+    def require_space(self, num_bytes: int) -> None:
+        """Make sure that a checkpoint of so many bytes fits, counting what is staged already.
+
+        Raises:
+            StorageError: it does not.
+        """
+        files, _ = self.files.tree(self.tree)
+        there = sum(found.st_blocks * 512 for f in files if (found := self.files.lstat(f)))
+        free = self.files.free_space(self.staging)
+        if num_bytes - there > free:
+            raise StorageError(
+                f"not enough space: {num_bytes - there:,} bytes needed, {free:,} free",
+                file=self.destination,
+                hint="free some space or choose a destination on another disk",
+            )
+
+    # ---- entering
+
+    def _acquire(self) -> Lock:
+        lock = Lock(self.files, self.staging / "lock", self._make_staging)
+        if not lock.certain:
+            self.messages.append(
+                f"{self.staging} is on a file system without locks: make sure that no second run "
+                "writes the same destination"
+            )
+        return lock
+
+    def _make_staging(self) -> None:
+        missing = [p for p in self.destination.parents if self.files.stat(p) is None]
+        for folder in reversed(missing):
+            if self.files.mkdir(folder):
+                self._made.append(folder)
+        self.files.mkdir(self.staging)
+
+    def _recover(self) -> None:
+        """Take over, or clear away, what an earlier run left."""
+        record = journal.read(self.files, self.staging / "journal")
+        self._put_old_back(record)
+        staged = self._staged_inode()
+        if record and record.commit is not None and record.commit != staged:
+            # It was stopped after the rename: what is staged, if anything, is the old checkpoint.
+            found = self.files.stat(self.destination)
+            self._renamed = found is not None and record.commit == found.st_ino
+            self._clear()
+            record = None
+        self._place.check_free(completed=self._renamed)
+        self._renamed = False
+        if record and record.fingerprint != self._fingerprint:
+            self.messages.append(
+                f"discarded {len(record.finished)} finished parts of an earlier run with another "
+                "source or other options"
+            )
+            record = None
+        if record and record.lost:
+            self.messages.append(
+                f"the machine was restarted since: {record.lost} parts that may not have reached "
+                "the disk are written again"
+            )
+        if record is None or not record.finished:
+            self._clear()
+            record = None
+        self.files.mkdir(self.tree)
+        record = record or journal.Record(fingerprint=self._fingerprint)
+        self._journal = journal.Journal(self.files, self.staging / "journal", record)
+        self.notes = record.finished
+        self.resumed = set(record.finished)
+        if self.resumed:
+            self.messages.append(f"resuming: {len(self.resumed)} parts are finished already")
+
+    def _put_old_back(self, record: journal.Record | None) -> None:
+        """Undo the first of two renames, if an earlier run was stopped between them."""
+        if self.files.lstat(self._old) is None:
+            return
+        found = self.files.stat(self.destination)
+        if found is None:
+            self.files.rename(self._old, self.destination)
+            self.files.fsync_dir(self.destination.parent)
+        elif record is None or record.commit != found.st_ino:
+            raise DestinationError(
+                f"an interrupted run left the former contents in {str(self._old)!r}",
+                file=self.destination,
+                hint="move or remove that folder first",
+            )
+
+    def _staged_inode(self) -> int | None:
+        found = self.files.lstat(self.path("") if self._is_file else self.tree)
+        return None if found is None else found.st_ino
+
+    # ---- writing
+
+    def path(self, relative: str) -> Path:
+        """Where to write a file of the checkpoint; the folders above it are made.
+
+        `relative` is empty for a checkpoint that is a single file.
+
+        Raises:
+            FormatError: the path leads out of the checkpoint.
+        """
+        if self._is_file and relative in ("", self.destination.name):
+            return self.tree / self.destination.name
+        pure = PurePosixPath(relative)
+        if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in relative:
+            raise FormatError(f"{relative!r} is no path inside a checkpoint", file=self.destination)
+        full = self.tree / pure
+        if full.parent not in self._folders:
+            for folder in reversed(full.relative_to(self.tree).parents):
+                self.files.mkdir(self.tree / folder)
+            with self._threads:
+                self._folders.add(full.parent)
+        return full
+
+    def create(self, relative: str, num_bytes: int) -> Path:
+        """Give a file its final size, keeping what an earlier run wrote to it; returns its path."""
+        full = self.path(relative)
+        fd = self.files.open_write(full)
+        try:
+            self.files.truncate(fd, num_bytes)
+        finally:
+            self.files.close(fd)
+        return full
+
+    def write(self, relative: str, data: bytes) -> Path:
+        """Write a whole small file; returns its path."""
+        full = self.path(relative)
+        fd = self.files.open_write(full)
+        try:
+            self.files.truncate(fd, len(data))
+            self.files.pwrite_all(fd, data, 0)
+        finally:
+            self.files.close(fd)
+        return full
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """Remember that all bytes of a unit are written, with a note of one line. Thread-safe."""
+        self._entered().finish(unit, note)
+        with self._threads:
+            self._finished += 1
+
+    def flush(self, *, threads: int = 1) -> None:
+        """Make what was written so far survive the end of the machine, not of the process alone.
+
+        Costs an fsync of every file: for long runs, now and then. Units finished while it runs are
+        not covered, so call it when none is under way.
+        """
+        files, folders = self.files.tree(self.tree)
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            for _ in pool.map(self.files.fsync, files):
+                pass
+        for folder in reversed(folders):
+            self.files.fsync_dir(folder)
+        self._entered().durable()
+
+    def _entered(self) -> journal.Journal:
+        if self._journal is None:
+            raise RuntimeError("a Stage is used inside `with`")
+        return self._journal
+
+    # ---- the end
+
+    def commit(self, *, fsync: bool = True, threads: int = 1) -> None:
+        """Rename the tree to the destination and remove the staging folder.
+
+        With `fsync`, every file and folder is durable before the rename and the rename after it;
+        what was overwritten is removed last.
+
+        Raises:
+            DestinationError: something appeared at the destination meanwhile.
+            StorageError: the system refused; the destination is what it was, unless the very last
+                flush of its name failed.
+        """
+        record = self._entered()
+        if fsync:
+            self.flush(threads=threads)
+        staged = self._staged_inode()
+        if staged is None:
+            raise ValueError(f"nothing was written to {self.tree}")
+        record.commit(staged)
+        if fsync:
+            self.files.fsync(self.staging / "journal")
+            self.files.fsync_dir(self.staging)
+        self._place.check_free()
+        self._rename()
+        self._renamed = True
+        if fsync:
+            outermost = self._made[0].parent if self._made else self.destination.parent
+            for folder in self.destination.parents:
+                self.files.fsync_dir(folder)
+                if folder == outermost:
+                    break
+            self.files.fsync_dir(self.staging)
+        self._committed = True
+        try:
+            self._discard()
+        except StorageError as e:
+            self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
+
+    def _rename(self) -> None:
+        here, files = self.destination, self.files
+        found = files.stat(here)
+        if self._is_file:
+            files.rename(self.path(""), here, replace=found is not None)
+        elif found is None or not files.names(here):
+            files.rename(self.tree, here)
+        elif not files.exchange(self.tree, here):
+            files.rename(here, self._old)
+            try:
+                files.rename(self.tree, here)
+            except BaseException:
+                files.rename(self._old, here)
+                raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._committed:
+            return
+        keep = self._renamed or self._finished or self.resumed
+        if keep and not self._renamed:
+            self.messages.append(self.describe_resume())
+        try:
+            if not keep:
+                self._discard()
+        except MegtoolError:
+            if error is None:
+                raise
+        finally:
+            with contextlib.suppress(MegtoolError):
+                self._let_go()
+
+    def describe_resume(self) -> str:
+        """What to tell the user about a run that ended early."""
+        return (
+            f"{self._finished + len(self.resumed)} finished parts are kept in {self.staging}: run "
+            "the same command again to resume, or remove that folder"
+        )
+
+    def discard(self) -> None:
+        """Give up and remove all that was staged."""
+        self._discard()
+        self._committed = True  # nothing is left to keep
+
+    def _discard(self) -> None:
+        """Remove the staging folder; the lock goes last, for other runs may wait for it."""
+        self._clear()
+        self.files.remove(self.staging / "lock")
+        self._let_go()
+        gone = self.files.remove_empty(self.staging)
+        if gone and not self._renamed:
+            for folder in reversed(self._made):
+                self.files.remove_empty(folder)
+
+    def _clear(self) -> None:
+        """Empty the staging folder but for the lock."""
+        if self._renamed:
+            self.files.remove(self._old)
+        else:
+            self._put_old_back(None)
+        self._close_journal()
+        self.files.remove(self.tree)
+        self.files.remove(self.staging / "journal")
+
+    def _close_journal(self) -> None:
+        record, self._journal = self._journal, None
+        if record is not None:
+            record.close()
+
+    def _let_go(self) -> None:
+        lock, self._lock = self._lock, None
+        try:
+            self._close_journal()
+        finally:
+            if lock is not None:
+                lock.release()

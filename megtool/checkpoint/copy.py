@@ -1,0 +1,191 @@
+"""Copy: carry out a plan, in parallel, resumably, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megtool.checkpoint.cast import one_torch_thread
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.digest import DigestMode, Digests
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.open_files import OpenFiles
+from megtool.checkpoint.plan import Op, Plan
+from megtool.checkpoint.side import Locator
+from megtool.checkpoint.strided import Peak
+from megtool.checkpoint.units import Schedule, Tiled, Unit, units
+from megtool.checkpoint.worker import Run, Worker
+from megtool.errors import DigestError
+from megtool.tensors.box import numel
+
+USUAL_TILE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What was done.
+
+    `num_bytes` counts bytes of the target by operation; of them, `kernel_bytes` never entered this
+    process. `verified` units had been finished by an earlier run and were compared with the source;
+    `repaired` ones of them differed and were written again. `digests` holds what was digested.
+    """
+
+    num_bytes: Mapping[Op, int]
+    kernel_bytes: int
+    seconds: float
+    peak_buffer_bytes: int
+    digests: Digests
+    num_units: int
+    verified: int
+    repaired: int
+    messages: list[str] = field(default_factory=list)
+
+
+def execute(
+    plan: Plan,
+    stage: Stage,
+    *,
+    files: Files,
+    threads: int = 1,
+    memory_bytes: int = 256 << 20,
+    digest: DigestMode = DigestMode.BUFFERED,
+    progress: Callable[[int], None] | None = None,
+    expected: Mapping[str, int] | None = None,
+) -> CopyReport:
+    """Write the checkpoint that `plan` describes into an entered `stage`, up to its commit.
+
+    Files get their size first, then headers and small files, then data, then those small files
+    that mark a checkpoint complete. Units that an earlier run finished are compared with what they
+    should hold, and repaired. `progress` is told of bytes of the target as they are done, from any
+    thread, one at a time. `expected` are digests of canonical tensors in the source: one that was
+    copied unchanged must have that digest. All buffers of all threads together hold about
+    `memory_bytes` at most (no less than 384 KiB a thread).
+
+    Raises:
+        DigestError: a tensor does not have its expected digest.
+        SourceChangedError: a source file changed meanwhile.
+        StorageError: a read or a write failed.
+    """
+    began = time.monotonic()
+    paths = [stage.create(f.path, f.size) for f in plan.target.catalogue.files]
+    target = Locator(plan.target.catalogue, paths)
+    with (
+        OpenFiles(files) as readers,
+        OpenFiles(files, writing=True) as writers,
+        one_torch_thread(_computes(plan)),
+    ):
+        for file, offset, data in plan.target.fragments:
+            with writers.use(paths[file]) as fd:
+                files.pwrite_all(fd, data, offset)
+        for path, data in plan.target.small.items():
+            stage.write(path, data)
+        run = Run(
+            plan=plan,
+            files=files,
+            readers=readers,
+            writers=writers,
+            sources=[Locator(c) for c in plan.sources],
+            target=target,
+            digests=Digests(),
+            digest=digest,
+            memory_bytes=memory_bytes // threads,
+            tile_bytes=USUAL_TILE_BYTES,
+            peak=Peak(),
+            progress=progress,
+        )
+        todo = list(enumerate(units(plan, target, tiled_only=digest is DigestMode.ALL)))
+        alone = [u for u in todo if isinstance(u[1], Tiled) and u[1].woven]
+        _work(run, stage, todo[: len(todo) - len(alone)], threads)
+        _work(run, stage, alone, 1)
+    for source in plan.sources:
+        source.check_unchanged()
+    _digest_empty(plan, run)
+    _compare_digests(plan, run, expected or {})
+    for path, data in plan.target.last.items():
+        stage.write(path, data)
+    return CopyReport(
+        num_bytes=dict(run.num_bytes),
+        kernel_bytes=run.kernel_bytes,
+        seconds=time.monotonic() - began,
+        peak_buffer_bytes=run.peak.num_bytes,
+        digests=run.digests,
+        num_units=len(todo),
+        verified=len(stage.resumed & {number for number, _ in todo}),
+        repaired=run.repaired,
+    )
+
+
+def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int) -> None:
+    """Do all units; the first error, or Ctrl-C, stops every thread and is raised."""
+    schedule = Schedule(todo)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        worker = Worker(run)
+        while not run.stopped.is_set() and (taken := schedule.take()):
+            number, unit = taken
+            worker.do(unit, verify=number in stage.resumed)
+            schedule.finished(unit)
+            if not run.stopped.is_set():
+                stage.finish(number)
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+            run.stopped.set()
+
+    if threads == 1 or len(todo) < 2:
+        work()
+        return
+    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(min(threads, len(todo)))]
+    try:
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        run.stopped.set()
+        for thread in pool:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _computes(plan: Plan) -> bool:
+    """Whether torch will be needed."""
+    return any(
+        e.op is Op.CAST
+        or (e.op is Op.DECODE and plan.target_tensor(e).dtype.name != "float32")
+        for e in plan.entries
+    )
+
+
+def _digest_empty(plan: Plan, run: Run) -> None:
+    """A tensor without elements has a digest as well, though no bytes of it ever pass."""
+    for e in plan.entries:
+        if e.op is not Op.FILL and not numel(e.shape) and run.digest is not DigestMode.NONE:
+            run.digests.add(e.canonical, 0, memoryview(b""))
+
+
+def _compare_digests(plan: Plan, run: Run, expected: Mapping[str, int]) -> None:
+    for e in plan.entries:
+        if e.op is not Op.COPY or e.canonical not in expected:
+            continue
+        found = run.digests.get(e.canonical)
+        if found is not None and found != expected[e.canonical]:
+            raise DigestError(
+                f"the bytes read have the digest {found:08x}, "
+                f"the source recorded {expected[e.canonical]:08x}",
+                file=plan.sources[e.source_index].root,
+                tensor=e.canonical,
+                hint="a bit flipped in the source since it was written, or it was edited",
+            )
+
+

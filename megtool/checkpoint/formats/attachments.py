@@ -1,0 +1,49 @@
+"""The small files beside the tensors of a folder, which travel along: config, tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megtool.checkpoint.formats.header import names_in, stays_inside
+
+MAX_ATTACHMENT_BYTES = 64 << 20
+
+_FOLDERS = ("additional_chat_templates",)
+_NOT_SMALL = (
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".distcp",
+)
+
+
+def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
+    """Files to carry along, by path relative to `folder`; what should go but cannot is warned of.
+
+    Left out in silence: dot files, subfolders (but for chat templates), and files of tensors or
+    of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
+    that leave the folder.
+    """
+    out: dict[str, Path] = {}
+    names = names_in(folder)
+    for place in [n for n in _FOLDERS if (folder / n).is_dir()]:
+        names += [f"{place}/{n}" for n in names_in(folder / place)]
+    for name in sorted(names):
+        path = folder / name
+        if path.name.startswith(".") or name.endswith(_NOT_SMALL) or not path.is_file():
+            continue
+        if not stays_inside(folder, name):
+            warnings.append(f"{name} is left out: a link that leaves the folder")
+        elif path.stat().st_size > MAX_ATTACHMENT_BYTES:
+            warnings.append(f"{name} is left out: larger than {MAX_ATTACHMENT_BYTES >> 20} MiB")
+        else:
+            out[name] = path
+    return out

@@ -1,0 +1,457 @@
+"""The `.metadata` of torch.distributed.checkpoint, read into columns.
+
+A pickle of one object per chunk and two per item, by the million: the stand-ins here keep two or
+three references each, drop what nobody needs while the pickle is still being read, and end as
+arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint import pickled
+from megtool.dtypes import dtype
+from megtool.errors import FormatError
+from megtool.tensors.box import Boxes, Ints
+from megtool.tensors.sharded import GlobalTensor
+
+MAX_NDIM = 16
+_MAX_NUMBER = 1 << 62
+
+
+class _Size(tuple[int, ...]):
+    """`torch.Size`, which becomes the tuple it is made from."""
+
+    __slots__ = ()
+
+    def __new__(cls, values: object = ()) -> Any:
+        if type(values) is not tuple or len(values) > MAX_NDIM:
+            raise ValueError(f"a size of {values!r:.60}")
+        return values
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("a size with a state")
+
+
+class _Chunk:
+    __slots__ = ("offsets", "sizes")
+    offsets: Any
+    sizes: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.offsets, self.sizes = state["offsets"], state["sizes"]
+        state.clear()
+
+
+class _Index:
+    __slots__ = ("fqn", "index", "offset")
+    fqn: Any
+    index: Any
+    offset: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.fqn = state["fqn"]
+        self.offset = state.get("offset")
+        self.index = state.get("index")
+        state.clear()
+
+
+class _Info:
+    __slots__ = ("length", "offset", "path", "transforms")
+    path: Any
+    offset: Any
+    length: Any
+    transforms: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.path = state["relative_path"]
+        self.offset, self.length = state["offset"], state["length"]
+        self.transforms = state.get("transform_descriptors")
+        state.clear()
+
+
+class _Properties:
+    __slots__ = ("dtype", "layout")
+    dtype: Any
+    layout: Any
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.dtype, self.layout = state["dtype"], state.get("layout")
+        else:
+            self.dtype, self.layout = state[0], state[1]
+
+
+class _Tensor:
+    __slots__ = ("chunks", "properties", "size")
+    chunks: Any
+    properties: Any
+    size: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.chunks, self.size = state["chunks"], state["size"]
+        self.properties = state["properties"]
+
+
+class _Bytes:
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Nothing to keep."""
+
+
+class _Dropped:
+    """A part of the saver's own plan: larger than all the rest, and of no use to a reader."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_args: object) -> _Dropped:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            state.clear()
+
+
+class _Metadata:
+    __slots__ = ("state",)
+    state: dict[str, Any]
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+STAND_INS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): _Size,
+    (_METADATA, "Metadata"): _Metadata,
+    (_MEGATRON, "MCoreMetadata"): _Metadata,
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "BytesStorageMetadata"): _Bytes,
+    (_METADATA, "ChunkStorageMetadata"): _Chunk,
+    (_METADATA, "TensorProperties"): _Properties,
+    (_METADATA, "MetadataIndex"): _Index,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
+    (_PLANNER, "SavePlan"): _Dropped,
+    (_PLANNER, "WriteItem"): _Dropped,
+    (_PLANNER, "TensorWriteData"): _Dropped,
+    (_PLANNER, "BytesIOWriteData"): _Dropped,
+    (_MEGATRON, "MCoreSavePlan"): _Dropped,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Items:
+    """Stored items in columns: which file (a row of `paths`), and its bytes there."""
+
+    file: NDArray[np.int32]
+    offset: Ints
+    length: Ints
+
+
+@dataclass(slots=True, kw_only=True)
+class DcpMetadata:
+    """What a `.metadata` says.
+
+    Chunk `i` is box `i` of tensor `tensor[i]` (ascending), stored as item `i`. `copies` are second
+    items of a chunk, as `(chunk, file, offset, length)`. `objects` are the items that are no
+    tensors. `extra` holds whatever else the writer left there.
+    """
+
+    tensors: list[GlobalTensor]
+    tensor: NDArray[np.int32]
+    boxes: Boxes
+    items: Items
+    paths: list[str]
+    objects: dict[str, tuple[int, int, int]]
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
+    planner_data: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def read_metadata(data: bytes, *, file: str | Path) -> DcpMetadata:
+    """Decode the bytes of a `.metadata` without importing what they name.
+
+    Raises:
+        FormatError: no metadata of torch.distributed.checkpoint, or one that contradicts itself:
+            absurd numbers, unknown dtypes, chunks without items or items without chunks.
+    """
+    root = pickled.decode(data, file=file, stand_ins=STAND_INS)
+    del data
+    try:
+        return _Reader(file).read(root)
+    except AttributeError as e:  # a stand-in that the pickle built without a state
+        raise FormatError(f"damaged metadata: {e}", file=file) from e
+
+
+class _Reader:
+    def __init__(self, file: str | Path) -> None:
+        self._file = file
+
+    def _bad(self, what: str, tensor: Any = None) -> FormatError:
+        return FormatError(what, file=self._file, tensor=None if tensor is None else str(tensor))
+
+    def read(self, root: Any) -> DcpMetadata:
+        state = getattr(root, "state", None) if isinstance(root, _Metadata) else None
+        if not isinstance(state, dict):
+            raise self._bad("not the metadata of a torch.distributed checkpoint")
+        described, stored = state.get("state_dict_metadata"), state.get("storage_data")
+        if not isinstance(described, dict) or not isinstance(stored, dict):
+            raise self._bad("metadata without state_dict_metadata or storage_data")
+        tensors, chunks, counts, byte_names = self._described(described)
+        ndim = max((len(t.shape) for t in tensors), default=0)
+        tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
+        lo = self._table((c.offsets for c in chunks), tensor, tensors, ndim, 0)
+        size = self._table((c.sizes for c in chunks), tensor, tensors, ndim, 1)
+        del chunks
+        out = DcpMetadata(
+            tensors=tensors,
+            tensor=tensor,
+            boxes=Boxes(lo, lo + size),
+            items=Items(
+                file=np.zeros(0, np.int32), offset=np.zeros(0, np.int64), length=np.zeros(0, np.int64)
+            ),
+            paths=[],
+            objects={},
+            planner_data=state.get("planner_data"),
+            extra={
+                k: v
+                for k, v in state.items()
+                if k not in ("state_dict_metadata", "storage_data", "planner_data")
+            },
+        )
+        self._stored(stored, byte_names, out)
+        return out
+
+    def _described(
+        self, described: dict[Any, Any]
+    ) -> tuple[list[GlobalTensor], list[_Chunk], list[int], set[str]]:
+        tensors: list[GlobalTensor] = []
+        chunks: list[_Chunk] = []
+        counts: list[int] = []
+        byte_names: set[str] = set()
+        for name, entry in described.items():
+            if not isinstance(name, str):
+                raise self._bad(f"a key that is no name: {name!r:.60}")
+            if isinstance(entry, _Bytes):
+                byte_names.add(name)
+                continue
+            try:
+                shape, kind, layout = entry.size, entry.properties.dtype, entry.properties.layout
+                own = entry.chunks
+            except AttributeError as e:
+                raise self._bad(f"damaged entry {entry!r:.60}", name) from e
+            if not pickled.is_global(kind) or kind.module != "torch":
+                raise self._bad(f"unknown dtype {kind!r:.60}", name)
+            if isinstance(layout, pickled.Inert) and layout.args != ("torch.strided",):
+                raise self._bad(f"layout {layout.args!r:.60} is not supported", name)
+            if not isinstance(own, list) or set(map(type, own)) - {_Chunk}:
+                raise self._bad("damaged list of chunks", name)
+            if (
+                type(shape) is not tuple
+                or len(shape) > MAX_NDIM
+                or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in shape)
+            ):
+                raise self._bad(f"absurd shape {shape!r:.60}", name)
+            try:
+                tensors.append(GlobalTensor(name=name, shape=shape, dtype=dtype(kind.qualname)))
+            except FormatError as e:
+                raise FormatError(e.message, file=self._file, tensor=name, hint=e.hint) from e
+            if tensors[-1].num_bytes >= _MAX_NUMBER:
+                raise self._bad(f"absurd shape {list(shape)}", name)
+            chunks += own
+            counts.append(len(own))
+        return tensors, chunks, counts, byte_names
+
+    def _table(
+        self,
+        rows: Iterable[Any],
+        tensor: NDArray[np.int32],
+        tensors: list[GlobalTensor],
+        ndim: int,
+        pad: int,
+    ) -> Ints:
+        """Tuples of numbers as int64 `[n, ndim]`, each as long as its tensor has dimensions."""
+        width = np.array([len(t.shape) for t in tensors], np.int64)[tensor]
+        out = np.full((len(tensor), ndim), pad, np.int64)
+        if not len(tensor):
+            return out
+        checked = self._checked(rows, width.tolist(), tensor, tensors)
+        flat = np.fromiter(chain.from_iterable(checked), np.int64, int(width.sum()))
+        wrong = np.flatnonzero((flat < 0) | (flat >= _MAX_NUMBER))
+        if len(wrong):
+            row = int(np.searchsorted(np.cumsum(width), wrong[0], side="right"))
+            raise self._bad(f"absurd number {flat[wrong[0]]}", tensors[tensor[row]].name)
+        out[np.arange(ndim)[None, :] < width[:, None]] = flat
+        return out
+
+    def _checked(
+        self,
+        rows: Iterable[Any],
+        width: list[int],
+        tensor: NDArray[np.int32],
+        tensors: list[GlobalTensor],
+    ) -> Iterator[tuple[int, ...]]:
+        row = -1
+        for row, (values, n) in enumerate(zip(rows, width, strict=True)):
+            if type(values) is not tuple or len(values) != n:
+                break
+            for v in values:
+                if type(v) is not int or not -_MAX_NUMBER < v < _MAX_NUMBER:
+                    break
+            else:
+                yield values
+                continue
+            break
+        else:
+            return
+        raise self._bad(f"chunk numbers {values!r:.60}", tensors[tensor[row]].name)
+
+    def _stored(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
+        """Match items with chunks: by their number where it fits, else by name and offset."""
+        if set(map(type, stored)) - {_Index} or set(map(type, stored.values())) - {_Info}:
+            raise self._bad("damaged storage_data")
+        file = self._files(stored, out)
+        try:
+            offset = np.fromiter((i.offset for i in stored.values()), np.int64, len(stored))
+            length = np.fromiter((i.length for i in stored.values()), np.int64, len(stored))
+        except (TypeError, ValueError, OverflowError) as e:
+            raise self._bad(f"an item's offset or length is absurd: {e}") from e
+        wrong = np.flatnonzero(
+            (offset < 0) | (length <= 0) | (offset >= _MAX_NUMBER) | (length >= _MAX_NUMBER)
+        )
+        if len(wrong):
+            name = list(stored)[int(wrong[0])].fqn
+            raise self._bad(f"an item at {offset[wrong[0]]}+{length[wrong[0]]}", name)
+        number = {t.name: i for i, t in enumerate(out.tensors)}
+        try:
+            tensor = np.fromiter((number.get(k.fqn, -1) for k in stored), np.int64, len(stored))
+        except TypeError as e:
+            raise self._bad("an item whose name is no name") from e
+        keys = list(stored)
+        for row in np.flatnonzero(tensor < 0).tolist():
+            name = keys[row].fqn
+            if name not in byte_names or name in out.objects:
+                raise self._bad("an item that the metadata does not describe, or twice", name)
+            out.objects[name] = (int(file[row]), int(offset[row]), int(length[row]))
+        if missing := byte_names - out.objects.keys():
+            raise self._bad("an object without an item", sorted(missing)[0])
+        rows = np.flatnonzero(tensor >= 0)
+        self._match([keys[r] for r in rows.tolist()], tensor[rows], rows, out, file, offset, length)
+
+    def _files(self, stored: dict[Any, Any], out: DcpMetadata) -> NDArray[np.int32]:
+        numbers: dict[Any, int] = {}
+        try:
+            file = np.fromiter(
+                (numbers.setdefault(i.path, len(numbers)) for i in stored.values()),
+                np.int32,
+                len(stored),
+            )
+        except TypeError as e:
+            raise self._bad("an item whose file has no name") from e
+        for info in stored.values():
+            if info.transforms:
+                raise self._bad(
+                    f"items are stored through {info.transforms!r:.60}, which is not supported"
+                )
+        for path in numbers:
+            if not isinstance(path, str):
+                raise self._bad(f"a file name that is no name: {path!r:.60}")
+        out.paths = list(numbers)
+        return file
+
+    def _match(
+        self,
+        keys: list[_Index],
+        tensor: Ints,
+        rows: Ints,
+        out: DcpMetadata,
+        file: NDArray[np.int32],
+        offset: Ints,
+        length: Ints,
+    ) -> None:
+        count = np.bincount(out.tensor, minlength=len(out.tensors)).astype(np.int64)
+        first = np.cumsum(count) - count
+        hint = np.fromiter(
+            (k.index if type(k.index) is int and 0 <= k.index < 1 << 40 else -1 for k in keys),
+            np.int64,
+            len(keys),
+        )
+        ndim = out.boxes.ndim
+        where = self._table(
+            (k.offset if k.offset is not None else () for k in keys),
+            tensor.astype(np.int32),
+            out.tensors,
+            ndim,
+            0,
+        )
+        fits = (hint >= 0) & (hint < count[tensor])
+        chunk = np.where(fits, first[tensor] + np.maximum(hint, 0), 0)
+        if len(out.tensor):
+            fits &= (out.boxes.lo[np.minimum(chunk, len(out.tensor) - 1)] == where).all(axis=1)
+        chunk = np.where(fits, chunk, -1)
+        if not fits.all():
+            self._match_by_offset(np.flatnonzero(~fits), tensor, where, chunk, first, out)
+        item = np.full(len(out.tensor), -1, np.int64)
+        item[chunk[::-1]] = np.arange(len(chunk), dtype=np.int64)[::-1]
+        again = np.flatnonzero(item[chunk] != np.arange(len(chunk)))
+        for k in again.tolist():
+            r = rows[k]
+            out.copies.append((int(chunk[k]), int(file[r]), int(offset[r]), int(length[r])))
+        self._drop_repeated(item, rows, out, file, offset, length)
+
+    def _match_by_offset(
+        self, rows: Ints, tensor: Ints, where: Ints, chunk: Ints, first: Ints, out: DcpMetadata
+    ) -> None:
+        key = {
+            (int(t), *lo): i
+            for i, (t, lo) in enumerate(
+                zip(out.tensor.tolist(), out.boxes.lo.tolist(), strict=True)
+            )
+        }
+        for row in rows.tolist():
+            found = key.get((int(tensor[row]), *where[row].tolist()))
+            if found is None:
+                t = out.tensors[int(tensor[row])]
+                at = where[row, : len(t.shape)].tolist()
+                raise self._bad(f"an item at {at}, where no chunk starts", t.name)
+            chunk[row] = found
+
+    def _drop_repeated(
+        self,
+        item: Ints,
+        rows: Ints,
+        out: DcpMetadata,
+        file: NDArray[np.int32],
+        offset: Ints,
+        length: Ints,
+    ) -> None:
+        """Chunks listed twice share one item: keep one of each, and its item."""
+        keep = np.ones(len(item), bool)
+        lacking = np.flatnonzero(item < 0)
+        if len(lacking):
+            have = {
+                (int(out.tensor[i]), out.boxes.lo[i].tobytes(), out.boxes.hi[i].tobytes())
+                for i in np.flatnonzero(item >= 0).tolist()
+            }
+            for i in lacking.tolist():
+                box = (int(out.tensor[i]), out.boxes.lo[i].tobytes(), out.boxes.hi[i].tobytes())
+                if box not in have:
+                    t = out.tensors[int(out.tensor[i])]
+                    at = out.boxes.lo[i, : len(t.shape)].tolist()
+                    raise self._bad(f"no item holds the chunk at {at}", t.name)
+            keep[lacking] = False
+            place = np.cumsum(keep) - 1
+            out.copies = [(int(place[c]), *rest) for c, *rest in out.copies]  # type: ignore[misc]
+        out.tensor, out.boxes = out.tensor[keep], out.boxes[keep]
+        chosen = rows[item[keep]]
+        out.items = Items(file=file[chosen], offset=offset[chosen], length=length[chosen])

@@ -1,0 +1,110 @@
+"""GGUF files, whole or split, as llama.cpp writes them (`gguf`; read only)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue, Extents, StoredFile
+from megtool.checkpoint.formats.gguf_header import Entry, Header, read_header
+from megtool.checkpoint.formats.header import check_inside, read_start
+from megtool.errors import FormatError, UsageError
+from megtool.tensors.box import Boxes
+from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MAX_PARTS = 10_000
+
+
+def detect(path: Path) -> bool:
+    """Whether this is a file that is called, or begins like, a GGUF file."""
+    return path.is_file() and (path.suffix == ".gguf" or read_start(path, 4) == b"GGUF")
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of a GGUF file, or of all parts of a split one, whichever part is named.
+
+    Shapes are row-major, the reverse of what GGUF calls `ne`. Tensors in a block format are
+    float32 with `packing` `gguf:NAME`. `metadata` holds `gguf` (all key-values; arrays as lists)
+    and `architecture`.
+
+    Raises:
+        FormatError: the header is truncated, hostile, or of a version that is not read.
+        UsageError: an iteration is asked for.
+    """
+    if iteration is not None:
+        raise UsageError(f"GGUF holds no iterations, so not iteration {iteration}", file=path)
+    file = StoredFile.stat(path, "")
+    header = read_header(path, file.size)
+    count = header.values.get("split.count", 1)
+    if type(count) is int and count > 1:
+        return _open_parts(path, count)
+    return _catalogue(path, [file], [header])
+
+
+def _open_parts(path: Path, count: int) -> Catalogue:
+    match = _PART.fullmatch(path.name)
+    if not match or int(match[3]) != count or count > _MAX_PARTS:
+        raise FormatError(
+            f"is one of {count} parts, but its name does not say which",
+            file=path,
+            hint="give split files the names llama.cpp wrote: NAME-00001-of-00003.gguf",
+        )
+    files, headers = [], []
+    for part in range(count):
+        name = f"{match[1]}-{part + 1:05d}-of-{count:05d}.gguf"
+        check_inside(path.parent, name)
+        files.append(StoredFile.stat(path.parent, name))
+        headers.append(read_header(path.parent / name, files[-1].size))
+        values = headers[-1].values
+        said = (values.get("split.no"), values.get("split.count"))
+        if said != (part, count):
+            raise FormatError(
+                f"says that it is part {said[0]} of {said[1]} (counted from 0)",
+                file=path.parent / name,
+                hint="parts are swapped, or belong to different models",
+            )
+    total = headers[0].values.get("split.tensors.count")
+    held = sum(len(h.entries) for h in headers)
+    if total is not None and total != held:
+        raise FormatError(
+            f"{total} tensors are due over all parts, {held} are there",
+            file=path,
+            hint="a part belongs to another model",
+        )
+    return _catalogue(path.parent, files, headers)
+
+
+def _catalogue(root: Path, files: list[StoredFile], headers: list[Header]) -> Catalogue:
+    entries: list[tuple[int, int, Entry]] = [
+        (row, h.start + e.offset, e)
+        for row, h in enumerate(headers)
+        for e in sorted(h.entries, key=lambda e: e.offset)
+    ]
+    tensors = [
+        GlobalTensor(name=e.name, shape=e.shape, dtype=e.dtype, packing=e.packing)
+        for _, _, e in entries
+    ]
+    file = np.array([row for row, _, _ in entries], np.int32)
+    shapes = padded_shapes(tensors, widest(tensors))
+    values: dict[str, Any] = headers[0].values
+    out = Catalogue(
+        format="gguf",
+        root=root,
+        files=files,
+        tensors=tensors,
+        shards=Shards(
+            np.arange(len(tensors), dtype=np.int32), Boxes(np.zeros_like(shapes), shapes), file
+        ),
+        extents=Extents(
+            file=file,
+            offset=np.array([at for _, at, _ in entries], np.int64),
+            length=np.array([e.num_bytes for _, _, e in entries], np.int64),
+        ),
+        metadata={"gguf": values, "architecture": values.get("general.architecture")},
+    )
+    out.check()
+    return out

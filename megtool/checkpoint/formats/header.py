@@ -1,0 +1,150 @@
+"""Headers read exactly and strictly: bounded reads, JSON without surprises, names that stay inside.
+
+What every format needs before it may trust a byte of somebody else's file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megtool.checkpoint.files import Files
+from megtool.errors import FormatError
+
+_FILES = Files()
+_PLAIN_HINT = "file names in a checkpoint must be plain names inside its folder"
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, cut to a length that fits a message."""
+    return reprlib.repr(value)
+
+
+def read_exact(path: Path, offset: int, length: int) -> bytes:
+    """Bytes `offset` to `offset + length` of a file, whatever short reads come.
+
+    Raises:
+        FormatError: the file ends before.
+        StorageError: the operating system refuses the read.
+    """
+    data = bytearray(length)
+    fd = _FILES.open_read(path)
+    try:
+        _FILES.pread_into(fd, memoryview(data), offset)
+    finally:
+        _FILES.close(fd)
+    return bytes(data)
+
+
+def read_start(path: Path, length: int) -> bytes:
+    """The first `length` bytes of a file, or all of them if it has fewer."""
+    found = _FILES.stat(path)
+    return read_exact(path, 0, min(length, found.st_size if found else 0))
+
+
+def names_in(folder: Path, *suffixes: str) -> list[str]:
+    """Sorted names in `folder` that end with one of `suffixes` (all, without).
+
+    Raises:
+        StorageError: the operating system refuses.
+    """
+    return [n for n in _FILES.names(folder) if not suffixes or n.endswith(suffixes)]
+
+
+Pairs = list[tuple[str, Any]]
+
+
+def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None = None) -> Any:
+    """The value of a JSON text, read strictly; `hook` turns each object's pairs into its value.
+
+    Refused, although many readers let them pass: duplicate keys, NaN and Infinity, a byte order
+    mark, text that is not UTF-8, escapes that stand for half a character, nesting too deep for
+    the stack.
+
+    Raises:
+        FormatError: the text is none of JSON, or one of the above.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise FormatError(f"text is not UTF-8 at byte {e.start}", file=path) from e
+    if text.startswith("\ufeff"):
+        raise FormatError("text begins with a byte order mark", file=path)
+    try:
+        value = json.loads(text, object_pairs_hook=hook or unique, parse_constant=_refuse)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as e:
+        raise FormatError("JSON is nested too deeply", file=path) from e
+    except UnicodeEncodeError as e:
+        raise FormatError("JSON holds an escape for half a character", file=path) from e
+    except ValueError as e:
+        raise FormatError(f"no valid JSON: {e}", file=path) from e
+    return value
+
+
+def unique(pairs: Pairs) -> dict[str, Any]:
+    """The dictionary of an object's pairs.
+
+    Raises:
+        ValueError: a key stands twice.
+    """
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {shown(key)} stands twice in one object")
+            seen.add(key)
+    return out
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def check_plain_name(name: object, path: Path) -> str:
+    """A file name that `path` (an index) gives, proved to be a plain one.
+
+    Raises:
+        FormatError: it climbs out of the folder, is absolute, or is no name at all.
+    """
+    if type(name) is not str:
+        raise FormatError(f"{shown(name)} is no file name", file=path, hint=_PLAIN_HINT)
+    drive = len(name) > 1 and name[1] == ":"
+    if name in ("", ".", "..") or drive or any(c in name for c in "/\\\0"):
+        raise FormatError(f"{shown(name)} leaves the folder", file=path, hint=_PLAIN_HINT)
+    return name
+
+
+def check_inside(folder: Path, name: str) -> None:
+    """Prove that `folder/name` belongs to `folder` (see `stays_inside`).
+
+    Raises:
+        FormatError: it is a link that leaves the folder.
+    """
+    if not stays_inside(folder, name):
+        raise FormatError(
+            f"{name!r} is a link that leaves the folder",
+            file=folder / name,
+            hint="put the file itself there (links are followed in Hugging Face's cache only)",
+        )
+
+
+def stays_inside(folder: Path, name: str) -> bool:
+    """Whether `folder/name`, with its links resolved, is a file that belongs to `folder`.
+
+    Links inside the folder are fine, and so is the Hugging Face cache, whose
+    `snapshots/REVISION/` holds nothing but links into `blobs/` beside `snapshots/`. Any other
+    link that leaves the folder is not.
+    """
+    home = Path(os.path.realpath(folder))
+    full = Path(os.path.realpath(home / name))
+    if full.is_relative_to(home):
+        return True
+    cache = home.parent.parent
+    return home.parent.name == "snapshots" and full.parent == cache / "blobs"

@@ -1,0 +1,361 @@
+"""Hugging Face folders of safetensors (`hf`) and bare `.safetensors` files (`safetensors`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.formats.attachments import find_attachments
+from megtool.checkpoint.formats.header import (
+    check_inside,
+    check_plain_name,
+    names_in,
+    parse_json,
+    read_exact,
+    read_start,
+    shown,
+)
+from megtool.checkpoint.formats.safetensors_header import (
+    ALIGNMENT,
+    MAX_HEADER_BYTES,
+    MAX_NDIM,
+    Entry,
+    Header,
+    encode_header,
+    read_header,
+)
+from megtool.errors import DestinationError, FormatError, UsageError
+from megtool.tensors.box import Boxes
+from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MARK = ".safetensors"
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+_NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def detect(path: Path) -> bool:
+    """Whether this is a folder of safetensors (or one that only lacks them), or such a file."""
+    if path.is_dir():
+        return any(n == "config.json" or _MARK in n for n in names_in(path))
+    if not path.is_file() or path.name.endswith((_MARK, f"{_MARK}.index.json")):
+        return path.is_file()
+    head = read_start(path, 9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of a folder, of one file, or of the files an index names; headers only.
+
+    Raises:
+        FormatError: no safetensors here, or a header, an index or a name that cannot be trusted.
+        UsageError: an iteration is asked for.
+    """
+    if iteration is not None:
+        raise UsageError(f"safetensors hold no iterations, so not iteration {iteration}", file=path)
+    if path.name.endswith(f"{_MARK}.index.json"):
+        return _open_folder(path.parent, index=path)
+    return _open_folder(path) if path.is_dir() else _open_file(path)
+
+
+def _open_file(path: Path) -> Catalogue:
+    file = StoredFile.stat(path, "")
+    header = read_header(path, file.size)
+    return _catalogue("safetensors", path, [file], [header], {"header": header.metadata}, {}, [])
+
+
+def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
+    present = names_in(folder, _MARK)
+    index = index or _index_of(folder, present)
+    weight_map, metadata = _read_index(index) if index else (None, {})
+    warnings: list[str] = []
+    if weight_map is not None:
+        names = sorted(set(weight_map.values()))
+    else:
+        names = _shards_without_index(folder, present)
+    for name in [n for n in present if n not in names]:
+        warnings.append(f"{name} is left out: {index.name if index else SINGLE} does not name it")
+    files, headers = [], []
+    for name in names:
+        check_inside(folder, name)
+        files.append(StoredFile.stat(folder, name))
+        headers.append(read_header(folder / name, files[-1].size))
+    if weight_map is not None and index is not None:
+        _check_index(index, weight_map, names, headers)
+    if (folder / "config.json").exists():
+        check_inside(folder, "config.json")
+        metadata["config"] = _read_json(folder / "config.json")
+    metadata["header"] = headers[0].metadata
+    attachments = find_attachments(folder, warnings)
+    out = _catalogue("hf", folder, files, headers, metadata, attachments, warnings)
+    total = metadata.get("index", {}).get("total_size")
+    if total is not None and total != out.num_bytes:
+        warnings.append(f"the index says {total} bytes of tensors, the files hold {out.num_bytes}")
+    return out
+
+
+def _catalogue(
+    name: str,
+    root: Path,
+    files: list[StoredFile],
+    headers: list[Header],
+    metadata: dict[str, Any],
+    attachments: dict[str, Path],
+    warnings: list[str],
+) -> Catalogue:
+    tensors = [
+        GlobalTensor(name=e.name, shape=e.shape, dtype=e.dtype) for h in headers for e in h.entries
+    ]
+    file = np.repeat(np.arange(len(headers), dtype=np.int32), [len(h.entries) for h in headers])
+    offset = np.array([h.start + e.begin for h in headers for e in h.entries], np.int64)
+    length = np.array([e.end - e.begin for h in headers for e in h.entries], np.int64)
+    out = Catalogue(
+        format=name,
+        root=root,
+        files=files,
+        tensors=tensors,
+        shards=whole_shards(tensors, file),
+        extents=Extents(file=file, offset=offset, length=length),
+        attachments=attachments,
+        metadata=metadata,
+        warnings=warnings,
+    )
+    if len(out.index) != len(tensors):
+        seen: dict[str, int] = {}
+        for row, t in enumerate(tensors):
+            if t.name in seen:
+                raise FormatError(
+                    f"is also in {files[file[seen[t.name]]].path!r}",
+                    file=out.path(int(file[row])),
+                    tensor=t.name,
+                    hint=f"two checkpoints share this folder: keep one, or add {INDEX}",
+                )
+            seen[t.name] = row
+    out.check()
+    return out
+
+
+def whole_shards(tensors: Sequence[GlobalTensor], file: NDArray[np.int32]) -> Shards:
+    """One shard per tensor, all of it, owned by the file it lies in."""
+    shapes = padded_shapes(tensors, widest(tensors))
+    return Shards(
+        np.arange(len(tensors), dtype=np.int32),
+        Boxes(np.zeros_like(shapes), shapes),
+        np.asarray(file, np.int32),
+    )
+
+
+# -- the index and the folder ----------------------------------------------------------------------
+
+
+def _index_of(folder: Path, present: list[str]) -> Path | None:
+    found = [folder / n for n in names_in(folder, f"{_MARK}.index.json")]
+    index = folder / INDEX if folder / INDEX in found else None
+    if index is None:
+        if len(found) > 1 and SINGLE not in present:
+            raise FormatError(
+                f"{len(found)} indexes: {', '.join(p.name for p in found)}",
+                file=folder,
+                hint=f"name the one to open, for example {found[0]}",
+            )
+        return found[0] if found and SINGLE not in present else None
+    if SINGLE in present and SINGLE not in (_read_index(index)[0] or {}).values():
+        raise FormatError(
+            f"both {SINGLE} and {INDEX} are here, and they do not belong together",
+            file=folder,
+            hint=f"name the one to open: {folder / SINGLE} or {index}",
+        )
+    return index
+
+
+def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """An index's weight map (tensor to plain file name), and its metadata under `index`."""
+    check_inside(index.parent, index.name)
+    value = _read_json(index)
+    weight_map = value.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"weight_map {shown(weight_map)} names no tensors", file=index)
+    plain: set[str] = set()
+    for name in weight_map.values():
+        if type(name) is not str or name not in plain:
+            plain.add(check_plain_name(name, index))
+    metadata = value.get("metadata")
+    return weight_map, {"index": metadata if isinstance(metadata, dict) else {}}
+
+
+def _check_index(
+    index: Path, weight_map: dict[str, str], names: list[str], headers: list[Header]
+) -> None:
+    """Prove that index and headers say the same, in both directions."""
+    hint = "shard files are swapped, stale or from another checkpoint"
+    held = {name: {e.name for e in h.entries} for name, h in zip(names, headers, strict=True)}
+    for tensor, name in weight_map.items():
+        if tensor not in held[name]:
+            where = [n for n, h in held.items() if tensor in h]
+            raise FormatError(
+                f"{name!r} does not hold it" + (f", {where[0]!r} does" if where else ""),
+                file=index,
+                tensor=tensor,
+                hint=hint,
+            )
+    for name, tensors in held.items():
+        for tensor in sorted(t for t in tensors if weight_map.get(t) != name):
+            raise FormatError(
+                f"is in {name!r}, but the index does not say so",
+                file=index,
+                tensor=tensor,
+                hint=hint,
+            )
+
+
+def _shards_without_index(folder: Path, present: list[str]) -> list[str]:
+    if SINGLE in present:
+        return [SINGLE]
+    if not present:
+        other = names_in(folder, ".bin") + names_in(folder, ".gguf")
+        hint = "is the download complete?"
+        if other and other[0].endswith(".bin"):
+            hint = (
+                "convert it once: transformers' from_pretrained, then save_pretrained, "
+                "writes safetensors"
+            )
+        elif other:
+            hint = f"name the file: {folder / other[0]}"
+        raise FormatError(
+            "no .safetensors file here" + (f", only {other[0]!r}" if other else ""),
+            file=folder,
+            hint=hint,
+        )
+    for match in filter(None, map(_NUMBERED.fullmatch, present)):
+        stem, count = match[1], int(match[3])
+        missing = [
+            name
+            for i in range(1, min(count, len(present) + 1) + 1)
+            if (name := f"{stem}-{i:05d}-of-{count:05d}.safetensors") not in present
+        ]
+        if missing:
+            raise FormatError(
+                f"{missing[0]!r} is missing, and so is {INDEX}",
+                file=folder,
+                hint="is the download complete?",
+            )
+    return present
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    size = StoredFile.stat(path.parent, path.name).size
+    if size > MAX_HEADER_BYTES:
+        raise FormatError(f"{size} bytes are too many for a JSON file", file=path)
+    value = parse_json(read_exact(path, 0, size), path)
+    if not isinstance(value, dict):
+        raise FormatError(f"holds {shown(value)}, not a JSON object", file=path)
+    return value
+
+
+# -- laying out ------------------------------------------------------------------------------------
+
+
+def lay_out(
+    tensors: Sequence[GlobalTensor],
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    small: Mapping[str, bytes] | None = None,
+    single_file: str | None = None,
+    header_metadata: Mapping[str, str] | None = None,
+) -> Destination:
+    """A folder (`hf`) of shards of at most `max_shard_bytes` of tensors, or one file.
+
+    Tensors keep their order over files. Data starts at a multiple of 4 KiB (the header is padded
+    with spaces); in each file, tensors that are whole pages long come first, so each of them
+    starts on a page, and the ragged ones follow, wide elements first, so each is aligned to its
+    element. A tensor larger than `max_shard_bytes` has a file of its own. `small` are the files
+    to write beside. `header_metadata` is `{"format": "pt"}` unless given.
+
+    Raises:
+        FormatError: a dtype safetensors cannot say, packed or repeated tensors, too long a header.
+        DestinationError: `small` and the shards share a name.
+        UsageError: `max_shard_bytes` is not positive.
+    """
+    if max_shard_bytes <= 0:
+        raise UsageError(f"a shard of {max_shard_bytes} bytes holds no tensor")
+    _check_writable(tensors)
+    groups = [list(tensors)] if single_file else _group(tensors, max_shard_bytes)
+    names = _file_names(len(groups), single_file)
+    metadata = {"format": "pt"} if header_metadata is None else dict(header_metadata)
+    files, fragments, headers = [], [], []
+    for row, (name, group) in enumerate(zip(names, groups, strict=True)):
+        entries = _place(group)
+        head = encode_header(entries, metadata, name)
+        end = entries[-1].end if entries else 0
+        files.append(StoredFile(path=name, size=len(head) + end))
+        fragments.append((row, 0, head))
+        headers.append(Header(entries, metadata, len(head)))
+    out = dict(small or {})
+    if clash := sorted(set(out) & {*names, INDEX}):
+        raise DestinationError(f"{clash[0]!r} is both a shard and a file to carry along")
+    if len(groups) > 1:
+        out[INDEX] = _encode_index(names, headers)
+    kind = "safetensors" if single_file else "hf"
+    catalogue = _catalogue(kind, Path(), files, headers, {"header": metadata}, {}, [])
+    return Destination(catalogue=catalogue, fragments=fragments, small=out)
+
+
+def _check_writable(tensors: Sequence[GlobalTensor]) -> None:
+    seen: set[str] = set()
+    for t in tensors:
+        if t.name in seen or t.name == "__metadata__":
+            raise FormatError("two tensors of one name", tensor=t.name)
+        seen.add(t.name)
+        if t.packing or not t.dtype.safetensors:
+            raise FormatError(
+                f"safetensors cannot hold {t.packing or t.dtype}",
+                tensor=t.name,
+                hint="choose a dtype for it: --dtype bf16",
+            )
+        if len(t.shape) > MAX_NDIM:
+            raise FormatError(f"{len(t.shape)} dimensions are too many", tensor=t.name)
+
+
+def _group(tensors: Sequence[GlobalTensor], max_bytes: int) -> list[list[GlobalTensor]]:
+    groups: list[list[GlobalTensor]] = [[]]
+    used = 0
+    for t in tensors:
+        if groups[-1] and used + t.num_bytes > max_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(t)
+        used += t.num_bytes
+    return groups
+
+
+def _file_names(count: int, single_file: str | None) -> list[str]:
+    if count == 1:
+        return [single_file or SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _place(group: Sequence[GlobalTensor]) -> list[Entry]:
+    pages = [t for t in group if t.num_bytes % ALIGNMENT == 0]
+    ragged = [t for t in group if t.num_bytes % ALIGNMENT]
+    at = 0
+    out = []
+    for t in [*pages, *sorted(ragged, key=lambda t: -t.dtype.itemsize)]:
+        out.append(Entry(t.name, t.dtype, t.shape, at, at + t.num_bytes))
+        at += t.num_bytes
+    return sorted(out, key=lambda e: (e.begin, e.end))
+
+
+def _encode_index(names: Sequence[str], headers: Sequence[Header]) -> bytes:
+    weight_map = {e.name: n for n, h in zip(names, headers, strict=True) for e in h.entries}
+    total = sum(e.end - e.begin for h in headers for e in h.entries)
+    value = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,78 @@
+"""Megatron's save folder: iterations side by side, and a small file that names the newest.
+
+`SAVE/latest_checkpointed_iteration.txt`, `SAVE/iter_0001000/`, `SAVE/release/`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megtool.errors import FormatError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+def folder_name(iteration: int | None) -> str:
+    """The folder of an iteration, or of a release, which has none."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def is_iteration(path: Path) -> bool:
+    """Whether this folder itself is a torch.distributed checkpoint, finished or not."""
+    if (path / ".metadata").is_file() or any(path.glob("*.distcp")):
+        return True
+    return (path / "metadata.json").is_file() and (path / "common.pt").is_file()
+
+
+def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
+    """The folder of one iteration of a save folder; None when `path` is no save folder of ours.
+
+    Without `iteration` the tracker decides, and without a tracker the highest number.
+
+    Raises:
+        FormatError: `path` is one, but has no such iteration, or its tracker makes no sense.
+    """
+    there = _iterations(path)
+    if iteration is None and not there:
+        return None
+    chosen = str(iteration) if iteration is not None else _tracked(path)
+    if chosen is None:
+        return there[max(there, key=lambda k: -1 if k == RELEASE else int(k))]
+    chosen = str(int(chosen)) if chosen.isdecimal() else chosen
+    if chosen not in there:
+        if path.name in (folder_name(int(chosen)) if chosen.isdecimal() else RELEASE,):
+            return path if is_iteration(path) else None
+        said = "asked for" if iteration is not None else f"named by {TRACKER}"
+        raise FormatError(
+            f"iteration {chosen}, {said}, is not here",
+            file=path,
+            hint=f"there are: {', '.join(there) or 'none'}",
+        )
+    return there[chosen]
+
+
+def _iterations(path: Path) -> dict[str, Path]:
+    """Folders of torch.distributed checkpoints by iteration, ascending; the release last."""
+    found: list[tuple[int, str, Path]] = []
+    for folder in path.iterdir() if path.is_dir() else ():
+        match = _ITERATION.fullmatch(folder.name)
+        if (match or folder.name == RELEASE) and folder.is_dir() and is_iteration(folder):
+            number = int(match[1]) if match else 1 << 62
+            found.append((number, str(number) if match else RELEASE, folder))
+    return {name: folder for _, name, folder in sorted(found)}
+
+
+def _tracked(path: Path) -> str | None:
+    file = path / TRACKER
+    if not file.is_file():
+        return None
+    with file.open("rb") as f:
+        text = f.read(64).decode("ascii", "replace").strip()
+    if text != RELEASE and not (text.isascii() and text.isdecimal()):
+        raise FormatError(
+            f"{text!r} is no iteration", file=file, hint="write a number, or name the iteration"
+        )
+    return text

@@ -1,0 +1,322 @@
+"""torch.distributed.checkpoint folders, plain (`dcp`) and as Megatron saves them (`torch_dist`).
+
+Opening reads `.metadata`, `metadata.json` and the common state, and no tensor data; where inside
+its item a tensor starts is found at first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint import pickled, zipped
+from megtool.checkpoint.catalogue import (
+    Catalogue,
+    Extents,
+    Located,
+    Replica,
+    StoredFile,
+    StoredObject,
+)
+from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
+from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, stays_inside
+from megtool.checkpoint.formats.save_folder import find_iteration, is_iteration
+from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
+from megtool.errors import FormatError
+from megtool.tensors.sharded import Shards
+
+__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+
+NAMES = ("torch_dist", "dcp")
+
+MAX_METADATA_BYTES = 4 << 30
+_MAX_SMALL_BYTES = 1 << 30
+_MAX_ATTACHMENT_BYTES = 64 << 20
+_ATTACHMENT_FOLDERS = ("hf", "tokenizer")
+_ATTACHMENT_FILES = ("run_config.yaml",)
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is such a folder, a Megatron save folder of some, or an unfinished one."""
+    return path.is_dir() and (is_iteration(path) or find_iteration(path, None) is not None)
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of one iteration; `path` is its folder or the save folder around it.
+
+    `iteration` chooses a number or `release`; without it the save folder's own choice counts.
+    `metadata` gets `iteration`, `args` (a dict), `checkpoint_version`, `content_metadata`,
+    `common` (the inert tree, fit to be written again) and `planner_data`, each where present.
+
+    Raises:
+        FormatError: the save is unfinished, files are missing, or what they say cannot be true.
+        CoverageError: chunks do not tile their tensors.
+    """
+    folder = path if is_iteration(path) and iteration is None else find_iteration(path, iteration)
+    if folder is None:
+        raise FormatError("no torch.distributed checkpoint here", file=path)
+    megatron = _check_finished(folder, path)
+    name = ".metadata"
+    check_inside(folder, name)
+    files = [StoredFile.stat(folder, name)]
+    if files[0].size > MAX_METADATA_BYTES:
+        raise FormatError(f"metadata of {files[0].size:,} bytes", file=folder / name)
+    found = read_metadata(read_exact(folder / name, 0, files[0].size), file=folder / name)
+    data_files = _data_files(folder, found.paths)
+    warnings = _stale(folder, found.paths)
+    catalogue = Catalogue(
+        format="torch_dist" if megatron else "dcp",
+        root=folder,
+        files=data_files + files,
+        tensors=found.tensors,
+        shards=Shards(found.tensor, found.boxes, found.items.file),
+        extents=Extents(
+            file=found.items.file,
+            offset=found.items.offset,
+            length=found.items.length,
+            contained=True,
+        ),
+        objects={
+            name: StoredObject(name=name, kind="bytes", extent=extent)
+            for name, extent in found.objects.items()
+        },
+        attachments=_attachments(folder, warnings),
+        replicas=[Replica(shard=c, file=f, offset=o, length=n) for c, f, o, n in found.copies],
+        warnings=warnings,
+    )
+    _check_items(catalogue)
+    catalogue.check()
+    catalogue.locate_contained = _Locator(catalogue).locate
+    _add_metadata(catalogue, found, megatron)
+    return catalogue
+
+
+def _check_finished(folder: Path, asked: Path) -> bool:
+    """Whether the save is Megatron's; an error unless it is complete."""
+    megatron = (folder / "metadata.json").exists()
+    if megatron and (folder / ".metadata").exists():
+        check_inside(folder, "metadata.json")
+        size = (folder / "metadata.json").stat().st_size
+        data = read_exact(folder / "metadata.json", 0, min(size, 1 << 20))
+        config = parse_json(data, folder / "metadata.json")
+        backend = config.get("sharded_backend") if isinstance(config, dict) else None
+        if backend != "torch_dist":
+            raise FormatError(
+                f"sharded backend {backend!r} is not supported",
+                file=folder / "metadata.json",
+                hint="load it with the Megatron version that wrote it and save as torch_dist",
+            )
+        return True
+    named = folder.name == "release" or folder.name.startswith("iter_")
+    common = (folder / "common.pt").exists()
+    if not (folder / ".metadata").exists() or named or common:
+        lacks = ".metadata" if not (folder / ".metadata").exists() else "metadata.json"
+        raise FormatError(
+            f"an unfinished save: {lacks} is missing, which is written last",
+            file=folder,
+            hint=_complete_hint(folder, asked),
+        )
+    return False
+
+
+def _complete_hint(folder: Path, asked: Path) -> str:
+    around = folder.parent if folder == asked else asked
+    done = [p.name for p in sorted(around.glob("iter_*")) if (p / "metadata.json").exists()]
+    if (around / "release" / "metadata.json").exists():
+        done.append("release")
+    return f"the last complete one is {around / done[-1]}" if done else "no complete one is beside"
+
+
+def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
+    for path in paths:
+        parts = path.split("/")
+        if any(p in ("", ".", "..") for p in parts) or any(c in path for c in "\0\\"):
+            raise FormatError(
+                f"item in a file {path!r:.80} that leaves the folder", file=folder / ".metadata"
+            )
+    missing = [p for p in paths if not (folder / p).exists()]
+    if missing:
+        some = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
+        raise FormatError(
+            f"{len(missing)} of {len(paths)} data files are missing: {some}",
+            file=folder,
+            hint="copy the whole folder",
+        )
+    for path in paths:
+        check_inside(folder, path)
+    return [StoredFile.stat(folder, path) for path in paths]
+
+
+def _stale(folder: Path, paths: list[str]) -> list[str]:
+    known = set(paths)
+    extra = sorted(p.name for p in folder.glob("*.distcp") if p.name not in known)
+    if not extra:
+        return []
+    return [f"{len(extra)} data files that .metadata does not name, such as {extra[0]}"]
+
+
+def _attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
+    out: dict[str, Path] = {}
+    places = [p for name in _ATTACHMENT_FOLDERS for p in sorted((folder / name).rglob("*"))]
+    for path in [*places, *(folder / name for name in _ATTACHMENT_FILES)]:
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        if not stays_inside(folder, name):
+            warnings.append(f"{name} is left out: a link that leaves the folder")
+        elif path.stat().st_size > _MAX_ATTACHMENT_BYTES:
+            warnings.append(f"{name} is left out: larger than {_MAX_ATTACHMENT_BYTES >> 20} MiB")
+        else:
+            out[name] = path
+    return out
+
+
+def _check_items(catalogue: Catalogue) -> None:
+    """No item is smaller than its chunk."""
+    s, e = catalogue.shards, catalogue.extents
+    itemsize = np.array([t.dtype.itemsize for t in catalogue.tensors], np.int64)
+    shape = s.boxes.shape
+    # In floating point first: the product of hostile sizes may not fit into 64 bits.
+    estimate = np.prod(shape.astype(np.float64), axis=1) * itemsize[s.tensor]
+    for row in np.flatnonzero(estimate > e.length)[:1].tolist():
+        t = catalogue.tensors[s.tensor[row]]
+        raise FormatError(
+            f"a chunk of {shape[row, : len(t.shape)].tolist()} {t.dtype} "
+            f"in an item of {int(e.length[row])} bytes",
+            file=catalogue.path(int(e.file[row])),
+            tensor=t.name,
+        )
+    for o in catalogue.objects.values():
+        number, offset, length = o.extent or (0, 0, 0)
+        if offset + length > catalogue.files[number].size:
+            raise FormatError(
+                f"object {o.name!r} lies at {offset}+{length} of a file of "
+                f"{catalogue.files[number].size} bytes",
+                file=catalogue.path(number),
+            )
+
+
+def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> None:
+    out, folder = catalogue.metadata, catalogue.root
+    if found.planner_data is not None:
+        out["planner_data"] = pickled.plain(found.planner_data, file=folder / ".metadata")
+    if "mcore_data" in found.extra:
+        out["mcore_data"] = pickled.plain(found.extra["mcore_data"], file=folder / ".metadata")
+    if not megatron:
+        return
+    if (common := _common(catalogue)) is not None:
+        out["common"] = common
+        shown = {k: common.get(k) for k in _SHOWN if k in common}
+        out.update(pickled.plain(shown, file=folder / "common.pt"))
+    if "iteration" not in out and folder.name.removeprefix("iter_").isdigit():
+        out["iteration"] = int(folder.name.removeprefix("iter_"))
+
+
+_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
+
+
+def _common(catalogue: Catalogue) -> dict[Any, Any] | None:
+    """The common state: `common.pt`, or the object that newer cores keep instead."""
+    path = catalogue.root / "common.pt"
+    if path.exists():
+        check_inside(catalogue.root, path.name)
+        catalogue.files.append(StoredFile.stat(catalogue.root, path.name))
+        tree = _load(path, 0, catalogue.files[-1].size)
+        catalogue.objects.pop(COMMON_OBJECT, None)
+    elif held := catalogue.objects.pop(COMMON_OBJECT, None):
+        number, offset, length = held.extent or (0, 0, 0)
+        path = catalogue.path(number)
+        tree = _load(path, offset, length)
+        tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+    else:
+        catalogue.warnings.append("no common state: neither common.pt nor an object for it")
+        return None
+    if not isinstance(tree, dict):
+        raise FormatError(f"the common state is {tree!r:.60}, no dict", file=path)
+    return tree
+
+
+def _load(path: Path, offset: int, length: int) -> Any:
+    if length > _MAX_SMALL_BYTES:
+        raise FormatError(f"a common state of {length:,} bytes", file=path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return zipped.load_object(fd, offset, length, file=path)
+    finally:
+        os.close(fd)
+
+
+class _Locator:
+    """Finds raw bytes inside items, in batches, from any thread."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._known: zipped.Views = {}
+        count = len(catalogue.shards)
+        self._offset = np.full(count, -1, np.int64)
+        self._strides: dict[int, tuple[int, ...]] = {}
+        self._lock = threading.Lock()
+
+    def locate(self, shards: NDArray[np.int64]) -> Located:
+        """Absolute offsets of the given shards' bytes; each item is looked into once.
+
+        Raises:
+            FormatError: an item is damaged, or holds another tensor than `.metadata` says.
+        """
+        offsets = self._offset[shards]
+        todo = shards[offsets < 0]
+        if len(todo):
+            extents = self._catalogue.extents
+            order = np.lexsort((extents.offset[todo], extents.file[todo]))
+            todo = todo[order]
+            file = extents.file[todo]
+            for run in np.split(todo, np.flatnonzero(np.diff(file)) + 1):
+                self._look_into(run)
+            offsets = self._offset[shards]
+        strides = {}
+        if self._strides:
+            strides = {
+                k: s
+                for k, row in enumerate(shards.tolist())
+                if (s := self._strides.get(row)) is not None
+            }
+        return Located(offset=offsets, strides=strides)
+
+    def _look_into(self, rows: NDArray[np.int64]) -> None:
+        """Items of one file."""
+        catalogue = self._catalogue
+        s, e = catalogue.shards, catalogue.extents
+        path = catalogue.path(int(e.file[rows[0]]))
+        sizes = s.boxes.shape[rows].tolist()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for row, size in zip(rows.tolist(), sizes, strict=True):
+                tensor = catalogue.tensors[s.tensor[row]]
+                at = zipped.locate_tensor_item(
+                    fd,
+                    int(e.offset[row]),
+                    int(e.length[row]),
+                    file=path,
+                    tensor=tensor.name,
+                    known=self._known,
+                )
+                shape = tuple(size[: len(tensor.shape)])
+                if at.dtype is not tensor.dtype or at.shape != shape:
+                    raise FormatError(
+                        f"an item holds {list(at.shape)} {at.dtype} where .metadata says "
+                        f"{list(shape)} {tensor.dtype}",
+                        file=path,
+                        tensor=tensor.name,
+                        hint="the file is stale, or belongs to another checkpoint",
+                    )
+                if at.strides is not None:
+                    with self._lock:
+                        self._strides[row] = at.strides
+                self._offset[row] = at.offset
+        finally:
+            os.close(fd)

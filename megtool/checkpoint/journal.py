@@ -1,0 +1,138 @@
+"""The journal: which units of a staged checkpoint are finished, one line of a file for each."""
+
+from __future__ import annotations
+
+import re
+import threading
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megtool.checkpoint.files import Files
+from megtool.errors import StorageError
+
+VERSION = 1
+MOST_BYTES = 1 << 30
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What a journal tells.
+
+    `finished` maps units to their notes. `lost` counts units that were finished before the machine
+    went down and may never have reached the disk. `commit` is the inode that was about to be
+    renamed to the destination. `num_bytes` is where the intact lines end.
+    """
+
+    fingerprint: str
+    finished: dict[int, str] = field(default_factory=dict)
+    lost: int = 0
+    commit: int | None = None
+    num_bytes: int = 0
+
+
+class Journal:
+    """Appends to a journal; lines torn by a kill are overwritten. Thread-safe.
+
+    Every line carries a checksum of itself, so that nothing of a torn, zeroed or edited line is
+    believed. A finished unit survives the end of the process as soon as `finish` returns, and the
+    end of the machine once `durable` was called after it: lines since then are dropped by `read`
+    if the machine has been started anew.
+    """
+
+    def __init__(self, files: Files, path: Path, record: Record) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._end = record.num_bytes
+        self._fd = files.open_write(path)
+        try:
+            files.truncate(self._fd, self._end)
+            if not self._end:
+                self._append(f"megtool-journal {VERSION} {record.fingerprint}")
+            self._append(f"run {boot_id(files)}")
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """Tell that a unit is finished; `note` is kept with it."""
+        if "\n" in note:
+            raise ValueError(f"a note is one line: {note!r}")
+        self._append(f"done {unit} {note}")
+
+    def durable(self) -> None:
+        """Tell that all finished units have been flushed to the disk."""
+        self._append("durable")
+
+    def commit(self, inode: int) -> None:
+        """Tell that the file or folder of this inode is about to become the destination."""
+        self._append(f"commit {inode}")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+    def _append(self, text: str) -> None:
+        data = text.encode()
+        line = b"%08x %s\n" % (zlib.crc32(data), data)
+        with self._lock:
+            self._files.pwrite_all(self._fd, line, self._end)
+            self._end += len(line)
+
+
+_HEADER = re.compile(rf"megtool-journal {VERSION} (\S+)")
+_LINE = re.compile(r"(?:run (\S+)|done (\d+) (.*)|commit (\d+)|(durable))")
+
+
+def read(files: Files, path: Path) -> Record | None:
+    """What the journal at `path` tells up to its first damaged line, None where there is none."""
+    data = files.read_whole(path, at_most=MOST_BYTES)
+    lines = (data or b"").split(b"\n")[:-1]
+    texts: list[str] = []
+    end = 0
+    for line in lines:
+        if line[:9] != b"%08x " % zlib.crc32(line[9:]):
+            break
+        texts.append(line[9:].decode())
+        end += len(line) + 1
+    header = _HEADER.fullmatch(texts[0]) if texts else None
+    if header is None:
+        return None
+    record = Record(fingerprint=header[1], num_bytes=end)
+    pending: dict[int, str] = {}  # finished, and perhaps only in memory
+    boot = ""
+    for text in [*texts[1:], f"run {boot_id(files)}"]:
+        match = _LINE.fullmatch(text)
+        if match is None:
+            continue
+        if match[1]:
+            if match[1] != boot or boot == "unknown":
+                record.lost += len(pending)
+                pending.clear()
+            boot = match[1]
+        elif match[2]:
+            pending[int(match[2])] = match[3]
+            record.finished.pop(int(match[2]), None)
+        elif match[4]:
+            record.commit = int(match[4])
+        else:
+            record.finished |= pending
+            pending.clear()
+    record.finished |= pending
+    return record
+
+
+def boot_id(files: Files) -> str:
+    """A name of this start of this machine: what it wrote to its memory is there until the next."""
+    try:
+        fd = files.open_read(Path("/proc/sys/kernel/random/boot_id"))
+    except StorageError:
+        return "unknown"
+    try:
+        data = bytearray(36)
+        files.pread_into(fd, memoryview(data), 0)
+    finally:
+        files.close(fd)
+    return bytes(data).decode()

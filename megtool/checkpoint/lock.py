@@ -1,0 +1,95 @@
+"""Lock: one run at a time writes a destination, and the others learn which."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from megtool.checkpoint.files import Files
+from megtool.errors import DestinationError, StorageError
+
+
+class Lock:
+    """Holds the lock file at `path`, naming process and host, until `release`.
+
+    The system lets go of the lock when the process ends, however it ends, so a file left behind
+    locks nobody out. Where the file system knows no locks, `certain` is false: a living process of
+    this host is then respected, others cannot be seen.
+    """
+
+    certain = True
+
+    def __init__(self, files: Files, path: Path, make_folder: Callable[[], None]) -> None:
+        """`make_folder` makes the folder of `path`; another run may remove it at any time.
+
+        Raises:
+            DestinationError: another run holds the lock, or the place cannot be written.
+        """
+        self._files = files
+        self._path = path
+        for _ in range(100):
+            try:
+                make_folder()
+                self._fd = files.open_write(path)
+            except StorageError as e:
+                cause = e.__cause__
+                if isinstance(cause, FileNotFoundError):
+                    continue  # another run removed the folder just now
+                if isinstance(cause, OSError) and cause.errno in _READ_ONLY:
+                    raise DestinationError(e.message, file=e.file, hint=e.hint) from e
+                raise
+            try:
+                if self._take():
+                    return
+            except BaseException:
+                self.release()
+                raise
+            self.release()
+        raise DestinationError("other runs come and go on this destination", file=path.parent)
+
+    def _take(self) -> bool:
+        """Lock the open file; False when it was removed meanwhile."""
+        held = self._files.lock(self._fd)
+        if held is not True:
+            self._check_holder(busy=held is False)
+            self.certain = False
+        there = self._files.stat(self._path)
+        if there is None or not os.path.samestat(there, self._files.fstat(self._fd)):
+            return False
+        self._files.truncate(self._fd, 0)
+        self._files.pwrite_all(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        return True
+
+    def _check_holder(self, *, busy: bool) -> None:
+        text = (self._files.read_whole(self._path, at_most=1000) or b"").decode(errors="replace")
+        match = re.match(r"(\d+) (\S+)", text)
+        if busy or (match and match[2] == socket.gethostname() and _alive(int(match[1]))):
+            who = f"process {match[1]} on host {match[2]}" if match else "another process"
+            raise DestinationError(
+                f"{who} is writing this destination",
+                file=self._path.parent,
+                hint="wait until it has ended, or choose another destination",
+            )
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,83 @@
+"""Open files: descriptors of thousands of files, of which a few hundred are open at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from megtool.checkpoint.files import Files
+
+
+class OpenFiles:
+    """Descriptors of many files, of which about `limit` are open at a time.
+
+    One that is in use is never closed, so that threads may share it; all reads and writes of
+    `Files` name their offset and do not disturb each other. Those used longest ago go first.
+    """
+
+    def __init__(self, files: Files, *, writing: bool = False, limit: int = 256) -> None:
+        self._files = files
+        self._open = files.open_write if writing else files.open_read
+        self._limit = limit
+        self._held: OrderedDict[Path, list[int]] = OrderedDict()  # path -> [fd, users]
+        self._lock = threading.Lock()
+
+    def acquire(self, path: Path) -> int:
+        """The descriptor of `path`, open until `release`."""
+        with self._lock:
+            if held := self._held.get(path):
+                held[1] += 1
+                self._held.move_to_end(path)
+                return held[0]
+        fd = self._open(path)  # not under the lock: it may take long
+        with self._lock:
+            held = self._held.setdefault(path, [fd, 0])
+            held[1] += 1
+            surplus = self._surplus()
+        if held[0] != fd:
+            surplus.append(fd)
+        for old in surplus:
+            self._files.close(old)
+        return held[0]
+
+    def release(self, path: Path) -> None:
+        """Tell that one `acquire` of `path` is over."""
+        with self._lock:
+            self._held[path][1] -= 1
+            surplus = self._surplus()
+        for old in surplus:
+            self._files.close(old)
+
+    @contextlib.contextmanager
+    def use(self, path: Path) -> Iterator[int]:
+        """The descriptor of `path` for the body of a `with`."""
+        fd = self.acquire(path)
+        try:
+            yield fd
+        finally:
+            self.release(path)
+
+    def close(self) -> None:
+        """Close all; the first failure is raised once all are closed."""
+        with self._lock:
+            fds = [fd for fd, _ in self._held.values()]
+            self._held.clear()
+        with contextlib.ExitStack() as stack:
+            for fd in fds:
+                stack.callback(self._files.close, fd)
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _surplus(self) -> list[int]:
+        excess = len(self._held) - self._limit
+        if excess <= 0:
+            return []
+        idle = [p for p, (_, users) in self._held.items() if not users][:excess]
+        return [self._held.pop(path)[0] for path in idle]

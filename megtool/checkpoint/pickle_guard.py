@@ -1,0 +1,264 @@
+"""What keeps a hostile pickle from taking memory or the C stack before it fails.
+
+Nothing here knows what a pickle means: `check` walks the opcodes of a small one, `guarded` runs a
+function with the memory limit and the stack depth that a large one deserves.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from megtool.errors import FormatError
+
+SMALL_BYTES = 2 << 20
+"""Up to this size the opcodes are walked first (about 0.2 us each); above, memory is limited instead."""
+
+_BYTES_PER_BYTE = 24
+_SLACK_BYTES = 256 << 20
+_STACK_BYTES_PER_TUPLE = 160
+_SHALLOW_TUPLES = 20_000
+
+_LINE, _LINES, _LENGTH = -1, -2, -10
+_ARGUMENTS = {
+    b"(.01NQRabd}el])tsu": 0,
+    b"\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94": 0,
+    b"Khq\x80": 1,
+    b"M": 2,
+    b"Jjr": 4,
+    b"G\x95": 8,
+    b"FILSVgp": _LINE,
+    b"c": _LINES,
+    b"UC\x8a\x8c": _LENGTH - 1,
+    b"TXB\x8b": _LENGTH - 4,
+    b"\x8d\x8e\x96": _LENGTH - 8,
+}
+"""How long each opcode's argument is. Absent, so refused: DUP, INST, OBJ, PERSID, EXT, buffers."""
+
+_LEAVES = b"NKMJGFILSVcUC\x8aTXB\x8b\x8c\x8d\x8e\x96\x88\x89\x8f}])"
+_POPS = {b"Q": 1, b"\x93": 2, b"\x92": 3}  # and push one leaf
+
+
+def _table(groups: dict[bytes, int]) -> list[int | None]:
+    table: list[int | None] = [None] * 256
+    for codes, value in groups.items():
+        for code in codes:
+            table[code] = value
+    return table
+
+
+_ARGUMENT = _table(_ARGUMENTS)
+_SIMPLE = _table({_LEAVES: 0, **_POPS})
+_KEY_COST = 256
+_MAX_COST = 1 << 20
+
+T = TypeVar("T")
+_memory_limit = threading.Lock()
+
+
+def check(data: bytes, *, file: str | Path) -> None:
+    """Walk the opcodes of a pickle, keeping of every value only what hashing it would cost.
+
+    A tuple is hashed by hashing all it holds, again and again: a few dozen pairs nested in pairs,
+    used as a key, would take forever, and a million nested ones overflow the stack.
+
+    Raises:
+        FormatError: an opcode that no tensor file needs, an argument past the end, a memo index
+            larger than the pickle (which would allocate that much), a key that costs too much to
+            hash, or bytes after the end.
+    """
+    walk = _Walk(data, file)
+    at, end = 0, len(data)
+    while at < end:
+        code = data[at]
+        kind = _ARGUMENT[code]
+        if kind is None:
+            raise FormatError(f"pickle opcode {bytes([code])!r} at byte {at} is refused", file=file)
+        start = at + 1
+        if kind >= 0:
+            at = start + kind
+        elif kind > _LENGTH:
+            at = start
+            for _ in range(-kind):
+                at = data.find(b"\n", at) + 1
+                if not at:
+                    raise FormatError("pickle ends inside a line of text", file=file)
+        else:
+            width = _LENGTH - kind
+            at = start + width + int.from_bytes(data[start : start + width], "little")
+        if at > end:
+            raise FormatError(f"pickle argument at byte {start} goes past the end", file=file)
+        pops = _SIMPLE[code]
+        if pops == 0:
+            walk.stack.append(1)
+        elif code == _STOP:
+            if at != end:
+                raise FormatError(f"{end - at} bytes follow the end of a pickle", file=file)
+            return
+        else:
+            try:
+                walk.step(code, pops, start, at)
+            except LookupError as e:
+                raise FormatError(f"pickle is damaged at byte {start - 1}", file=file) from e
+    raise FormatError("pickle has no end", file=file)
+
+
+_STOP = ord(".")
+_SKIP = frozenset(b"\x80\x95")
+_PUT, _GET = frozenset(b"pqr"), frozenset(b"ghj")
+_TUPLE_N = {0x85: 1, 0x86: 2, 0x87: 3}
+
+
+class _Walk:
+    """The machine of `check`: a stack and a memo of costs."""
+
+    def __init__(self, data: bytes, file: str | Path) -> None:
+        self.stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, int] = {}
+        self._data, self._file = data, file
+
+    def step(self, code: int, pops: int | None, start: int, end: int) -> None:
+        """One opcode that is no leaf; its argument is `data[start:end]`."""
+        stack = self.stack
+        if pops is not None:
+            self._pop(pops)
+            stack.append(1)
+        elif code in _PUT:
+            self._memo[self._index(code, start, end)] = stack[-1]
+        elif code == 0x94:
+            self._memo[len(self._memo)] = stack[-1]
+        elif code in _GET:
+            stack.append(self._memo[self._index(code, start, end)])
+        elif code in _TUPLE_N:
+            stack.append(self._cost(self._pop(_TUPLE_N[code])))
+        elif code == ord("("):
+            self._marks.append(len(stack))
+        elif code == ord("t"):
+            stack.append(self._cost(self._since_mark()))
+        elif code in b"R\x81":
+            stack.append(self._pop(2)[1])
+        elif code in b"ab0":
+            self._pop(1) if code != ord("0") or stack else self._marks.pop()
+        elif code == ord("s"):
+            self._check_keys(self._pop(2)[:1])
+        elif code in b"ud":
+            self._check_keys(self._since_mark()[::2])
+        elif code in b"\x90\x91":
+            self._check_keys(self._since_mark())
+        elif code in b"el1":
+            self._since_mark()
+        elif code not in _SKIP:
+            raise LookupError(code)
+        if code in b"dl\x91":
+            stack.append(1)
+
+    def _pop(self, count: int) -> list[int]:
+        if len(self.stack) < count:
+            raise LookupError("empty stack")
+        out = self.stack[-count:]
+        del self.stack[-count:]
+        return out
+
+    def _since_mark(self) -> list[int]:
+        mark = self._marks.pop()
+        out = self.stack[mark:]
+        del self.stack[mark:]
+        return out
+
+    @staticmethod
+    def _cost(parts: list[int]) -> int:
+        return min(1 + sum(parts), _MAX_COST)
+
+    def _check_keys(self, costs: list[int]) -> None:
+        if max(costs, default=0) > _KEY_COST:
+            raise FormatError("pickle uses an absurdly nested tuple as a key", file=self._file)
+
+    def _index(self, code: int, start: int, end: int) -> int:
+        argument = self._data[start:end]
+        if code in b"pg":
+            digits = argument.strip()
+            index = int(digits) if digits.isdigit() and len(digits) < 12 else len(self._data) + 1
+        else:
+            index = int.from_bytes(argument, "little")
+        if index > len(self._data):
+            raise FormatError(f"pickle memo index {index} is absurd", file=self._file)
+        return index
+
+
+def guarded(load: Callable[[], T], data: bytes, *, file: str | Path) -> T:
+    """Call `load`, which decodes `data`, so that a bad pickle fails with an exception.
+
+    Small pickles are walked first. For large ones address space is limited, while `load` runs, to
+    a multiple of their size, and the garbage collector rests: it would visit every one of the
+    millions of objects again and again. Hashing nested tuples recurses in C without a check, so a
+    pickle with many tuples is decoded on a stack that is deep enough for all of them nested.
+    """
+    if len(data) <= SMALL_BYTES or not _can_limit():
+        check(data, file=file)
+        return load()
+    num_tuples = sum(data.count(code) for code in (b"t", b"\x85", b"\x86", b"\x87"))
+    stack = num_tuples * _STACK_BYTES_PER_TUPLE if num_tuples > _SHALLOW_TUPLES else 0
+    with _limited(len(data) * _BYTES_PER_BYTE + _SLACK_BYTES + stack), _uncollected():
+        return _on_stack(load, stack)
+
+
+def _on_stack(load: Callable[[], T], stack: int) -> T:
+    if not stack:
+        return load()
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            result.append(load())
+        except BaseException as e:
+            failure.append(e)
+
+    old = threading.stack_size(stack // 4096 * 4096 + (1 << 20))
+    try:
+        thread = threading.Thread(target=target, name="pickle")
+        thread.start()
+    finally:
+        threading.stack_size(old)
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _can_limit() -> bool:
+    return Path("/proc/self/statm").exists()
+
+
+@contextmanager
+def _limited(extra: int) -> Iterator[None]:
+    """The process may map `extra` bytes more than now; one caller at a time."""
+    import resource
+
+    with _memory_limit:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = used + extra
+        if soft != resource.RLIM_INFINITY:
+            limit = min(limit, soft)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

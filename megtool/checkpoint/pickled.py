@@ -1,0 +1,283 @@
+"""Pickles as data: decoded without importing anything that they name.
+
+Checkpoints keep their small facts in pickles, and a pickle is a program. Here every class or
+function it names becomes an inert stand-in that remembers its arguments; nothing is imported,
+called or executed. `pickle_writer.encode` writes such a tree back.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+from megtool.checkpoint.pickle_guard import guarded
+from megtool.errors import FormatError
+
+_MAX_GLOBALS = 4096
+_MAX_NAME = 500
+
+
+class Inert:
+    """Something a pickle names and builds, kept as data.
+
+    A *global* (a class, a function, a dtype) is a subclass with `module` and `qualname`; what the
+    pickle builds from it is an instance. `made` is `reduce` for `global(*args)` and `new` for
+    `global.__new__(global, *args, **kwargs)`; `state` is what it restores afterwards (`has_state`
+    tells None from nothing), `items` what it appends or adds, `pairs` what it sets by key.
+    """
+
+    __slots__ = ("args", "has_state", "items", "kwargs", "made", "pairs", "state")
+    module: ClassVar[str] = ""
+    qualname: ClassVar[str] = ""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: str
+    state: Any
+    has_state: bool
+    items: list[Any]
+    pairs: list[tuple[Any, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        """Keep the arguments; pickles call this for objects restored without a constructor."""
+        self = object.__new__(cls)
+        self.args, self.kwargs, self.made = args, kwargs, "new"
+        self.state, self.has_state = None, False
+        self.items, self.pairs = [], []
+        return self
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.made = "reduce"
+
+    def __setstate__(self, state: Any) -> None:
+        if self.has_state:
+            raise ValueError(f"{self.name} restores its state twice")
+        self.state, self.has_state = state, True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """Keep one item of a list-like object."""
+        self.items.append(item)
+
+    def extend(self, items: list[Any]) -> None:
+        """Keep items of a list-like object."""
+        self.items.extend(items)
+
+    def add(self, item: Any) -> None:
+        """Keep one item of a set-like object."""
+        self.items.append(item)
+
+    @property
+    def name(self) -> str:
+        """The dotted name the pickle gives."""
+        return f"{self.module}.{self.qualname}"
+
+    def __repr__(self) -> str:
+        return f"<inert {self.name}>"
+
+
+class Persistent:
+    """A reference out of the pickle: `id` as written, and the bytes it stands for once attached.
+
+    torch.save keeps tensor data this way: `("storage", class, key, device, numel)`.
+    """
+
+    __slots__ = ("data", "id")
+
+    def __init__(self, pid: Any) -> None:
+        self.id = pid
+        self.data: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"<persistent {self.id!r}>" if isinstance(self.id, str) else "<persistent>"
+
+
+_HOSTILE = re.compile(
+    r"(os|posix|nt|posixpath|ntpath|sys|subprocess|_posixsubprocess|shutil|socket|_socket|ssl|pty|"
+    r"runpy|importlib|imp|ctypes|_ctypes|cffi|code|codeop|pdb|bdb|webbrowser|marshal|types|operator|"
+    r"_operator|pkgutil|pydoc|inspect|timeit|cProfile|profile|trace|commands|popen2|asyncio|"
+    r"multiprocessing|threading|_thread|signal|tempfile|fileinput|http|urllib|ftplib|smtplib|"
+    r"telnetlib|xmlrpc|zipimport|zipfile|tarfile|sqlite3|dbm|shelve|pickle|_pickle|dill|cloudpickle|"
+    r"joblib|pip|setuptools|distutils|site|ensurepip|venv|gc|weakref|atexit|faulthandler|mmap|fcntl|"
+    r"resource|io|_io|torch\.(hub|jit|utils\.cpp_extension|package)|numpy\.(f2py|testing))(\..*)?"
+)
+_BUILTINS = frozenset({"builtins", "__builtin__"})
+_HARMLESS_BUILTINS = frozenset(
+    "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple "
+    "type NotImplemented Ellipsis Exception ValueError TypeError RuntimeError KeyError".split()
+)
+
+
+@lru_cache(maxsize=_MAX_GLOBALS)
+def inert_global(module: str, qualname: str) -> type[Inert]:
+    """The stand-in for `module.qualname`: the same class each time."""
+    return type("Inert", (Inert,), {"__slots__": (), "module": module, "qualname": qualname})
+
+
+def is_global(value: Any, name: str | None = None) -> bool:
+    """Whether `value` is a global a pickle named, and the one called `name` where given."""
+    if not (isinstance(value, type) and issubclass(value, Inert)):
+        return False
+    return name is None or f"{value.module}.{value.qualname}" == name
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, data: bytes, file: str | Path, stand_ins: Mapping[tuple[str, str], Any]
+    ) -> None:
+        # Buffered, because the C unpickler reads ahead only from what can peek.
+        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))  # type: ignore[arg-type]
+        self._file = file
+        self._stand_ins = stand_ins
+        self._num_globals = 0
+
+    def find_class(self, module: str, name: str) -> Any:
+        self._num_globals += 1
+        if self._num_globals > _MAX_GLOBALS or len(module) + len(name) > _MAX_NAME:
+            raise FormatError(
+                f"pickle names absurdly many or long globals, such as {module[:60]!r}",
+                file=self._file,
+            )
+        if _HOSTILE.fullmatch(module) or (
+            module in _BUILTINS and name not in _HARMLESS_BUILTINS
+        ):
+            raise FormatError(
+                f"pickle names {module}.{name}, which no checkpoint needs: refused as hostile",
+                file=self._file,
+                hint="nothing was executed; do not load this file with other tools",
+            )
+        found = self._stand_ins.get((module, name))
+        return inert_global(module, name) if found is None else found
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Persistent(pid)
+
+
+def decode(
+    data: bytes, *, file: str | Path, stand_ins: Mapping[tuple[str, str], Any] | None = None
+) -> Any:
+    """The tree in a pickle: plain Python values, `Inert` and `Persistent` nodes.
+
+    `stand_ins` gives classes of the caller's for some `(module, name)`; they must be harmless
+    whatever arguments and state the pickle passes.
+
+    Raises:
+        FormatError: the pickle is damaged, absurd, or names something hostile.
+    """
+    unpickler = _Unpickler(data, file, stand_ins or {})
+    try:
+        return guarded(unpickler.load, data, file=file)
+    except FormatError:
+        raise
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+        RuntimeError,
+        BufferError,
+        OSError,
+    ) as e:
+        reason = str(e) or type(e).__name__
+        raise FormatError(f"not a readable pickle: {reason[:200]}", file=file) from e
+
+
+_NAMESPACES = frozenset({"argparse.Namespace", "types.SimpleNamespace"})
+_DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
+_SETS = frozenset(f"{m}.{s}" for m in _BUILTINS for s in ("set", "frozenset"))
+
+
+def plain(tree: Any, *, file: str | Path = "") -> Any:
+    """The tree with well-known nodes as plain values.
+
+    Namespaces and ordered dicts become dicts, `torch.Size` a tuple, dtypes and other bare globals
+    their dotted name, paths strings, encoded bytes bytes, sets lists. What is left stays `Inert`
+    (an enum member is `Inert` with its value in `args`). Shared parts stay shared.
+
+    Raises:
+        FormatError: the tree contains itself or is absurdly deep.
+    """
+    try:
+        return _plain(tree, {})
+    except (RecursionError, TypeError) as e:
+        raise FormatError(f"pickled tree has no plain form: {e}", file=file) from e
+
+
+def _plain(node: Any, done: dict[int, Any]) -> Any:
+    if node is None or isinstance(node, str | bytes | int | float | Persistent):
+        return node
+    if is_global(node):
+        return f"{node.module}.{node.qualname}"
+    key = id(node)
+    if key in done:
+        return done[key]
+    out: Any
+    if isinstance(node, dict):
+        out = {_plain(k, done): _plain(v, done) for k, v in node.items()}
+    elif isinstance(node, list | set | frozenset):
+        out = [_plain(x, done) for x in node]
+    elif isinstance(node, tuple):
+        out = tuple(_plain(x, done) for x in node)
+    elif isinstance(node, Inert):
+        out = _plain_inert(node, done)
+    else:
+        out = node
+    done[key] = out
+    return out
+
+
+def _plain_inert(node: Inert, done: dict[int, Any]) -> Any:
+    if node.name in _NAMESPACES:
+        return _plain(node.state if isinstance(node.state, dict) else {}, done)
+    if node.name in _DICTS:
+        first = node.args[-1] if node.args and isinstance(node.args[-1], list | dict) else []
+        pairs = list(first.items()) if isinstance(first, dict) else [tuple(p) for p in first]
+        return {_plain(k, done): _plain(v, done) for k, v in [*pairs, *node.pairs]}
+    if node.name == "torch.Size" and len(node.args) == 1:
+        return tuple(_plain(node.args[0], done))
+    if node.name in _SETS:
+        return [_plain(x, done) for x in (*(node.args[0] if node.args else ()), *node.items)]
+    if node.module in ("pathlib", "pathlib._local") and all(isinstance(a, str) for a in node.args):
+        return str(PurePosixPath(*node.args))
+    if node.name == "_codecs.encode" and node.args and isinstance(node.args[0], str):
+        try:
+            return node.args[0].encode("latin1")
+        except UnicodeEncodeError:
+            return node
+    return node
+
+
+def references(tree: Any) -> list[Persistent]:
+    """Every reference out of the pickle, each once, in order of appearance."""
+    found: list[Persistent] = []
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, str | bytes | int | float) or node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Persistent):
+            found.append(node)
+        elif isinstance(node, dict):
+            stack.extend(x for pair in reversed(node.items()) for x in reversed(pair))
+        elif isinstance(node, list | tuple):
+            stack.extend(reversed(node))
+        elif isinstance(node, set | frozenset):
+            stack.extend(node)
+        elif isinstance(node, Inert):
+            inner = [*node.args, *node.kwargs.values(), *node.items]
+            inner += [x for pair in node.pairs for x in pair]
+            stack.extend(reversed([*inner, node.state]))
+    return found

@@ -1,0 +1,116 @@
+"""Place: whether a destination can and may be written, found out without writing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.checkpoint.files import Files
+from megtool.errors import DestinationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A destination and what stands around it. `path` and `staging` hold no symbolic links.
+
+    `is_file` tells that a single file is to be written there, not a folder; `overwrite` that what
+    exists may be replaced.
+    """
+
+    files: Files
+    path: Path
+    staging: Path
+    is_file: bool
+    overwrite: bool
+    sources: Sequence[Path]
+
+    def check_surroundings(self) -> None:
+        """Refuse a place that is bound up with a source, or that nobody may write to.
+
+        Raises:
+            DestinationError: as said.
+        """
+        here = self.path
+        if not here.name:
+            raise DestinationError(f"{str(here)!r} cannot be a destination", file=here)
+        for source in self.sources:
+            real = Path(os.path.realpath(source))
+            if self._inside(here, real) or self._inside(real, here):
+                raise DestinationError(
+                    f"the destination and the source {str(source)!r} are the same, "
+                    "or one is inside the other",
+                    file=here,
+                    hint="choose a destination outside the source",
+                )
+            if self._inside(real, self.staging):
+                raise DestinationError(
+                    f"the source {str(source)!r} is inside the staging folder of the destination",
+                    file=self.staging,
+                )
+        above = next(p for p in here.parents if self.files.stat(p) is not None)
+        if not stat.S_ISDIR(self._mode(above)):
+            raise DestinationError("is not a folder", file=above)
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise DestinationError(
+                "cannot be written to: read-only, or no permission",
+                file=above,
+                hint="choose another destination, or check the permissions",
+            )
+        if self.files.lstat(self.staging) and not stat.S_ISDIR(self._mode(self.staging, True)):
+            raise DestinationError("is in the way of the staging folder", file=self.staging)
+
+    def check_free(self, *, completed: bool = False) -> None:
+        """Refuse to replace what must not be replaced; `completed`: an earlier run made it.
+
+        Raises:
+            DestinationError: it exists, is of the wrong kind, or cannot be replaced.
+        """
+        here = self.path
+        found = self.files.stat(here)
+        if found is None:
+            return
+        if stat.S_ISDIR(found.st_mode) == self.is_file:
+            kinds = ("a folder", "a file") if self.is_file else ("a file", "a folder")
+            raise DestinationError(f"is {kinds[0]}, and the output is {kinds[1]}", file=here)
+        if not self.is_file and not self.files.names(here):
+            self._check_replaceable(found)
+            return
+        if not self.overwrite:
+            hint = "choose another destination, or replace this one with --overwrite"
+            if completed:
+                hint = f"an earlier run of the same command has completed it; {hint}"
+            raise DestinationError("exists", file=here, hint=hint)
+        self._check_replaceable(found)
+
+    def _check_replaceable(self, found: os.stat_result) -> None:
+        here = self.path
+        above = self.files.stat(here.parent)
+        if above is None or above.st_dev != found.st_dev:
+            raise DestinationError(
+                "is a mount point, which cannot be replaced",
+                file=here,
+                hint="name a folder inside it",
+            )
+        if Path.cwd().is_relative_to(here):
+            raise DestinationError(
+                "cannot replace the current folder",
+                file=here,
+                hint="name a new folder, or run from elsewhere",
+            )
+
+    def _inside(self, path: Path, folder: Path) -> bool:
+        """Whether `path` is `folder` or below it, however either is reached."""
+        if path.is_relative_to(folder):
+            return True
+        found = self.files.stat(folder)
+        return found is not None and any(
+            (at := self.files.stat(p)) is not None and os.path.samestat(at, found)
+            for p in (path, *path.parents)
+        )
+
+    def _mode(self, path: Path, link: bool = False) -> int:
+        found = self.files.lstat(path) if link else self.files.stat(path)
+        return 0 if found is None else found.st_mode

@@ -1,0 +1,242 @@
+"""The plan: every copy a job needs, as columns of n-d boxes.
+
+A plan is data: `planner.build` computes it from headers alone, `copy.execute` carries it out, and
+neither models nor formats matter to it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.tensors.box import Boxes, Ints, row_major_strides
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+PLAIN_RUN_BYTES = 64 * 1024
+"""Common runs of at least this many bytes are moved by the kernel, shorter ones by tiles."""
+
+
+class Op(StrEnum):
+    """What happens to elements on their way; the list is closed."""
+
+    COPY = "copy"
+    CAST = "cast"
+    DECODE = "decode"
+    FILL = "fill"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint to read and where its canonical tensors lie."""
+
+    catalogue: Catalogue
+    placements: Mapping[str, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """A box of a target tensor that no source holds, such as vocabulary padding."""
+
+    stored: str
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A source tensor or object that the target does not hold, and why."""
+
+    name: str
+    reason: str
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One canonical tensor on its way, over a view shape that both sides share.
+
+    Row-major order of `shape` is row-major order of the canonical tensor. Indices count into the
+    tensors of source number `source_index` and of the target; fills have no source (-1).
+    """
+
+    canonical: str
+    op: Op
+    shape: tuple[int, ...]
+    source_index: int
+    source_tensor: int
+    target_tensor: int
+    source: Placement | None
+    target: Placement
+    fill: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What shards hold of entries, in view space, grouped by entry.
+
+    Boxes are padded to the widest view with `[0, 1)`; `shard` is a row of the catalogue's shards.
+    """
+
+    entry: NDArray[np.int32]
+    shard: Ints
+    boxes: Boxes
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.entry)
+
+    def of(self, entry: int) -> slice:
+        """Rows of one entry."""
+        return slice(int(self.first[entry]), int(self.first[entry + 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """N-d copies: the box of an entry that one source piece gives to one target piece.
+
+    `source_piece` is -1 for fills.
+    """
+
+    entry: NDArray[np.int32]
+    source_piece: Ints
+    target_piece: Ints
+    boxes: Boxes
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.entry)
+
+    def of(self, entry: int) -> slice:
+        """Rows of one entry."""
+        return slice(int(self.first[entry]), int(self.first[entry + 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The placements of one side in columns.
+
+    `dims` and `mults` are int64 `[entries, view]`, `base` is int64 `[entries, stored]`.
+    """
+
+    dims: Ints
+    mults: Ints
+    base: Ints
+
+    @classmethod
+    def of(cls, placements: Sequence[Placement | None], view: int, stored: int) -> _Columns:
+        dims = np.zeros((len(placements), view), np.int64)
+        mults = np.zeros((len(placements), view), np.int64)
+        base = np.zeros((len(placements), stored), np.int64)
+        for row, p in enumerate(placements):
+            if p is not None:
+                dims[row, : len(p.dims)] = p.dims
+                mults[row, : len(p.mults)] = p.mults
+                base[row, : len(p.base)] = p.base
+        return cls(dims, mults, base)
+
+    def lattice(self, entry: Ints, lo: Ints, hi: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
+        step = row_major_strides(hi - lo)
+        if not step.shape[1]:
+            return np.zeros(len(entry), np.int64), np.zeros(view_lo.shape, np.int64)
+        stride = self.mults[entry] * np.take_along_axis(step, self.dims[entry], axis=1)
+        start = ((self.base[entry] - lo) * step).sum(axis=1) + (view_lo * stride).sum(axis=1)
+        return start, stride
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """A job as data: sources, target and the steps between them."""
+
+    sources: tuple[Catalogue, ...]
+    target: Destination
+    entries: list[Entry]
+    source_pieces: Pieces
+    target_pieces: Pieces
+    steps: Steps
+    dropped: list[Dropped]
+    fingerprint: str = ""
+    _sides: dict[str, _Columns] = field(default_factory=dict, repr=False)
+
+    def source_lattice(self, piece: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
+        """Element position inside the shard and stride per view dimension, for view boxes that
+        start at `view_lo` (int64 `[n, view]`) inside the given source pieces (all of one source).
+        """
+        entry = self.source_pieces.entry[piece].astype(np.int64)
+        index = self.entries[int(entry[0])].source_index if len(entry) else 0
+        shards = self.sources[index].shards.boxes
+        rows = self.source_pieces.shard[piece]
+        columns = self._columns("source", max(c.shards.boxes.ndim for c in self.sources))
+        width = shards.ndim
+        narrow = _Columns(columns.dims, columns.mults, columns.base[:, :width])
+        return narrow.lattice(entry, shards.lo[rows], shards.hi[rows], view_lo)
+
+    def target_lattice(self, piece: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
+        """The same for target pieces."""
+        entry = self.target_pieces.entry[piece].astype(np.int64)
+        shards = self.target.catalogue.shards.boxes
+        rows = self.target_pieces.shard[piece]
+        columns = self._columns("target", shards.ndim)
+        return columns.lattice(entry, shards.lo[rows], shards.hi[rows], view_lo)
+
+    def _columns(self, side: str, stored: int) -> _Columns:
+        if side not in self._sides:
+            placements = [e.source if side == "source" else e.target for e in self.entries]
+            self._sides[side] = _Columns.of(placements, self.steps.boxes.ndim, stored)
+        return self._sides[side]
+
+    def source_dtype_bytes(self, entry: Entry) -> int:
+        """Bytes per element of an entry's source (of the target for fills)."""
+        if entry.source_index < 0:
+            return self.target_tensor(entry).dtype.itemsize
+        return self.source_tensor(entry).dtype.itemsize
+
+    def source_tensor(self, entry: Entry) -> GlobalTensor:
+        """The stored tensor an entry is read from."""
+        return self.sources[entry.source_index].tensors[entry.source_tensor]
+
+    def target_tensor(self, entry: Entry) -> GlobalTensor:
+        """The stored tensor an entry is written to."""
+        return self.target.catalogue.tensors[entry.target_tensor]
+
+    def step_runs(self) -> tuple[Ints, NDArray[np.bool_]]:
+        """Bytes (in the target) of each step's common runs, and which steps are plain.
+
+        A plain step is a copy whose runs are long on both sides, so the kernel can move them.
+        """
+        n, steps = len(self.steps), self.steps
+        run, plain = np.zeros(n, np.int64), np.zeros(n, bool)
+        copies = np.array([e.op is Op.COPY for e in self.entries], bool)[steps.entry]
+        item = np.array([self.target_tensor(e).dtype.itemsize for e in self.entries], np.int64)
+        filled = steps.source_piece < 0
+        run[filled] = (steps.boxes.volume() * item[steps.entry])[filled]
+        index = np.array([e.source_index for e in self.entries], np.int64)[steps.entry]
+        for source in range(len(self.sources)):
+            rows = np.flatnonzero(index == source)
+            lo, shape = steps.boxes.lo[rows], steps.boxes.shape[rows]
+            _, a = self.source_lattice(steps.source_piece[rows], lo)
+            _, b = self.target_lattice(steps.target_piece[rows], lo)
+            elements, whole = common_runs(shape, a, b)
+            run[rows] = elements * item[steps.entry[rows]]
+            plain[rows] = copies[rows] & (whole | (run[rows] >= PLAIN_RUN_BYTES))
+        return run, plain
+
+
+def common_runs(shape: Ints, a: Ints, b: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Elements in the longest runs contiguous on both sides, and whether one run is all.
+
+    `shape`, `a` and `b` (strides of the two sides) are int64 `[n, ndim]`.
+    """
+    run = np.ones(len(shape), np.int64)
+    growing = np.ones(len(shape), bool)
+    for d in range(shape.shape[1] - 1, -1, -1):
+        one = shape[:, d] == 1
+        growing &= one | ((a[:, d] == run) & (b[:, d] == run))
+        run = np.where(growing & ~one, run * shape[:, d], run)
+    return run, growing

@@ -1,0 +1,349 @@
+"""Planning: join what source shards hold with what target shards want, and prove it whole.
+
+Pure: headers in, `Plan` out; no tensor data is read and nothing is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.cover import check_placements
+from megtool.checkpoint.plan import (
+    Dropped,
+    Entry,
+    Fill,
+    Op,
+    Pieces,
+    Plan,
+    Source,
+    Steps,
+)
+from megtool.errors import CoverageError, MappingError
+from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
+from megtool.tensors.relation import Placement, pieces, refine
+
+
+def build(
+    sources: Sequence[Source],
+    target: Destination,
+    placements: Mapping[str, Placement],
+    *,
+    fills: Sequence[Fill] = (),
+    dropped: Sequence[Dropped] = (),
+    options: str = "",
+) -> Plan:
+    """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
+
+    `placements` say where each canonical tensor lies in the target; the first source that places
+    the tensor gives it. `options` is mixed into the fingerprint.
+
+    Raises:
+        MappingError: no source has a tensor that the target needs, or the two place it in ways
+            that do not agree.
+        CoverageError: an element would be written never or twice, or a tensor that a source
+            stores or places is neither used nor listed in `dropped`.
+    """
+    catalogues = tuple(s.catalogue for s in sources)
+    refined: _Refined = {}
+    entries = [
+        _entry(name, p, sources, target.catalogue, refined) for name, p in placements.items()
+    ]
+    entries += [_fill_entry(f, target.catalogue) for f in fills]
+    width = max([len(e.shape) for e in entries], default=0)
+    source_pieces = _pieces(
+        [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width
+    )
+    target_pieces = _pieces(
+        [(0, e.target_tensor, e.target) for e in entries], [target.catalogue], width
+    )
+    plan = Plan(
+        sources=catalogues,
+        target=target,
+        entries=entries,
+        source_pieces=source_pieces,
+        target_pieces=target_pieces,
+        steps=_steps(entries, source_pieces, target_pieces, width),
+        dropped=list(dropped),
+    )
+    prove(plan, sources, placements)
+    plan.fingerprint = _fingerprint(plan, options)
+    return plan
+
+
+_View = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+_Refined = dict[tuple[_View, _View], tuple[_View, _View]]
+
+
+def _view(p: Placement) -> _View:
+    return p.shape, p.dims, p.mults
+
+
+def _over(p: Placement, view: _View) -> Placement:
+    shape, dims, mults = view
+    return Placement(
+        canonical=p.canonical, stored=p.stored, shape=shape, dims=dims, mults=mults, base=p.base
+    )
+
+
+def _entry(
+    name: str, to: Placement, sources: Sequence[Source], target: Catalogue, refined: _Refined
+) -> Entry:
+    index = next((i for i, s in enumerate(sources) if name in s.placements), None)
+    if index is None:
+        raise MappingError(
+            f"the target needs {name!r}, which the source does not hold",
+            tensor=to.stored,
+        )
+    source, at = sources[index].catalogue, sources[index].placements[name]
+    source_tensor, target_tensor = _stored(at, source), _stored(to, target)
+    a, b = source.tensors[source_tensor], target.tensors[target_tensor]
+    if b.packing:
+        raise MappingError(f"elements are not encoded to {b.packing!r}", tensor=b.name)
+    held: Placement | None = at
+    if 0 in to.shape:
+        if 0 not in at.shape:
+            raise MappingError(
+                f"{name!r} has shape {list(at.shape)} as {a.name!r} and {list(to.shape)} as "
+                f"{b.name!r}",
+                tensor=b.name,
+            )
+        held = None
+    elif at.shape != to.shape:
+        views = _view(at), _view(to)
+        if views not in refined:
+            held, moved = refine(at, to)
+            refined[views] = _view(held), _view(moved)
+        held, to = _over(at, refined[views][0]), _over(to, refined[views][1])
+    op = Op.DECODE if a.packing else Op.COPY if a.dtype == b.dtype else Op.CAST
+    return Entry(
+        canonical=name,
+        op=op,
+        shape=to.shape,
+        source_index=index,
+        source_tensor=source_tensor,
+        target_tensor=target_tensor,
+        source=held,
+        target=to,
+    )
+
+
+def _stored(p: Placement, catalogue: Catalogue) -> int:
+    """The number of the tensor a placement lies in."""
+    number = catalogue.index.get(p.stored)
+    if number is None:
+        raise MappingError(
+            f"the mapping places {p.canonical!r} in {p.stored!r}, which is not there",
+            file=catalogue.root,
+            tensor=p.stored,
+        )
+    shape = catalogue.tensors[number].shape
+    if len(p.base) != len(shape):
+        raise MappingError(
+            f"the mapping places {p.canonical!r} at {list(p.base)} of a tensor of shape "
+            f"{list(shape)}",
+            file=catalogue.root,
+            tensor=p.stored,
+        )
+    return number
+
+
+def _fill_entry(fill: Fill, target: Catalogue) -> Entry:
+    shape = tuple(h - x for x, h in zip(fill.lo, fill.hi, strict=True))
+    placement = Placement(
+        canonical="",
+        stored=fill.stored,
+        shape=shape,
+        dims=tuple(range(len(shape))),
+        mults=(1,) * len(shape),
+        base=fill.lo,
+    )
+    return Entry(
+        canonical="",
+        op=Op.FILL,
+        shape=shape,
+        source_index=-1,
+        source_tensor=-1,
+        target_tensor=_stored(placement, target),
+        source=None,
+        target=placement,
+        fill=fill.value,
+    )
+
+
+def _pieces(
+    sides: Sequence[tuple[int, int, Placement | None]], catalogues: Sequence[Catalogue], width: int
+) -> Pieces:
+    """What shards hold of each entry, given as `(catalogue, tensor, placement)`.
+
+    Entries are many and shards are many, so they meet in one join of the boxes that placements
+    span in their stored tensors with the boxes of shards. Placements that differ only in `base`
+    (the experts of a layer, say) are then cut together, on shards shifted by it.
+    """
+    held: dict[int, list[int]] = defaultdict(list)
+    for number, (index, _, p) in enumerate(sides):
+        if p is not None and 0 not in p.shape:
+            held[index].append(number)
+    found = [
+        _cut([(n, sides[n][1], p) for n in numbers if (p := sides[n][2])], catalogues[index], width)
+        for index, numbers in held.items()
+    ]
+    entry = np.concatenate([np.zeros(0, np.int64), *(f[0] for f in found)])
+    shard = np.concatenate([np.zeros(0, np.int64), *(f[1] for f in found)])
+    boxes = concatenate([f[2] for f in found], width)
+    order = np.argsort(entry, kind="stable")
+    return Pieces(
+        entry[order].astype(np.int32),
+        shard[order],
+        boxes[order],
+        np.searchsorted(entry[order], np.arange(len(sides) + 1)).astype(np.int64),
+    )
+
+
+def _cut(
+    entries: Sequence[tuple[int, int, Placement]], catalogue: Catalogue, width: int
+) -> tuple[Ints, Ints, Boxes]:
+    """Pieces of entries `(number, tensor, placement)`: their numbers, shards and view boxes."""
+    shards = catalogue.shards
+    ndim = shards.boxes.ndim
+    number = np.array([e[0] for e in entries], np.int64)
+    tensor = np.array([e[1] for e in entries], np.int64)
+    base = np.array(
+        [e[2].base + (0,) * (ndim - len(e[2].base)) for e in entries], np.int64
+    ).reshape(len(entries), ndim)
+    views: dict[_View, int] = {}
+    view = np.array([views.setdefault(_view(e[2]), len(views)) for e in entries], np.int64)
+    reach = np.ones((len(views), ndim), np.int64)
+    for (shape, dims, mults), row in views.items():
+        for n, d, m in zip(shape, dims, mults, strict=True):
+            reach[row, d] += (n - 1) * m
+    i, shard = join(
+        Boxes(base, base + reach[view]), shards.boxes, tensor, shards.tensor.astype(np.int64)
+    )
+    by_view = np.argsort(view[i], kind="stable")
+    ends = np.searchsorted(view[i][by_view], np.arange(len(views) + 1))
+    out: list[tuple[Ints, Ints, Boxes]] = []
+    for (shape, dims, mults), row in views.items():
+        rows = by_view[ends[row] : ends[row + 1]]
+        p = Placement(
+            canonical="", stored="", shape=shape, dims=dims, mults=mults, base=(0,) * ndim
+        )
+        boxes, shift = shards.boxes[shard[rows]], base[i[rows]]
+        at, cut = pieces(p, Boxes(boxes.lo - shift, boxes.hi - shift))
+        out.append((number[i[rows[at]]], shard[rows[at]], _padded(cut, width)))
+    return (
+        np.concatenate([o[0] for o in out]),
+        np.concatenate([o[1] for o in out]),
+        concatenate([o[2] for o in out], width),
+    )
+
+
+def _padded(boxes: Boxes, width: int) -> Boxes:
+    if boxes.ndim == width:
+        return boxes
+    n, more = len(boxes), width - boxes.ndim
+    return Boxes(
+        np.concatenate([boxes.lo, np.zeros((n, more), np.int64)], axis=1),
+        np.concatenate([boxes.hi, np.ones((n, more), np.int64)], axis=1),
+    )
+
+
+def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces, width: int) -> Steps:
+    """Join source and target pieces of each entry; fills, which come last, take their target
+    pieces as they are."""
+    fills = sum(e.op is Op.FILL for e in entries)
+    filled = np.arange(want.first[len(entries) - fills], len(want), dtype=np.int64)
+    i, j = join(got.boxes, want.boxes, got.entry.astype(np.int64), want.entry.astype(np.int64))
+    lo = np.concatenate([np.maximum(got.boxes.lo[i], want.boxes.lo[j]), want.boxes.lo[filled]])
+    hi = np.concatenate([np.minimum(got.boxes.hi[i], want.boxes.hi[j]), want.boxes.hi[filled]])
+    target_piece = np.concatenate([j, filled])
+    entry = want.entry[target_piece]
+    return Steps(
+        entry,
+        np.concatenate([i, np.full(len(filled), -1, np.int64)]),
+        target_piece,
+        Boxes(lo.reshape(-1, width), hi.reshape(-1, width)),
+        np.searchsorted(entry, np.arange(len(entries) + 1)).astype(np.int64),
+    )
+
+
+def prove(plan: Plan, sources: Sequence[Source], placements: Mapping[str, Placement]) -> None:
+    """Show that every target element is written exactly once and every source tensor accounted for.
+
+    Shards tile their tensors on both sides (`Catalogue.check`), placements claim every element of
+    a target tensor once and of a source tensor at most once (`check_placements`). So pieces, being
+    images of disjoint shards under injective maps, are disjoint, and so are steps, their pairwise
+    intersections: that each entry's steps add up to its volume is all that is left to check.
+
+    Raises:
+        CoverageError: the proof fails; names the tensor.
+        MappingError: a placement does not fit its stored tensor.
+    """
+    plan.target.catalogue.check()
+    at = list(placements.values()) + [e.target for e in plan.entries if e.op is Op.FILL]
+    check_placements(plan.target.catalogue.tensors, at, whole=True)
+    written = np.concatenate([[0], np.cumsum(plan.steps.boxes.volume())])[plan.steps.first]
+    for entry, n in zip(plan.entries, np.diff(written).tolist(), strict=True):
+        if n != numel(entry.shape):
+            raise CoverageError(
+                f"{n} of {numel(entry.shape)} elements of {entry.canonical!r} would be written",
+                file=plan.sources[entry.source_index].root if entry.source_index >= 0 else None,
+                tensor=entry.target.stored,
+                hint="a shard of the source is missing or doubled",
+            )
+    excused = {d.name for d in plan.dropped}
+    used = [set[str]() for _ in sources]
+    for entry in plan.entries:
+        if entry.source_index >= 0:
+            used[entry.source_index].add(entry.canonical)
+    for source, names in zip(sources, used, strict=True):
+        check_placements(source.catalogue.tensors, source.placements.values(), whole=False)
+        placed = set()
+        for name, p in source.placements.items():
+            placed.add(p.stored)
+            if name not in names and name not in excused and p.stored not in excused:
+                raise CoverageError(
+                    f"the source's {name!r} is neither used nor listed as dropped",
+                    tensor=p.stored,
+                )
+        for tensor in source.catalogue.tensors:
+            if tensor.name not in placed and tensor.name not in excused:
+                raise CoverageError(
+                    "the source tensor is neither used nor listed as dropped",
+                    tensor=tensor.name,
+                )
+
+
+def _fingerprint(plan: Plan, options: str) -> str:
+    """What must be equal for a killed run to be resumed: sources, target, entries and options."""
+    h = hashlib.sha256()
+
+    def mix(*parts: object) -> None:
+        text = repr(parts).encode()
+        h.update(f"{len(text)}:".encode() + text)
+
+    mix(options)
+    for c in (*plan.sources, plan.target.catalogue):
+        mix(str(c.root), c.format, c.files, c.extents.contained)
+        mix([(t.name, t.shape, t.dtype.name, t.packing) for t in c.tensors])
+        s, e = c.shards, c.extents
+        for array in (s.tensor, s.boxes.lo, s.boxes.hi, e.file, e.offset, e.length):
+            mix(array.shape)
+            h.update(np.ascontiguousarray(array).data)
+    for number, offset, data in plan.target.fragments:
+        h.update(f"{number}:{offset}:{len(data)}:".encode() + data)
+    for path, data in plan.target.all_small():
+        mix(path, len(data))
+        h.update(data)
+    for entry in plan.entries:
+        a, b = entry.source, entry.target
+        mix(
+            (entry.canonical, entry.op.value, entry.source_index, entry.source_tensor),
+            (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults),
+            (a.base, a.dims, a.mults) if a else None,
+        )
+    return h.hexdigest()

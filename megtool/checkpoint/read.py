@@ -1,0 +1,107 @@
+"""Read: the elements of a canonical or stored tensor, whole or tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.open_files import OpenFiles
+from megtool.checkpoint.side import Locator
+from megtool.checkpoint.strided import Array, Buffers
+from megtool.checkpoint.tile import Intake, tile_bytes
+from megtool.dtypes import DType, dtype
+from megtool.tensors.box import numel, strides
+from megtool.tensors.relation import Placement, pieces
+
+GROWN_TILES = 16
+"""Where a tensor lies in short runs, tiles may grow to this many times the size asked for."""
+
+
+class Reader:
+    """Opens the files of a checkpoint as they are needed, and reads its tensors. Use in `with`."""
+
+    def __init__(self, catalogue: Catalogue, files: Files) -> None:
+        self.catalogue = catalogue
+        self.files = files
+        self.opened = OpenFiles(files)
+        self.locator = Locator(catalogue)
+
+    def stored(self, name: str) -> TensorView:
+        """A tensor as the checkpoint holds it."""
+        tensor = self.catalogue[name]
+        return TensorView(self, Placement.identity(name, tensor.shape))
+
+    def canonical(self, placement: Placement) -> TensorView:
+        """The canonical tensor that lies in a stored one at `placement`."""
+        return TensorView(self, placement)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.opened.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorView:
+    """One tensor to be read, in row-major order of `shape` (that of its placement).
+
+    Elements come in `dtype.view`: for types numpy does not know (bfloat16, fp8) unsigned integers
+    that hold their bits. Packed tensors are decoded to float32. Not for several threads at once.
+    """
+
+    def __init__(self, reader: Reader, placement: Placement) -> None:
+        self._reader = reader
+        self._placement = placement
+        self._number = reader.catalogue.index[placement.stored]
+        self._buffers = Buffers()
+        stored = reader.catalogue.tensors[self._number]
+        self.shape = placement.shape
+        self.dtype: DType = dtype("float32") if stored.packing else stored.dtype
+
+    def tiles(self, max_bytes: int = 1 << 20) -> Generator[tuple[int, Array], None, None]:
+        """Consecutive elements, about `max_bytes` at a time: the flat index of the first, and they.
+
+        Arrays are 1-d and used again for the next tile: copy what is to stay.
+        """
+        if not numel(self.shape):
+            return
+        catalogue, opened = self._reader.catalogue, self._reader.opened
+        stored = catalogue.tensors[self._number]
+        of = catalogue.shards.of(self._number)
+        rows, boxes = pieces(self._placement, catalogue.shards.boxes[of])
+        side = self._reader.locator.side(
+            self._placement, self._number, rows.astype(np.int64) + of.start, boxes
+        )
+        lo = (0,) * len(self.shape)
+        item = max(self.dtype.itemsize, stored.dtype.itemsize)
+        size = tile_bytes([side], lo, self.shape, item, max_bytes, GROWN_TILES * max_bytes)
+        intake = Intake(
+            side,
+            self._reader.files,
+            opened,
+            self._buffers,
+            source=stored,
+            target=self.dtype,
+            tile_bytes=size,
+        )
+        step = strides(self.shape)
+        with closing(intake.tiles(lo, self.shape)) as found:
+            for at, tile in found:
+                flat = sum(i * s for i, s in zip(at, step, strict=True))
+                yield flat, tile.reshape(-1).view(self.dtype.view)
+
+    def read(self) -> Array:
+        """All elements, in `shape`."""
+        out = np.empty(self.shape, self.dtype.view)
+        flat = out.reshape(-1)
+        for at, tile in self.tiles():
+            flat[at : at + tile.size] = tile
+        return out

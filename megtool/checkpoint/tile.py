@@ -1,0 +1,267 @@
+"""Tiles: row-major pieces of a tensor, gathered from shards and spread to shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megtool.checkpoint.cast import converter
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.open_files import OpenFiles
+from megtool.checkpoint.side import Side
+from megtool.checkpoint.strided import Array, Block, Buffers, blocks, grow
+from megtool.dtypes import DType
+from megtool.tensors.sharded import GlobalTensor
+
+Index = tuple[int, ...]
+
+DECENT_RUN_BYTES = 4096
+"""Runs of at least this size move at nearly full speed: tiles grow until both sides have them."""
+
+
+def cut(
+    lo: Index, hi: Index, cell_bytes: int, max_bytes: int, *, depth: int | None = None
+) -> Iterator[tuple[Index, Index]]:
+    """Cut a box that is contiguous in row-major order into such boxes of at most `max_bytes`.
+
+    In order, and as even as whole indices of one dimension allow. Dimensions from `depth` on are
+    never cut, and neither are elements: a box may be larger than asked where that leaves no choice.
+    """
+    depth = len(lo) if depth is None else depth
+    size = [b - a for a, b in zip(lo, hi, strict=True)]
+    d = next((d for d in range(len(size)) if size[d] != 1), len(size))
+    total = cell_bytes * math.prod(size)
+    if d >= depth or total <= max_bytes:
+        if total:
+            yield lo, hi
+        return
+    inner = total // size[d]
+    rows = max(1, max_bytes // inner)
+    rows = -(-size[d] // -(-size[d] // rows))
+    for i in range(lo[d], hi[d], rows):
+        part = (*lo[:d], i, *lo[d + 1 :]), (*hi[:d], min(i + rows, hi[d]), *hi[d + 1 :])
+        if inner > max_bytes:
+            yield from cut(*part, cell_bytes, max_bytes, depth=depth)
+        else:
+            yield part
+
+
+def halved(lo: Index, hi: Index, most: int) -> Iterator[tuple[Index, Index]]:
+    """Cut any box into boxes of at most `most` elements, along its longest dimensions."""
+    size = [b - a for a, b in zip(lo, hi, strict=True)]
+    if math.prod(size) <= max(most, 1):
+        yield lo, hi
+        return
+    d = max(range(len(size)), key=lambda d: size[d])
+    middle = lo[d] + size[d] // 2
+    yield from halved(lo, (*hi[:d], middle, *hi[d + 1 :]), most)
+    yield from halved((*lo[:d], middle, *lo[d + 1 :]), hi, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a tile shares with one piece: blocks, and where they go when the tile moves along."""
+
+    fd: int
+    blocks: list[Block]
+    step: list[int]
+
+
+class Traffic:
+    """Moves the tiles of one tensor between memory and the files of one side.
+
+    Consecutive tiles mostly meet the same pieces at other offsets, so the calls worked out for one
+    tile are kept and shifted for as long as that holds.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        files: Files,
+        opened: OpenFiles,
+        scratch: Array,
+        buffers: Buffers,
+        *,
+        sieve: bool,
+    ) -> None:
+        self._side, self._files, self._opened = side, files, opened
+        self._scratch, self._buffers, self._sieve = scratch, buffers, sieve
+        self._parts: list[_Part] = []
+        self._held: list[int] = []
+        self._memory: Array | None = None
+        self._lo: Index = ()
+        self._range: list[tuple[int, int]] = []
+
+    def read(self, lo: Index, memory: Array) -> None:
+        """Fill `memory`, the tile that begins at view index `lo`."""
+        for part, shift in self._shifted(lo, memory):
+            for block in part.blocks:
+                block.read(self._files, part.fd, shift)
+
+    def write(self, lo: Index, memory: Array) -> None:
+        """Write the tile that begins at `lo`."""
+        for part, shift in self._shifted(lo, memory):
+            for block in part.blocks:
+                block.write(self._files, part.fd, shift)
+
+    def repair(self, lo: Index, memory: Array) -> bool:
+        """Compare the files with the tile, rewrite what differs; whether anything did."""
+        differs = False
+        for part, shift in self._shifted(lo, memory):
+            for block in part.blocks:
+                differs |= block.repair(self._files, part.fd, shift, self._buffers)
+        return differs
+
+    def close(self) -> None:
+        """Let go of the files and of the memory."""
+        for row in self._held:
+            self._opened.release(self._side.paths[row])
+        self._held, self._parts, self._memory = [], [], None
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shifted(self, lo: Index, memory: Array) -> Iterator[tuple[_Part, int]]:
+        if memory is not self._memory or not self._follows(lo, memory.shape):
+            self._work_out(lo, memory)
+        moved = [(d, a - b) for d, (a, b) in enumerate(zip(lo, self._lo, strict=True)) if a != b]
+        for part in self._parts:
+            yield part, sum(n * part.step[d] for d, n in moved)
+
+    def _follows(self, lo: Index, shape: Index) -> bool:
+        return all(
+            a == b or (first <= a and a + n <= end)
+            for a, b, n, (first, end) in zip(lo, self._lo, shape, self._range, strict=False)
+        )
+
+    def _work_out(self, lo: Index, memory: Array) -> None:
+        """Find the pieces under a tile, and how far it can move with all offsets just shifted.
+
+        Where every piece spans the tile in a dimension, it may move there until one of them ends:
+        pieces are disjoint, so no other piece can come in before.
+        """
+        self.close()
+        side, ndim = self._side, self._side.ndim
+        a = np.array(lo, np.int64)
+        b = a + np.array(memory.shape[:ndim], np.int64)
+        rows = np.flatnonzero(((side.lo < b) & (side.hi > a)).all(axis=1))
+        p_lo, p_hi = side.lo[rows], side.hi[rows]
+        spans = ((p_lo <= a) & (p_hi >= b)).all(axis=0).tolist()
+        first, end = np.maximum(p_lo, a), np.minimum(p_hi, b)
+        start = side.start[rows] + ((first - p_lo) * side.step[rows]).sum(axis=1)
+        self._range = [
+            (int(p_lo[:, d].max()), int(p_hi[:, d].min())) if spans[d] and len(rows) else (0, -1)
+            for d in range(ndim)
+        ]
+        table = zip(
+            rows.tolist(),
+            (first - a).tolist(),
+            (end - a).tolist(),
+            start.tolist(),
+            side.step[rows].tolist(),
+            strict=True,
+        )
+        for row, x, y, at, step in table:
+            fd = self._opened.acquire(side.paths[row])
+            self._held.append(row)
+            box = memory[(*(slice(i, j) for i, j in zip(x, y, strict=True)), ...)]
+            within = [*step, memory.itemsize] if memory.ndim > ndim else step
+            parts = list(blocks(box, at, within, self._scratch, sieve=self._sieve))
+            self._parts.append(_Part(fd, parts, step))
+        self._lo, self._memory = lo, memory
+
+
+class Intake:
+    """Reads a tensor tile by tile in row-major order, each converted to the elements wanted."""
+
+    def __init__(
+        self,
+        side: Side,
+        files: Files,
+        opened: OpenFiles,
+        buffers: Buffers,
+        *,
+        source: GlobalTensor,
+        target: DType,
+        tile_bytes: int,
+    ) -> None:
+        self._side, self._buffers, self._tile_bytes = side, buffers, tile_bytes
+        self._item = target.itemsize
+        self._packed = source.packing is not None
+        self._convert = converter(source, target)
+        self._cell = max(source.dtype.itemsize, target.itemsize, 4 if self._packed else 1)
+        self._traffic = Traffic(
+            side, files, opened, buffers.take("scratch", tile_bytes), buffers, sieve=True
+        )
+        self._shaped: dict[Index, tuple[Array, Array]] = {}
+
+    def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
+        """Tiles of the row-major-contiguous box `lo:hi`: their first index and their elements.
+
+        Elements come as unsigned integers of the type's width in the shape of the tile; the array
+        is used again for the next one. Close the generator to let go of the files.
+        """
+        depth = self._side.ndim
+        with self._traffic as traffic:
+            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=depth):
+                raw, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
+                traffic.read(a[:depth], raw)
+                if self._convert is not None:
+                    self._convert(raw, out)
+                yield a, out
+
+    def _arrays(self, shape: Index) -> tuple[Array, Array]:
+        if shape not in self._shaped:
+            if len(self._shaped) > 8:
+                self._shaped.clear()
+            out = shaped(self._buffers, "tile", shape, self._item)
+            raw = out
+            if self._packed:
+                rows = (*shape[: self._side.ndim], self._side.cell_bytes)
+                raw = shaped(self._buffers, "raw", rows, 1)
+            elif self._convert is not None:
+                raw = shaped(self._buffers, "raw", shape, self._side.cell_bytes)
+            self._shaped[shape] = raw, out
+        return self._shaped[shape]
+
+
+def shaped(buffers: Buffers, slot: str, shape: Index, item_bytes: int) -> Array:
+    """A buffer as an array of unsigned integers."""
+    flat = buffers.take(slot, math.prod(shape) * item_bytes)
+    return flat.view(f"<u{item_bytes}").reshape(shape)
+
+
+def tile_bytes(
+    sides: Sequence[Side], lo: Index, hi: Index, cell_bytes: int, usual: int, cap: int
+) -> int:
+    """The size of tile at which both sides have decent runs: `usual`, or more up to `cap`."""
+    best, best_run = usual, -1
+    size = usual
+    while True:
+        first = next(cut(lo, hi, cell_bytes, size), (lo, hi))
+        run = min((_run_bytes(s, *first) for s in sides), default=DECENT_RUN_BYTES)
+        if run > best_run:
+            best, best_run = size, run
+        if run >= DECENT_RUN_BYTES or size >= cap or first == (lo, hi):
+            return min(best, max(cap, usual))
+        size *= 2
+
+
+def _run_bytes(side: Side, lo: Index, hi: Index) -> int:
+    """The mean length of the runs in which the largest piece under a box lies in its file."""
+    a, b = np.array(lo[: side.ndim], np.int64), np.array(hi[: side.ndim], np.int64)
+    first, end = np.maximum(side.lo, a), np.minimum(side.hi, b)
+    volume = np.maximum(end - first, 0).prod(axis=1)
+    if not len(volume) or not volume.max():
+        return DECENT_RUN_BYTES
+    row = int(volume.argmax())
+    shape, step = (end - first)[row].tolist(), side.step[row].tolist()
+    order = sorted((d for d in range(side.ndim) if shape[d] > 1), key=lambda d: -step[d])
+    run, outer = grow([shape[d] for d in order], [step[d] for d in order], side.cell_bytes)
+    return run if outer else DECENT_RUN_BYTES

@@ -1,0 +1,254 @@
+"""Transfer: bytes between open files and memory, whole or not at all, failures in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import FormatError, StorageError
+
+T = TypeVar("T")
+Buffer = memoryview | NDArray[Any]  # C-contiguous, of any element type
+Place = Path | int  # a path, or an open file descriptor
+
+IOV_MAX = 1024  # buffers one preadv may fill
+KERNEL_STEP = 64 << 20  # bytes per copy_file_range or sendfile: Ctrl-C waits for one at most
+SCRATCH_BYTES = 256 << 10  # larger copy buffers fall out of the CPU's cache
+SENDFILE_FROM = 256 << 10  # sendfile needs a descriptor of its own, not worth it below this
+BLOCK = 4096  # file systems share whole blocks only
+
+# What the kernel answers when a way of copying is not for these files; anything else is a failure.
+UNSUPPORTED = frozenset(
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ETXTBSY, errno.EPERM}
+)
+HINTS = {
+    errno.ENOSPC: "free some space, then run the same command again: it resumes",
+    errno.EDQUOT: "`quota -s` shows your limits; free some space, then run the same command again",
+    errno.EROFS: "the file system is mounted read-only: choose another destination",
+    errno.EACCES: "check the permissions of the file and of the folders above it",
+    errno.EPERM: "check the permissions, and whether the file is immutable (`lsattr`)",
+    errno.EIO: "the disk or the network storage failed: see `dmesg`, and do not trust the copy",
+    errno.EMFILE: "too many open files: raise the limit with `ulimit -n`",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EBUSY: "a mount point cannot be replaced: name a folder inside it",
+    errno.EFBIG: "the file system or `ulimit -f` does not allow files of this size",
+}
+
+
+class Transfer:
+    """Reads, writes and copies at given offsets of open files. Thread-safe.
+
+    Each method does its whole job (short reads and writes are continued, interrupted calls made
+    again) or raises `StorageError` naming the file. Every call of the system passes through
+    `system`, so that a subclass can count, refuse or shorten the n-th of them.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[int, int], int] = {}  # (device, device) -> first way that may work
+        self._scratch = threading.local()
+
+    def system(self, function: Callable[..., T], /, *args: Any) -> T:
+        """Make one system call."""
+        return function(*args)
+
+    def do(self, place: Place, verb: str, function: Callable[..., T], /, *args: Any) -> T:
+        """Make one system call on `place` until it is not interrupted."""
+        while True:
+            try:
+                return self.system(function, *args)
+            except InterruptedError:
+                continue
+            except OSError as e:
+                raise in_words(e, place, verb) from e
+
+    def pread_into(self, fd: int, buffer: Buffer, offset: int) -> None:
+        """Fill `buffer` with the bytes at `offset`.
+
+        Raises:
+            FormatError: the file ends before.
+            StorageError: the system refused.
+        """
+        self._preadv(fd, (buffer,), offset, buffer.nbytes)
+
+    def pread_scatter(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        """Fill the buffers, one after the other, with the consecutive bytes at `offset`."""
+        for start in range(0, len(buffers), IOV_MAX):
+            batch = buffers[start : start + IOV_MAX]
+            wanted = sum(b.nbytes for b in batch)
+            self._preadv(fd, batch, offset, wanted)
+            offset += wanted
+
+    def _preadv(self, fd: int, buffers: Sequence[Buffer], offset: int, wanted: int) -> None:
+        got = self.do(fd, "read", os.preadv, fd, buffers, offset)
+        if got == wanted:
+            return
+        skip = got
+        for buffer in buffers:
+            if skip >= buffer.nbytes:
+                skip -= buffer.nbytes
+                continue
+            rest = np.frombuffer(buffer, np.uint8)[skip:]
+            skip = 0
+            while rest.nbytes:
+                now = self.do(fd, "read", os.preadv, fd, (rest,), offset + got)
+                if now == 0:
+                    raise FormatError(
+                        f"truncated: ends at byte {offset + got:,}, {offset + wanted:,} expected",
+                        file=name_of(fd),
+                        hint="the file is incomplete, or was shortened while it was read",
+                    )
+                got += now
+                rest = rest[now:]
+
+    def pwrite_all(self, fd: int, data: bytes | Buffer, offset: int) -> None:
+        """Write all of `data` at `offset`."""
+        wanted = len(data) if isinstance(data, bytes) else data.nbytes
+        done = self._write(fd, data, offset, wanted)
+        if done == wanted:
+            return
+        rest = np.frombuffer(data, np.uint8)
+        while done < wanted:
+            done += self._write(fd, rest[done:], offset + done, wanted - done)
+
+    def _write(self, fd: int, data: bytes | Buffer, offset: int, wanted: int) -> int:
+        while True:
+            try:
+                done = self.system(os.pwrite, fd, data, offset)
+            except InterruptedError:
+                continue
+            except OSError as e:
+                raise in_words(e, fd, "write", needed=wanted) from e
+            if done == 0 and wanted:
+                raise StorageError(f"wrote 0 of {wanted:,} bytes", file=name_of(fd))
+            return done
+
+    def copy_range(
+        self, source: int, source_offset: int, target: int, target_offset: int, num_bytes: int
+    ) -> None:
+        """Copy bytes between two open files, by the best way these two devices allow.
+
+        `copy_file_range` (which shares the blocks where the file system can) comes first, then
+        `sendfile`, then a small buffer; what a pair of devices refuses is not tried on it again.
+
+        Raises:
+            FormatError: the source ends before.
+            StorageError: the system refused.
+        """
+        pair = (
+            self.do(source, "look at", os.fstat, source).st_dev,
+            self.do(target, "look at", os.fstat, target).st_dev,
+        )
+        head = -source_offset % BLOCK
+        if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
+            # Blocks are shared only by calls that start at one: copy up to it first.
+            self._copy(pair, source, source_offset, target, target_offset, head)
+        else:
+            head = 0
+        self._copy(
+            pair, source, source_offset + head, target, target_offset + head, num_bytes - head
+        )
+
+    def _copy(
+        self, pair: tuple[int, int], source: int, at: int, target: int, to: int, num_bytes: int
+    ) -> None:
+        done = 0
+        ways = (self._copy_in_kernel, self._copy_by_sendfile)
+        for number in range(self._ways.get(pair, 0), len(ways)):
+            try:
+                for now in ways[number](source, at, target, to, num_bytes):
+                    done += now
+            except OSError as e:
+                if e.errno not in UNSUPPORTED:
+                    verb = f"copy from {name_of(source)}"
+                    raise in_words(e, target, verb, needed=num_bytes - done) from e
+                self._ways[pair] = number + 1
+            if done == num_bytes:
+                return
+            at, to, num_bytes, done = at + done, to + done, num_bytes - done, 0
+        if not hasattr(self._scratch, "buffer"):
+            self._scratch.buffer = memoryview(bytearray(SCRATCH_BYTES))
+        for start in range(0, num_bytes, SCRATCH_BYTES):
+            part = self._scratch.buffer[: num_bytes - start]
+            self.pread_into(source, part, at + start)
+            self.pwrite_all(target, part, to + start)
+
+    def _copy_in_kernel(
+        self, source: int, at: int, target: int, to: int, num_bytes: int
+    ) -> Iterator[int]:
+        done = 0
+        while done < num_bytes:
+            step = min(num_bytes - done, KERNEL_STEP)
+            try:
+                now = self.system(os.copy_file_range, source, target, step, at + done, to + done)
+            except InterruptedError:
+                continue
+            if now == 0:  # the end of the file, or a file system that pretends it is
+                return
+            done += now
+            yield now
+
+    def _copy_by_sendfile(
+        self, source: int, at: int, target: int, to: int, num_bytes: int
+    ) -> Iterator[int]:
+        """Sendfile writes where its descriptor stands: open one that no other thread moves."""
+        if num_bytes < SENDFILE_FROM:
+            return
+        try:
+            private = self.system(os.open, f"/proc/self/fd/{target}", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc, or no permission any more: the buffer will do
+            return
+        try:
+            self.system(os.lseek, private, to, os.SEEK_SET)
+            done = 0
+            while done < num_bytes:
+                step = min(num_bytes - done, KERNEL_STEP)
+                try:
+                    now = self.system(os.sendfile, private, source, at + done, step)
+                except InterruptedError:
+                    continue
+                if now == 0:
+                    return
+                done += now
+                yield now
+        finally:
+            self.close(private)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor; network file systems tell failed writes here."""
+        try:
+            self.system(os.close, fd)
+        except InterruptedError:
+            return  # Linux has closed it all the same
+        except OSError as e:
+            raise in_words(e, fd, "close") from e
+
+
+def name_of(place: Place) -> Path | None:
+    """The path behind a descriptor, looked up only when an error needs it."""
+    if isinstance(place, Path):
+        return place
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{place}"))
+    except OSError:
+        return None
+
+
+def in_words(error: OSError, place: Place, verb: str, *, needed: int = 0) -> StorageError:
+    """The system's refusal as a typed error; `needed` bytes are told beside those free."""
+    path = name_of(place)
+    message = f"cannot {verb}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and needed:
+        message += f" ({needed:,} bytes needed"
+        with contextlib.suppress(OSError):
+            found = os.statvfs(path or place)
+            message += f", {found.f_bavail * found.f_frsize:,} free"
+        message += ")"
+    return StorageError(message, file=path, hint=HINTS.get(error.errno or 0))

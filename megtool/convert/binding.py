@@ -1,0 +1,304 @@
+"""A table at one configuration: which stored tensors hold which canonical ones, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import groupby, islice
+
+from megtool.convert.canonical import DOMAINS, Model, fill_in, indices_in
+from megtool.convert.expression import Expression, names_in
+from megtool.convert.layout import Layout, Part
+from megtool.convert.mapping import Dropped, Row, Table, instantiate, word
+from megtool.dtypes import DType, dtype
+from megtool.errors import MappingError
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+_DIGITS = re.compile(r"\d+")
+_MARK = re.compile(r"\{\w+\}")
+
+
+@dataclass(slots=True)
+class Read:
+    """What a table found in stored tensors.
+
+    `placements` and `canonical` are keyed by canonical name; `padding` says how many rows of a
+    stored tensor are padding; `unmatched` names stored tensors that no line knows.
+    """
+
+    placements: dict[str, Placement] = field(default_factory=dict)
+    canonical: dict[str, GlobalTensor] = field(default_factory=dict)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    padding: dict[str, int] = field(default_factory=dict)
+    unmatched: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Written:
+    """Stored tensors a table makes of canonical ones.
+
+    `padding` holds the placement of every tensor's padding rows; `unplaced` names canonical
+    tensors that no line stores.
+    """
+
+    tensors: list[GlobalTensor] = field(default_factory=list)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    padding: list[Placement] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
+
+
+class Binding:
+    """A table bound to a configuration; layouts of rows are made once."""
+
+    def __init__(self, table: Table, model: Model) -> None:
+        self.model = model
+        self.rows = [r for r in table if isinstance(r, Row)]
+        self.drops = [r for r in table if isinstance(r, Dropped)]
+        self._layouts: dict[int, Layout] = {}
+        self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._patterns: dict[str, list[tuple[int, re.Pattern[str], tuple[str, ...]]]] = {}
+        for number, row in enumerate(self.rows):
+            for pattern in (row.stored, *row.also):
+                names = indices_in(pattern)
+                exact = re.compile(_MARK.sub(r"(\\d+)", _escape(pattern)))
+                key = _DIGITS.sub("#", _MARK.sub("0", pattern))
+                self._patterns.setdefault(key, []).append((number, exact, names))
+
+    def read(self, tensors: Iterable[GlobalTensor]) -> Read:
+        """Find the canonical tensors inside stored ones.
+
+        Raises:
+            MappingError: a shape is not what the configuration says, an index is out of range, or
+                two stored tensors hold the same canonical one.
+        """
+        out = Read()
+        for tensor in tensors:
+            found = list(self._candidates(tensor.name))
+            if found:
+                number, index = self._fitting(found, tensor)
+                self._place(number, index, tensor, out)
+                continue
+            reason = self._dropped(tensor.name)
+            if reason is None:
+                out.unmatched.append(tensor.name)
+            else:
+                out.dropped.append((tensor.name, reason))
+        return out
+
+    def write(
+        self, canonical: Mapping[str, GlobalTensor], *, pad_to: int = 1, cast: DType | None = None
+    ) -> Written:
+        """Make stored tensors of canonical ones, layer by layer in the table's order.
+
+        Tensors marked padded get a multiple of `pad_to` rows; floats become `cast` if given.
+        """
+        out = Written()
+        for number, index in self._in_order():
+            layout = self._layout(number)
+            names = [fill_in(p.name, index) for p in layout.parts]
+            if any(n not in canonical or n in out.placements for n in names):
+                continue
+            stored = fill_in(self.rows[number].stored, index)
+            shape = _padded(layout, pad_to)
+            kind = _common([canonical[n].dtype for n in names], stored)
+            if cast is not None and kind.is_float:
+                kind = cast
+            out.tensors.append(GlobalTensor(name=stored, shape=shape, dtype=kind))
+            for name, part in zip(names, layout.parts, strict=True):
+                out.placements[name] = _placement(name, part, stored)
+            if layout.padded is not None and shape != layout.shape:
+                out.padding.append(_padding(stored, shape, layout))
+        out.unplaced = [n for n in canonical if n not in out.placements]
+        return out
+
+    def _candidates(self, name: str) -> Iterator[tuple[int, dict[str, int]]]:
+        """Rows that know a stored name and whose condition holds."""
+        for number, exact, names in self._patterns.get(_DIGITS.sub("#", name), ()):
+            match = exact.fullmatch(name)
+            if match is None:
+                continue
+            index = {n: int(v) for n, v in zip(names, match.groups(), strict=True)}
+            for n, v in index.items():
+                if v >= self.model.size(n):
+                    raise MappingError(
+                        f"{name!r} is {n}={v}, but {DOMAINS[n]} is {self.model.size(n)}",
+                        tensor=name,
+                        hint="the configuration belongs to another model",
+                    )
+            if self._applies(number, index):
+                yield number, index
+
+    def _fitting(
+        self, found: Sequence[tuple[int, dict[str, int]]], tensor: GlobalTensor
+    ) -> tuple[int, dict[str, int]]:
+        for number, index in found:
+            layout = self._layout(number)
+            if _fits(layout, tensor.shape):
+                return number, index
+        want = self._layout(found[0][0])
+        padded = " or more rows" if want.padded is not None else ""
+        raise MappingError(
+            f"{tensor.name!r} has shape {list(tensor.shape)}, "
+            f"but the configuration says {list(want.shape)}{padded}",
+            tensor=tensor.name,
+            hint="the configuration belongs to another model, or the tensor is cut",
+        )
+
+    def _place(self, number: int, index: dict[str, int], tensor: GlobalTensor, out: Read) -> None:
+        layout = instantiate(self._layout(number), index)
+        for part in layout.parts:
+            if part.name in out.placements:
+                raise MappingError(
+                    f"{out.placements[part.name].stored!r} and {tensor.name!r} "
+                    f"both hold {part.name!r}",
+                    tensor=tensor.name,
+                    hint="exclude one of them",
+                )
+            out.placements[part.name] = _placement(part.name, part, tensor.name)
+            out.canonical[part.name] = GlobalTensor(
+                name=part.name, shape=part.size, dtype=tensor.dtype
+            )
+        if layout.padded is not None:
+            rows = tensor.shape[layout.padded] - layout.shape[layout.padded]
+            if rows:
+                out.padding[tensor.name] = rows
+
+    def _layout(self, number: int) -> Layout:
+        if number not in self._layouts:
+            row = self.rows[number]
+            layout = word(row.word).layout(self.model)
+            free = {n for p in layout.parts[:1] for n in indices_in(p.name)}
+            if missing := free - set(indices_in(row.stored)):
+                raise MappingError(
+                    f"row {row.stored!r} lacks the index {sorted(missing)} of its tensors",
+                    hint="put it in the stored name, or stack over it",
+                )
+            self._layouts[number] = layout
+        return self._layouts[number]
+
+    def _applies(self, number: int, index: Mapping[str, int]) -> bool:
+        """The row's condition holds; over indices its name lacks, it has to hold for all."""
+        key = (number, tuple(index.values()))
+        if key not in self._holds:
+            when = self.rows[number].when
+            free = tuple(n for n in DOMAINS if n not in index and _uses(when, n))
+            self._holds[key] = all(
+                self.model.value(when, {**index, **more}) for more in self.model.each(free)
+            )
+        return self._holds[key]
+
+    def _in_order(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Rows with every index they apply to: runs of rows with `{l}` go layer by layer."""
+        numbered = [(n, indices_in(r.stored)) for n, r in enumerate(self.rows)]
+        for per_layer, run in groupby(numbered, key=lambda item: "l" in item[1]):
+            rows = list(run)
+            for layer in range(self.model.size("l")) if per_layer else (0,):
+                fixed = {"l": layer} if per_layer else {}
+                for number, names in rows:
+                    for more in self.model.each(tuple(n for n in names if n not in fixed)):
+                        if self._applies(number, {**fixed, **more}):
+                            yield number, {**fixed, **more}
+
+    def _dropped(self, name: str) -> str | None:
+        for drop in self.drops:
+            if fnmatchcase(name, drop.pattern) and self.model.value(drop.when):
+                return drop.reason
+        return None
+
+
+def missing(
+    canonical: Mapping[str, GlobalTensor], model: Model
+) -> tuple[list[str], dict[str, bool]]:
+    """Canonical tensors the model should have and has not, and the flags presence sets.
+
+    An optional tensor is there in all layers or in none; its flag in the configuration, when
+    true, demands it.
+    """
+    absent: list[str] = []
+    found: dict[str, bool] = {}
+    for pattern, entry in model.vocabulary.items():
+        names = model.names(pattern)
+        there = [n in canonical for n in names]
+        if entry.flag is not None:
+            found[entry.flag] = found.get(entry.flag, False) or any(there)
+    for pattern, entry in model.vocabulary.items():
+        wanted = entry.flag is None or found[entry.flag] or model.value(entry.flag)
+        if wanted:
+            absent += [n for n in model.names(pattern) if n not in canonical]
+    return absent, found
+
+
+def summarise(names: Sequence[str], limit: int = 4) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(repr(n) for n in islice(names, limit))
+    more = len(names) - limit
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _escape(pattern: str) -> str:
+    return "".join(
+        p if _MARK.fullmatch(p) else re.escape(p) for p in re.split(r"(\{\w+\})", pattern)
+    )
+
+
+def _uses(when: Expression, index: str) -> bool:
+    return index in names_in(when)
+
+
+def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    if len(shape) != len(layout.shape):
+        return False
+    return all(
+        have == want or (d == layout.padded and have > want)
+        for d, (have, want) in enumerate(zip(shape, layout.shape, strict=True))
+    )
+
+
+def _padded(layout: Layout, pad_to: int) -> tuple[int, ...]:
+    if layout.padded is None:
+        return layout.shape
+    return tuple(
+        -(-n // pad_to) * pad_to if d == layout.padded else n for d, n in enumerate(layout.shape)
+    )
+
+
+def _padding(stored: str, shape: tuple[int, ...], layout: Layout) -> Placement:
+    dim = layout.padded
+    rows = tuple(n - layout.shape[d] if d == dim else n for d, n in enumerate(shape))
+    whole = Placement.identity(f"padding of {stored}", rows, stored=stored)
+    return Placement(
+        canonical=whole.canonical,
+        stored=stored,
+        shape=rows,
+        dims=whole.dims,
+        mults=whole.mults,
+        base=tuple(layout.shape[d] if d == dim else 0 for d in range(len(shape))),
+    )
+
+
+def _placement(name: str, part: Part, stored: str) -> Placement:
+    return Placement(
+        canonical=name,
+        stored=stored,
+        shape=part.shape,
+        dims=part.dims,
+        mults=part.mults,
+        base=part.base,
+    )
+
+
+def _common(kinds: Sequence[DType], stored: str) -> DType:
+    """The element type that holds all of `kinds` without loss."""
+    names = {k.name for k in kinds}
+    if len(names) == 1:
+        return kinds[0]
+    if names == {"bfloat16", "float16"} or names <= {"bfloat16", "float16", "float32"}:
+        return dtype("float32")
+    raise MappingError(
+        f"{stored!r} would fuse tensors of different dtypes: {sorted(names)}",
+        tensor=stored,
+        hint="cast them to one dtype (--dtype)",
+    )

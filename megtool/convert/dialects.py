@@ -1,0 +1,346 @@
+"""Both sides of a conversion: stored tensors read as canonical ones, and made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert import megatron
+from megtool.convert.binding import Binding, missing, summarise
+from megtool.convert.canonical import VOCABULARY, Entry, Model
+from megtool.convert.families import Family
+from megtool.convert.mapping import Table, stack_layers
+from megtool.convert.sharding import shard
+from megtool.dtypes import DType
+from megtool.errors import MappingError
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor, Shards
+
+DIALECTS = ("hf", "megatron", "gguf", "identity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Stored tensors and the canonical tensors they hold.
+
+    `placements` and `canonical` are keyed by canonical name; optimizer state is called
+    `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
+    the padding rows of stored tensors. `config` has its flags set by what is there.
+    """
+
+    dialect: str
+    tensors: tuple[GlobalTensor, ...]
+    placements: dict[str, Placement]
+    canonical: dict[str, GlobalTensor]
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    padding: dict[str, int] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    config: ModelConfig | None = None
+    family: Family | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """Stored elements that no canonical tensor holds, and the value they get."""
+
+    placement: Placement
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSide:
+    """The tensors to store, what they are made of, and how they are cut.
+
+    `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`
+    once. `shards` is None where nothing says how to cut. `dropped` holds canonical tensors that
+    the target has no place for, each with the reason.
+    """
+
+    tensors: list[GlobalTensor]
+    placements: dict[str, Placement]
+    shards: Shards | None
+    fills: list[Fill]
+    dropped: list[tuple[str, str]]
+
+
+def detect_dialect(names: Sequence[str]) -> str:
+    """The dialect of stored names: `megatron`, `gguf`, or `hf` for anything else."""
+    if megatron.is_megatron(names):
+        return "megatron"
+    if any(n.startswith("blk.") or n == "token_embd.weight" for n in names):
+        return "gguf"
+    return "hf"
+
+
+def read_side(
+    tensors: Sequence[GlobalTensor],
+    *,
+    dialect: str | None = None,
+    family: Family | None = None,
+    config: ModelConfig | None = None,
+    partial: bool = False,
+) -> Side:
+    """Read stored tensors as canonical ones.
+
+    Without `dialect` it is detected from the names, and is `identity` (every stored tensor is its
+    own canonical one) where the family or configuration that it needs is not given. `partial`
+    allows canonical tensors to be missing.
+
+    Raises:
+        MappingError: left-over or missing tensors, or shapes that disagree.
+    """
+    names = [t.name for t in tensors]
+    if dialect is None:
+        dialect = detect_dialect(names)
+        if config is None or (family is None and dialect != "megatron"):
+            dialect = "identity"
+    if dialect == "identity":
+        return _identity(tensors, config)
+    if config is None:
+        raise MappingError(
+            f"reading {dialect!r} tensors needs the model's configuration",
+            hint="give --like a folder with a config.json, or reshard inside one format",
+        )
+    by_state: dict[str, list[tuple[str, GlobalTensor]]] = {}
+    states: dict[str, str] = {}
+    for tensor in tensors:
+        state, spelled, key = _split(dialect, tensor.name)
+        by_state.setdefault(state, []).append((key, tensor))
+        states.setdefault(state, spelled)
+    config = _tie(config, dialect, {key for key, _ in by_state.get("", [])})
+    table = _table(dialect, family, per_layer=megatron.is_per_layer(names))
+    model = Model(config, _vocabulary(family))
+    binding = Binding(table, model)
+    placements: dict[str, Placement] = {}
+    canonical: dict[str, GlobalTensor] = {}
+    dropped: list[tuple[str, str]] = []
+    padding: dict[str, int] = {}
+    unmatched: list[str] = []
+    for state, pairs in by_state.items():
+        stored = {key: tensor.name for key, tensor in pairs}
+        if len(stored) != len(pairs):
+            twice = next(t.name for key, t in pairs if stored[key] != t.name)
+            raise MappingError(f"{twice!r} is stored twice under different wrappers", tensor=twice)
+        found = binding.read([replace(t, name=key) for key, t in pairs])
+        lift = f"{state}:" if state else ""
+        for name, p in found.placements.items():
+            p = replace(p, canonical=lift + name, stored=stored[p.stored])
+            placements[p.canonical] = p
+            canonical[p.canonical] = replace(found.canonical[name], name=p.canonical)
+        dropped += [(stored[key], reason) for key, reason in found.dropped]
+        padding.update({stored[key]: rows for key, rows in found.padding.items()})
+        unmatched += [stored[key] for key in found.unmatched]
+    if unmatched:
+        raise MappingError(
+            f"{len(unmatched)} stored tensors are not known to "
+            f"{family.name if family else dialect!r}: {summarise(unmatched)}",
+            tensor=unmatched[0],
+            hint="exclude them, or add rows for them to the family's table",
+        )
+    absent, flags = missing(canonical, model)
+    if absent and not partial:
+        raise MappingError(
+            f"{len(absent)} tensors are missing: {summarise(absent)}",
+            tensor=absent[0],
+            hint="the checkpoint is incomplete, or its configuration belongs to another model",
+        )
+    return Side(
+        dialect=dialect,
+        tensors=tuple(tensors),
+        placements=placements,
+        canonical=canonical,
+        dropped=dropped,
+        padding=padding,
+        states={s: n for s, n in states.items() if s},
+        config=replace(config, **flags),  # type: ignore[arg-type]
+        family=family,
+    )
+
+
+def write_side(
+    source: Side,
+    *,
+    dialect: str,
+    family: Family | None = None,
+    config: ModelConfig | None = None,
+    dtype: DType | None = None,
+    parallel: ParallelConfig | None = None,
+    per_layer: bool | None = None,
+    divisible_by: int = 128,
+    main: str | None = None,
+) -> TargetSide:
+    """Make the tensors of another dialect (or layout) of what a source holds.
+
+    `config` and `family` default to the source's. `dtype` casts floating model weights, never
+    optimizer state. For `megatron`, `per_layer` chooses one key per layer (the default where
+    layers differ), the vocabulary is padded to a multiple of `divisible_by * tp`, and `main` is
+    the spelling of master weights (`param` or `fp32_param`; the default is the source's).
+    An `identity` source can only be written as `identity`.
+
+    Raises:
+        MappingError: a tensor has no place in the target.
+        LayoutError: `parallel` does not divide the model.
+    """
+    config, family = config or source.config, family or source.family
+    if dialect == "identity" or source.dialect == "identity":
+        if dialect != source.dialect:
+            raise MappingError(
+                f"tensors read as {source.dialect!r} cannot be written as {dialect!r}",
+                hint="name the family (--family) and give its configuration (--like)",
+            )
+        return _same_names(source, config, dtype, parallel, divisible_by)
+    if dialect not in ("hf", "megatron"):
+        raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
+    if config is None:
+        raise MappingError(f"writing {dialect!r} tensors needs the model's configuration")
+    if per_layer is None:
+        per_layer = not config.is_homogeneous
+    if dialect == "megatron" and not per_layer and not config.is_homogeneous:
+        raise MappingError(
+            "layers differ and cannot be stacked", hint="write one key per layer instead"
+        )
+    table = _table(dialect, family, per_layer=per_layer)
+    binding = Binding(table, Model(config, _vocabulary(family)))
+    sizes = parallel or ParallelConfig()
+    pad_to = megatron.padded_multiple(sizes.tp, divisible_by) if dialect == "megatron" else 1
+    out = TargetSide(tensors=[], placements={}, shards=None, fills=[], dropped=[])
+    for state, canonical in _by_state(source.canonical).items():
+        if state and dialect != "megatron":
+            reason = f"optimizer state has no place in {dialect!r}"
+            out.dropped.extend((f"{state}:{n}", reason) for n in canonical)
+            continue
+        made = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
+        if made.unplaced:
+            raise MappingError(
+                f"{len(made.unplaced)} tensors have no place in {dialect!r}: "
+                f"{summarise(made.unplaced)}",
+                tensor=made.unplaced[0],
+                hint="exclude them, or add rows for them to the family's table",
+            )
+        lift = f"{state}:" if state else ""
+        prefix = _prefix(state, source, main)
+        out.tensors.extend(replace(t, name=prefix + t.name) for t in made.tensors)
+        for n, p in made.placements.items():
+            out.placements[lift + n] = replace(p, canonical=lift + n, stored=prefix + p.stored)
+        for p in made.padding:
+            name = prefix + p.stored
+            out.fills.append(
+                Fill(placement=replace(p, canonical=f"padding of {name}", stored=name))
+            )
+    if dialect == "megatron" and parallel is not None:
+        return replace(out, shards=shard(out.tensors, parallel, config=config))
+    return out
+
+
+def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
+    if dialect == "megatron":
+        own = family.megatron if family else ()
+        if not per_layer:
+            return (*stack_layers(own), *megatron.STACKED)
+        return (*own, *megatron.PER_LAYER)
+    if family is None:
+        raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
+    table = {"hf": family.hf, "gguf": family.gguf}.get(dialect)
+    if table is None:
+        raise MappingError(f"unknown dialect {dialect!r}", hint=f"known: {', '.join(DIALECTS)}")
+    if not table:
+        raise MappingError(f"family {family.name!r} has no table for {dialect!r} names")
+    return table
+
+
+def _vocabulary(family: Family | None) -> Mapping[str, Entry]:
+    return {**VOCABULARY, **family.vocabulary} if family and family.vocabulary else VOCABULARY
+
+
+def _tie(config: ModelConfig, dialect: str, keys: set[str]) -> ModelConfig:
+    """GGUF does not say whether embeddings are tied: they are if the output matrix is absent."""
+    if dialect == "gguf":
+        return replace(config, tied_embeddings="output.weight" not in keys)
+    return config
+
+
+def _split(dialect: str, name: str) -> tuple[str, str, str]:
+    return megatron.split_state(name) if dialect == "megatron" else ("", "", name)
+
+
+def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, GlobalTensor]]:
+    out: dict[str, dict[str, GlobalTensor]] = {}
+    for name, tensor in canonical.items():
+        state, _, key = name.rpartition(":")
+        out.setdefault(state, {})[key] = tensor
+    return out
+
+
+def _prefix(state: str, source: Side, main: str | None) -> str:
+    if not state:
+        return ""
+    spelled = source.states.get(state, state)
+    if state == megatron.MAIN:
+        spelled = main or spelled
+    return f"optimizer.state.{spelled}."
+
+
+def _identity(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> Side:
+    """Every stored tensor is its own canonical one, less the padding of a known vocabulary."""
+    placements: dict[str, Placement] = {}
+    canonical: dict[str, GlobalTensor] = {}
+    padding: dict[str, int] = {}
+    for t in tensors:
+        shape = t.shape
+        if config is not None and shape and megatron.is_vocabulary(t.name):
+            rows = min(shape[0], config.vocab_size)
+            if rows < shape[0]:
+                padding[t.name] = shape[0] - rows
+            shape = (rows, *shape[1:])
+        placements[t.name] = Placement.identity(t.name, shape)
+        canonical[t.name] = GlobalTensor(name=t.name, shape=shape, dtype=t.dtype)
+    return Side(
+        dialect="identity",
+        tensors=tuple(tensors),
+        placements=placements,
+        canonical=canonical,
+        padding=padding,
+        config=config,
+    )
+
+
+def _same_names(
+    source: Side,
+    config: ModelConfig | None,
+    dtype: DType | None,
+    parallel: ParallelConfig | None,
+    divisible_by: int,
+) -> TargetSide:
+    """The source's own names, with the vocabulary padded for another layout.
+
+    With a configuration the padding is Megatron's for the new TP; without one the stored rows
+    count as real, and rows are added only if TP does not divide them.
+    """
+    tensors: list[GlobalTensor] = []
+    fills: list[Fill] = []
+    pad_to = megatron.padded_multiple(parallel.tp if parallel else 1, divisible_by)
+    cut = parallel is not None and megatron.is_megatron(source.canonical)
+    for name, t in source.canonical.items():
+        shape = t.shape
+        if parallel is not None and cut and shape and megatron.is_vocabulary(name):
+            rows = shape[0]
+            if config is not None or rows % parallel.tp:
+                rows = -(-rows // pad_to) * pad_to
+            shape = (rows, *shape[1:])
+        if shape != t.shape:
+            whole = Placement.identity(f"padding of {name}", shape, stored=name)
+            rest = (shape[0] - t.shape[0], *shape[1:])
+            base = (t.shape[0], *(0 for _ in shape[1:]))
+            fills.append(Fill(placement=replace(whole, shape=rest, base=base)))
+        is_weight = megatron.split_state(name)[0] == "" and not name.startswith("optimizer.")
+        kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
+        tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
+    shards = shard(tensors, parallel, config=config) if parallel is not None else None
+    return TargetSide(
+        tensors=tensors,
+        placements={n: replace(p, stored=n) for n, p in source.placements.items()},
+        shards=shards,
+        fills=fills,
+        dropped=[],
+    )

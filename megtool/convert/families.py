@@ -1,0 +1,115 @@
+"""Model families: what a file in converters/ says, and how the right one is found."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megtool.config import ModelConfig
+from megtool.convert.canonical import Entry
+from megtool.convert.mapping import Table
+from megtool.convert.settings import Setting, read_settings, write_settings
+from megtool.errors import MappingError
+
+_PACKAGE = "megtool.converters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family: names, configuration and tensors, as data.
+
+    `architectures` and `model_types` are what a Hugging Face config.json calls it (the first of
+    each is written), `gguf_architectures` what a GGUF file does. `traits` are ModelConfig fields
+    true of every member. `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map
+    stored tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary`
+    adds canonical tensors that no other family has.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    config: tuple[Setting, ...]
+    hf: Table
+    gguf_architectures: tuple[str, ...] = ()
+    gguf: Table = ()
+    megatron: Table = ()
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: Mapping[str, Entry] = field(default_factory=dict)
+
+    def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
+        """The model's configuration from the keys of its config.json.
+
+        Raises:
+            MappingError: a key is missing, or has a value this family does not know.
+        """
+        return read_settings(self.config, stored, self.traits)
+
+    def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
+        """The keys of a config.json; what it was once read from is kept."""
+        constants: dict[str, Any] = {
+            "architectures": [self.architectures[0]],
+            "model_type": self.model_types[0],
+        }
+        out = write_settings(self.config, config, constants)
+        if dtype is not None:
+            out["dtype" if "dtype" in out else "torch_dtype"] = dtype
+        return out
+
+
+def family_names() -> tuple[str, ...]:
+    """Names of all families: the files of the converters folder."""
+    package = importlib.import_module(_PACKAGE)
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__)))
+
+
+def family(name: str) -> Family:
+    """The family called `name`.
+
+    Raises:
+        MappingError: there is none; the hint lists those there are.
+    """
+    if name not in family_names():
+        raise _unknown(f"unknown model family {name!r}")
+    found = importlib.import_module(f"{_PACKAGE}.{name}").FAMILY
+    if not isinstance(found, Family) or found.name != name:
+        raise MappingError(f"converters/{name}.py has no FAMILY called {name!r}")
+    return found
+
+
+def families() -> tuple[Family, ...]:
+    """All families."""
+    return tuple(family(name) for name in family_names())
+
+
+def detect_family(metadata: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint, by a config.json's keys or a GGUF file's metadata.
+
+    Looks at `architectures`, then `model_type`, then `general.architecture`.
+
+    Raises:
+        MappingError: nothing says it, or no family is called so.
+    """
+    architectures = tuple(metadata.get("architectures") or ())
+    kind, gguf = metadata.get("model_type"), metadata.get("general.architecture")
+    known = families()
+    for found in known:
+        if set(architectures) & set(found.architectures):
+            return found
+    for found in known:
+        if (kind and kind in found.model_types) or (gguf and gguf in found.gguf_architectures):
+            return found
+    said = [*architectures, *(x for x in (kind, gguf) if x)]
+    if not said:
+        raise _unknown("nothing says which model family this is")
+    raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(said)))}")
+
+
+def _unknown(message: str) -> MappingError:
+    return MappingError(
+        message,
+        hint=f"known: {', '.join(family_names())}; name one with --family, or add a file "
+        "converters/NAME.py that defines FAMILY (converters/llama.py is an example)",
+    )

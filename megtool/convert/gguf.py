@@ -1,0 +1,80 @@
+"""GGUF metadata as a model's configuration; the same keys for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megtool.config import ModelConfig
+from megtool.convert.families import Family
+from megtool.errors import MappingError
+from megtool.tensors.sharded import GlobalTensor
+
+_TOKEN_IDS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], family: Family, tensors: Sequence[GlobalTensor] = ()
+) -> ModelConfig:
+    """The configuration a GGUF file's key-value metadata holds.
+
+    `tensors` settle what metadata may leave out: the vocabulary's size, and whether embeddings
+    are tied (no output matrix). `extra` holds token ids as config.json calls them, so that the
+    family's `write_config` makes a complete one.
+
+    Raises:
+        MappingError: a key is missing.
+    """
+    arch = metadata.get("general.architecture")
+    shapes = {t.name: t.shape for t in tensors}
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is None:
+            raise MappingError(f"GGUF metadata lacks '{arch}.{key}'")
+        return value
+
+    heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+    embedding = shapes.get("token_embd.weight", (0,))
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    values: dict[str, Any] = {
+        "num_layers": int(get("block_count")),
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(get("feed_forward_length")),
+        "num_heads": heads,
+        "num_kv_heads": int(get("attention.head_count_kv", heads)),
+        "head_dim": int(get("attention.key_length", hidden // heads)),
+        "vocab_size": embedding[0] or int(get("vocab_size", len(tokens) or None)),
+        "max_positions": int(get("context_length")),
+        "norm_eps": _shortest(
+            get("attention.layer_norm_rms_epsilon", get("attention.layer_norm_epsilon", 1e-5))
+        ),
+        "rope_base": _shortest(get("rope.freq_base", 10000.0)),
+        "tied_embeddings": bool(tensors) and "output.weight" not in shapes,
+        "rope_scaling": _scaling(metadata, f"{arch}.rope.scaling."),
+    }
+    ids = {to: int(metadata[key]) for key, to in _TOKEN_IDS.items() if key in metadata}
+    return ModelConfig(**{**family.traits, **values}, extra=ids)
+
+
+def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    kind = metadata.get(prefix + "type")
+    if kind is None or kind == "none":
+        return None
+    out: dict[str, Any] = {"rope_type": kind}
+    if prefix + "factor" in metadata:
+        out["factor"] = _shortest(metadata[prefix + "factor"])
+    if original := metadata.get(prefix + "original_context_length"):
+        out["original_max_position_embeddings"] = int(original)
+    return out
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: GGUF keeps 1e-05 as 9.99999974e-06."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,174 @@
+"""The algebra under the words: a stored tensor as parts, each a strided view of a canonical one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megtool.errors import MappingError
+from megtool.tensors.box import strides
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One canonical tensor inside a stored one.
+
+    The canonical tensor called `name`, of shape `size`, reshaped to `shape`, has its view
+    dimension `j` along stored dimension `dims[j]` in steps of `mults[j]`, starting at `base`.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    mults: tuple[int, ...]
+    base: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A stored tensor: its shape, its parts, and the dimension that may be padded, if any."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    padded: int | None = None
+
+
+def whole(name: str, shape: Sequence[int]) -> Layout:
+    """The stored tensor is the canonical one."""
+    n = len(shape)
+    part = Part(name, tuple(shape), tuple(shape), tuple(range(n)), (1,) * n, (0,) * n)
+    return Layout(tuple(shape), (part,))
+
+
+def transpose(layout: Layout, order: Sequence[int]) -> Layout:
+    """The same tensor with its dimensions in another order (as `numpy.transpose`)."""
+    to = {d: i for i, d in enumerate(order)}
+    return Layout(
+        tuple(layout.shape[d] for d in order),
+        tuple(
+            replace(
+                p,
+                dims=tuple(to[d] for d in p.dims),
+                base=tuple(p.base[d] for d in order),
+            )
+            for p in layout.parts
+        ),
+        None if layout.padded is None else to[layout.padded],
+    )
+
+
+def stack(layouts: Sequence[Layout]) -> Layout:
+    """Equal layouts on a new leading dimension, in order."""
+    first = layouts[0]
+    parts = [
+        Part(p.name, p.size, p.shape, tuple(d + 1 for d in p.dims), p.mults, (i, *p.base))
+        for i, layout in enumerate(layouts)
+        for p in layout.parts
+    ]
+    padded = None if first.padded is None else first.padded + 1
+    return Layout((len(layouts), *first.shape), tuple(parts), padded)
+
+
+def group(layouts: Sequence[Layout], groups: int, dim: int) -> Layout:
+    """Layouts concatenated along `dim` within each of `groups` equal groups of rows.
+
+    One group is plain concatenation; as many groups as rows is interleaving.
+    """
+    rest = {(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}
+    if len(rest) != 1:
+        raise MappingError(
+            f"{_names(layouts)} cannot lie side by side: {[layout.shape for layout in layouts]}"
+        )
+    if any(layout.shape[dim] % groups for layout in layouts):
+        raise MappingError(
+            f"{_names(layouts)} of {[layout.shape[dim] for layout in layouts]} rows "
+            f"do not fall into {groups} groups"
+        )
+    widths = [layout.shape[dim] // groups for layout in layouts]
+    total, offset, parts = sum(widths), 0, []
+    for layout, width in zip(layouts, widths, strict=True):
+        for p in layout.parts:
+            parts.append(remap(p, dim, (groups, width), (total, 1), offset))
+        offset += width
+    shape = list(layouts[0].shape)
+    shape[dim] = total * groups
+    return Layout(tuple(shape), tuple(parts))
+
+
+def permute(layout: Layout, dim: int, sizes: Sequence[int], order: Sequence[int]) -> Layout:
+    """Rows of `dim`, seen as a grid of `sizes`, stored with that grid's axes in `order`."""
+    product = 1
+    for n in sizes:
+        product *= n
+    if product != layout.shape[dim]:
+        raise MappingError(
+            f"{_names([layout])} has {layout.shape[dim]} rows, which are no grid of {list(sizes)}"
+        )
+    steps = strides([sizes[k] for k in order])
+    mults = [steps[list(order).index(k)] for k in range(len(sizes))]
+    return Layout(
+        layout.shape,
+        tuple(remap(p, dim, sizes, mults, 0) for p in layout.parts),
+        layout.padded,
+    )
+
+
+def remap(p: Part, dim: int, sizes: Sequence[int], mults: Sequence[int], offset: int) -> Part:
+    """Move a part's indices along one stored dimension, digit by digit.
+
+    An index along `dim` is a number whose digits run over `sizes`, most significant first; its
+    new index is `offset + sum(digit * mult)`. View dimensions that span several digits are split.
+
+    Raises:
+        MappingError: a view dimension and a digit cut the rows in ways that do not nest.
+    """
+    steps = strides(sizes)
+    base = [p.base[dim] // s % n for s, n in zip(steps, sizes, strict=True)]
+    reach = list(base)
+    shape: list[int] = []
+    dims: list[int] = []
+    new_mults: list[int] = []
+    for n, d, m in zip(p.shape, p.dims, p.mults, strict=True):
+        if d != dim or n == 1:
+            shape.append(n)
+            dims.append(d)
+            new_mults.append(m)
+            continue
+        pieces: list[tuple[int, int]] = []
+        while n > 1:
+            digit = next(k for k, s in enumerate(steps) if s <= m and sizes[k] * s > m)
+            span = steps[digit] * sizes[digit]
+            here = min(n, span // m)
+            if m % steps[digit] or n % here or (here < n and span % m):
+                raise _not_nested(p, dim, sizes)
+            pieces.append((here, mults[digit] * (m // steps[digit])))
+            reach[digit] += (here - 1) * (m // steps[digit])
+            n //= here
+            m *= here
+        for here, mult in reversed(pieces):
+            shape.append(here)
+            dims.append(dim)
+            new_mults.append(mult)
+    if any(r >= n for r, n in zip(reach, sizes, strict=True)):
+        raise _not_nested(p, dim, sizes)
+    moved = offset + sum(b * m for b, m in zip(base, mults, strict=True))
+    return Part(
+        p.name,
+        p.size,
+        tuple(shape),
+        tuple(dims),
+        tuple(new_mults),
+        (*p.base[:dim], moved, *p.base[dim + 1 :]),
+    )
+
+
+def _not_nested(p: Part, dim: int, sizes: Sequence[int]) -> MappingError:
+    return MappingError(
+        f"{p.name!r} as {p.shape} along dimension {dim} does not nest into {list(sizes)}",
+        tensor=p.name,
+    )
+
+
+def _names(layouts: Sequence[Layout]) -> str:
+    return ", ".join(dict.fromkeys(repr(p.name) for layout in layouts for p in layout.parts))

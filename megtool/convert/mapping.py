@@ -1,0 +1,258 @@
+"""The words converters and dialects are written in.
+
+A table is a tuple of rows `Row(stored name, word)`. A word says how the stored tensor is made of
+canonical ones; it is a relation, so the same row reads and writes. Words nest:
+
+    Row("decoder.layers.{l}.mlp.experts.linear_fc1.weight",
+        Stacked(Cat("layers.{l}.mlp.experts.{e}.gate.weight",
+                    "layers.{l}.mlp.experts.{e}.up.weight"), over="e"))
+
+`{l}` and `{e}` stand for every layer and every expert. A plain string is the word for "the same
+tensor under another name".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megtool.convert import layout as algebra
+from megtool.convert.canonical import Model, fill_in
+from megtool.convert.expression import Expression
+from megtool.convert.layout import Layout
+
+
+class Word(ABC):
+    """How a stored tensor is made of canonical tensors."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The canonical patterns it is made of, in the order they are stored."""
+
+    @abstractmethod
+    def layout(self, model: Model) -> Layout:
+        """The stored tensor at a configuration; parts are named by patterns."""
+
+
+WordLike = Word | str
+
+
+def word(text: WordLike) -> Word:
+    """A string as the word it stands for."""
+    return Same(text) if isinstance(text, str) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Same(Word):
+    """The canonical tensor as it is, under another name."""
+
+    name: str
+
+    def names(self) -> tuple[str, ...]:
+        """The one canonical pattern."""
+        return (self.name,)
+
+    def layout(self, model: Model) -> Layout:
+        """The canonical tensor itself."""
+        return algebra.whole(self.name, model.shape(self.name))
+
+
+class Grouped(Word):
+    """Tensors side by side along `dim`, within each of `by` equal groups of rows.
+
+    Megatron's fused attention rows are grouped by KV heads, GPT-NeoX's by heads; `by=1` is
+    concatenation, and `by` all rows is interleaving.
+    """
+
+    __slots__ = ("by", "dim", "words")
+
+    def __init__(self, *words: WordLike, by: Expression, dim: int = 0) -> None:
+        self.words = tuple(word(w) for w in words)
+        self.by = by
+        self.dim = dim
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of all its words."""
+        return tuple(n for w in self.words for n in w.names())
+
+    def layout(self, model: Model) -> Layout:
+        """Group after group, and in each the words' rows in order."""
+        parts = [w.layout(model) for w in self.words]
+        dim = self.dim % len(parts[0].shape)
+        return algebra.group(parts, model.value(self.by), dim)
+
+
+class Cat(Grouped):
+    """Tensors one after the other along `dim`: gate and up projections, for example."""
+
+    __slots__ = ()
+
+    def __init__(self, *words: WordLike, dim: int = 0) -> None:
+        super().__init__(*words, by=1, dim=dim)
+
+
+class Interleaved(Grouped):
+    """Tensors of equal size whose rows (or columns) alternate along `dim`."""
+
+    __slots__ = ()
+
+    def __init__(self, *words: WordLike, dim: int = 0) -> None:
+        super().__init__(*words, by=0, dim=dim)
+
+    def layout(self, model: Model) -> Layout:
+        """Row 0 of every word, then row 1 of every word, and so on."""
+        parts = [w.layout(model) for w in self.words]
+        dim = self.dim % len(parts[0].shape)
+        return algebra.group(parts, parts[0].shape[dim], dim)
+
+
+class Qkv(Grouped):
+    """Megatron's fused attention rows: per query group its queries, gate rows, key and value."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, q: WordLike, k: WordLike, v: WordLike, *, gate: WordLike | None = None
+    ) -> None:
+        words = (q, k, v) if gate is None else (q, gate, k, v)
+        super().__init__(*words, by="num_kv_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(Word):
+    """The last two dimensions exchanged, as GPT-2's Conv1D stores a linear layer."""
+
+    of: WordLike
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: Model) -> Layout:
+        """Columns as rows."""
+        inner = word(self.of).layout(model)
+        n = len(inner.shape)
+        return algebra.transpose(inner, (*range(n - 2), n - 1, n - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Word):
+    """Rows seen as a grid of `grid` (outermost first) and stored with its axes in `order`.
+
+    GGUF's Llama query rows are `Permuted(q, ("num_heads", 2, "head_dim // 2"), (0, 2, 1))`.
+    """
+
+    of: WordLike
+    grid: tuple[Expression, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: Model) -> Layout:
+        """The same rows in another order."""
+        inner = word(self.of).layout(model)
+        grid = [model.value(n) for n in self.grid]
+        return algebra.permute(inner, self.dim % len(inner.shape), grid, self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked(Word):
+    """All values of an index on a new leading dimension: layers (`l`) or experts (`e`)."""
+
+    of: WordLike
+    over: str
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: Model) -> Layout:
+        """One slice for every value of the index."""
+        inner = word(self.of).layout(model)
+        return algebra.stack([bind(inner, self.over, i) for i in range(model.size(self.over))])
+
+
+@dataclass(frozen=True, slots=True)
+class Padded(Word):
+    """The first dimension may be longer when stored; what is added is zero."""
+
+    of: WordLike
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: Model) -> Layout:
+        """The unpadded tensor, marked."""
+        return replace(word(self.of).layout(model), padded=0)
+
+
+def bind(layout: Layout, index: str, value: int) -> Layout:
+    """The layout with an index of its parts' names put in."""
+    mark = f"{{{index}}}"
+    return replace(
+        layout,
+        parts=tuple(replace(p, name=p.name.replace(mark, str(value))) for p in layout.parts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table.
+
+    `stored` is the name written; `also` are other names accepted when reading. `when` is a
+    condition on the configuration and the indices in the names: where it is false the row does
+    not apply. Rows that make the same canonical tensor are alternatives: reading takes what is
+    stored, writing the first.
+    """
+
+    stored: str
+    word: WordLike
+    also: tuple[str, ...] = ()
+    when: Expression = True
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Stored tensors that mean nothing to the model, and why; `pattern` may hold `*`."""
+
+    pattern: str
+    reason: str
+    when: Expression = True
+
+
+Table = Sequence[Row | Dropped]
+
+
+def stack_layers(table: Table) -> tuple[Row | Dropped, ...]:
+    """The table with `{l}.` gone from stored names and all layers on a leading axis instead.
+
+    Layers have to be alike: a condition that holds for some layers only makes the row impossible.
+    """
+    return tuple(_stacked(row) if isinstance(row, Row) else row for row in table)
+
+
+def _stacked(row: Row) -> Row:
+    if "{l}." not in row.stored:
+        return row
+    return Row(
+        stored=row.stored.replace("{l}.", ""),
+        word=Stacked(row.word, "l"),
+        also=tuple(a.replace("{l}.", "") for a in row.also),
+        when=row.when,
+    )
+
+
+def instantiate(layout: Layout, index: dict[str, int]) -> Layout:
+    """The layout with all indices of its parts' names put in."""
+    if not index:
+        return layout
+    return replace(
+        layout, parts=tuple(replace(p, name=fill_in(p.name, index)) for p in layout.parts)
+    )

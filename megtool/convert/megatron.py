@@ -1,0 +1,175 @@
+"""Megatron's names: one table for every decoder family, stacked or one key per layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from megtool.convert.mapping import Cat, Dropped, Padded, Qkv, Row, Stacked, Table, stack_layers
+
+_L = "decoder.layers.{l}."
+_A = _L + "self_attention."
+_M = _L + "mlp."
+_ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
+_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
+_DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+
+# Megatron's two layer implementations name the norms differently; fused Transformer Engine names
+# are written, and a mixture of experts has its norm outside the MLP.
+PER_LAYER: Table = (
+    Row("embedding.word_embeddings.weight", Padded("embed.weight")),
+    Row(
+        _A + "linear_qkv.layer_norm_weight",
+        "layers.{l}.attn_norm.weight",
+        also=(_L + "input_layernorm.weight",),
+    ),
+    Row(
+        _A + "linear_qkv.layer_norm_bias",
+        "layers.{l}.attn_norm.bias",
+        also=(_L + "input_layernorm.bias",),
+    ),
+    Row(
+        _A + "linear_qkv.weight",
+        Qkv(_ATTN + "q.weight", _ATTN + "k.weight", _ATTN + "v.weight"),
+        when="not attn_output_gate",
+    ),
+    Row(
+        _A + "linear_qkv.weight",
+        Qkv(
+            _ATTN + "q.weight",
+            _ATTN + "k.weight",
+            _ATTN + "v.weight",
+            gate=_ATTN + "gate.weight",
+        ),
+        when="attn_output_gate",
+    ),
+    Row(
+        _A + "linear_qkv.bias",
+        Qkv(_ATTN + "q.bias", _ATTN + "k.bias", _ATTN + "v.bias"),
+        when="not attn_output_gate",
+    ),
+    Row(_A + "q_layernorm.weight", _ATTN + "q_norm.weight"),
+    Row(_A + "k_layernorm.weight", _ATTN + "k_norm.weight"),
+    Row(_A + "linear_proj.weight", _ATTN + "o.weight"),
+    Row(_A + "linear_proj.bias", _ATTN + "o.bias"),
+    Row(
+        _M + "linear_fc1.layer_norm_weight",
+        "layers.{l}.mlp_norm.weight",
+        also=(_L + "pre_mlp_layernorm.weight",),
+        when=_DENSE,
+    ),
+    Row(
+        _M + "linear_fc1.layer_norm_bias",
+        "layers.{l}.mlp_norm.bias",
+        also=(_L + "pre_mlp_layernorm.bias",),
+        when=_DENSE,
+    ),
+    Row(
+        _L + "pre_mlp_layernorm.weight",
+        "layers.{l}.mlp_norm.weight",
+        also=(_M + "linear_fc1.layer_norm_weight",),
+        when=_MOE,
+    ),
+    Row(
+        _L + "pre_mlp_layernorm.bias",
+        "layers.{l}.mlp_norm.bias",
+        also=(_M + "linear_fc1.layer_norm_bias",),
+        when=_MOE,
+    ),
+    Row(
+        _M + "linear_fc1.weight",
+        Cat(_MLP + "gate.weight", _MLP + "up.weight"),
+        when=f"gated and {_DENSE}",
+    ),
+    Row(_M + "linear_fc1.weight", _MLP + "up.weight", when=f"not gated and {_DENSE}"),
+    Row(
+        _M + "linear_fc1.bias",
+        Cat(_MLP + "gate.bias", _MLP + "up.bias"),
+        when=f"gated and {_DENSE}",
+    ),
+    Row(_M + "linear_fc1.bias", _MLP + "up.bias", when=f"not gated and {_DENSE}"),
+    Row(_M + "linear_fc2.weight", _MLP + "down.weight", when=_DENSE),
+    Row(_M + "linear_fc2.bias", _MLP + "down.bias", when=_DENSE),
+    Row(_M + "router.weight", _MLP + "router.weight", when=_MOE),
+    Row(
+        _M + "experts.experts.linear_fc1.weight",
+        Stacked(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight"), "e"),
+        when=f"gated and {_MOE}",
+    ),
+    Row(
+        _M + "experts.experts.linear_fc1.weight",
+        Stacked(_EXPERT + "up.weight", "e"),
+        when=f"not gated and {_MOE}",
+    ),
+    Row(
+        _M + "experts.experts.linear_fc2.weight",
+        Stacked(_EXPERT + "down.weight", "e"),
+        when=_MOE,
+    ),
+    Row(
+        _M + "shared_experts.linear_fc1.weight",
+        Cat(_SHARED + "gate.weight", _SHARED + "up.weight"),
+        when=f"gated and shared_ffn_hidden_size and {_MOE}",
+    ),
+    Row(
+        _M + "shared_experts.linear_fc1.weight",
+        _SHARED + "up.weight",
+        when=f"not gated and shared_ffn_hidden_size and {_MOE}",
+    ),
+    Row(
+        _M + "shared_experts.linear_fc2.weight",
+        _SHARED + "down.weight",
+        when=f"shared_ffn_hidden_size and {_MOE}",
+    ),
+    Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
+    Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
+    Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),
+    Dropped("output_layer.weight", "a copy of the tied embedding", when="tied_embeddings"),
+    Dropped("*optimizer.distributed.*", "optimizer state in buckets: not in model space"),
+)
+
+STACKED: Table = stack_layers(PER_LAYER)
+
+# Master weights are `param` in Megatron's fully reshardable state and `fp32_param` elsewhere.
+MAIN = "main"
+_MAIN_NAMES = ("param", "fp32_param")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_WRAPPERS = re.compile(r"(?:module\.)*(?:model\.(?:module\.)*(?=decoder\.|embedding\.|output_l))?")
+_LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
+_VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
+
+
+def split_state(name: str) -> tuple[str, str, str]:
+    """A stored name as (state, spelling of the state, module key).
+
+    Model weights have the state `""`; master weights are `main`, whatever they are spelled.
+    Wrappers (`module.`) are taken off the key.
+    """
+    spelled = ""
+    if match := _STATE.fullmatch(name):
+        spelled, name = match[1], match[2]
+    state = MAIN if spelled in _MAIN_NAMES else spelled
+    wrapper = _WRAPPERS.match(name)
+    return state, spelled, name[wrapper.end() :] if wrapper else name
+
+
+def is_megatron(names: Iterable[str]) -> bool:
+    """Some of the names are Megatron's."""
+    return any(
+        split_state(n)[2].startswith(("decoder.", "embedding.word_embeddings.")) for n in names
+    )
+
+
+def is_per_layer(names: Iterable[str]) -> bool:
+    """The names are one key per layer (no leading layer axis)."""
+    return any(_LAYER_KEY.match(split_state(n)[2]) for n in names)
+
+
+def is_vocabulary(name: str) -> bool:
+    """The tensor's first dimension is the (padded) vocabulary."""
+    return _VOCABULARY.search(name) is not None
+
+
+def padded_multiple(tp: int, divisible_by: int = 128) -> int:
+    """What Megatron rounds the vocabulary up to, so that every TP rank has equal, aligned rows."""
+    return tp * divisible_by

@@ -1,0 +1,337 @@
+"""How Megatron cuts its tensors over a layout: boxes and the rank that writes each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.megatron import split_state
+from megtool.errors import LayoutError
+from megtool.parallel.mesh import Mesh, stage_of_layers
+from megtool.tensors.box import Boxes, Ints
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+# Which dimension tensor parallelism cuts, counted from the end so that leading layer and expert
+# axes do not matter. A name ends with one of these; all others are replicated.
+TP_DIMS: tuple[tuple[str, int], ...] = (
+    ("word_embeddings.weight", -2),
+    ("output_layer.weight", -2),
+    ("output_layer.bias", -1),
+    ("linear_qkv.weight", -2),
+    ("linear_qkv.bias", -1),
+    ("linear_q_proj.weight", -2),
+    ("linear_q_up_proj.weight", -2),
+    ("linear_kv_up_proj.weight", -2),
+    ("cross_attention.linear_q.weight", -2),
+    ("cross_attention.linear_q.bias", -1),
+    ("cross_attention.linear_kv.weight", -2),
+    ("cross_attention.linear_kv.bias", -1),
+    ("core_attention.softmax_offset", -1),
+    ("linear_proj.weight", -1),
+    ("linear_fc1.weight", -2),
+    ("linear_fc1.bias", -1),
+    ("linear_fc2.weight", -1),
+    ("eh_proj.weight", -2),
+    ("mixer.A_log", -1),
+    ("mixer.D", -1),
+    ("mixer.dt_bias", -1),
+    ("mixer.norm.weight", -1),
+    ("mixer.out_proj.weight", -1),
+    *((f"mixer.in_proj.weight.{x}", -2) for x in ("z", "x", "B", "C", "dt")),
+    *((f"mixer.conv1d.weight.{x}", -3) for x in ("x", "B", "C")),
+    *((f"mixer.conv1d.bias.{x}", -1) for x in ("x", "B", "C")),
+)
+
+_LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
+_EXPERT = re.compile(r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc")
+_FC1 = re.compile(r"(.*linear_)fc1\.(?:weight|bias)$")
+_LAST_STAGE = ("decoder.final_", "output_layer.", "mtp.", "encoder.final_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a module key says: TP dimension (from the end; 0 for none), leading axes, and place."""
+
+    tp_dim: int
+    is_glu: bool
+    layer: int
+    has_layer_axis: bool
+    expert: int
+    is_expert: bool
+    has_expert_axis: bool
+    is_last: bool
+
+
+def shard(
+    tensors: Sequence[GlobalTensor],
+    parallel: ParallelConfig,
+    *,
+    config: ModelConfig | None = None,
+    gated: bool | None = None,
+) -> Shards:
+    """Cut Megatron's tensors (of any state, stacked or per layer) for a layout.
+
+    A shard is one layer's, one expert's and one TP rank's piece; fused gate and up rows are cut in
+    halves first, so that a rank has a piece of each. Replicated tensors are TP rank 0's. The shards
+    of a model-parallel rank are spread over its data-parallel ranks by bytes. `owner` is a rank of
+    the whole grid. Whether the MLP is gated is told by the shapes of fc1 and fc2 where both are
+    there, otherwise by `gated`, then `config`.
+
+    Raises:
+        LayoutError: an axis does not divide the model; the hint lists sizes that do.
+    """
+    keys = [split_state(t.name)[2] for t in tensors]
+    if config is not None:
+        check_layout(config, parallel)
+    fused = _Glu(tensors, keys, config.gated if gated is None and config else gated)
+    rules = [_rule(key, fused(key)) for key in keys]
+    num_layers, num_experts = _counts(tensors, rules)
+    if not any(r.tp_dim or r.has_layer_axis or r.layer >= 0 for r in rules):
+        _refuse_unknown(tensors, parallel)
+    stages = _stages(num_layers, parallel)
+    if num_experts and num_experts % parallel.ep:
+        raise _indivisible("ep", parallel.ep, f"{num_experts} experts", _divisors(num_experts))
+    ndim = widest(tensors)
+    parts = [
+        _cut(t, r, parallel, stages, num_experts, ndim) for t, r in zip(tensors, rules, strict=True)
+    ]
+    counts = np.array([len(p.tp) for p in parts], np.int64)
+    tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
+    boxes = Boxes(_joined([p.lo for p in parts], ndim), _joined([p.hi for p in parts], ndim))
+    tp, ep, stage = (
+        np.concatenate([getattr(p, f) for p in parts] or [np.zeros(0, np.int64)])
+        for f in ("tp", "ep", "stage")
+    )
+    expert = np.repeat(np.array([r.is_expert for r in rules], bool), counts)
+    itemsize = np.array([t.dtype.itemsize for t in tensors], np.int64)
+    owner = _owners(parallel, boxes.volume() * itemsize[tensor], expert, tp, ep, stage)
+    return Shards(tensor, boxes, owner.astype(np.int32))
+
+
+def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that a layout divides the model.
+
+    Attention heads and MLP rows have to be multiples of TP. KV heads have to be a multiple of TP,
+    or TP of KV heads: then the rows of a query group are cut between ranks.
+
+    Raises:
+        LayoutError: naming the axis, what it does not divide, and the sizes that work.
+    """
+    tp = parallel.tp
+    fits = [n for n in _divisors(config.num_heads) if not _tp_fault(config, n)]
+    if fault := _tp_fault(config, tp):
+        raise _indivisible("tp", tp, fault, fits)
+    if config.num_experts:
+        if config.num_experts % parallel.ep:
+            known = _divisors(config.num_experts)
+            raise _indivisible("ep", parallel.ep, f"num_experts={config.num_experts}", known)
+        if config.moe_ffn_hidden_size % parallel.etp:
+            what = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
+            raise _indivisible("etp", parallel.etp, what, _divisors(config.moe_ffn_hidden_size))
+    elif parallel.ep > 1:
+        raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="leave --ep out")
+    _stages(config.num_layers, parallel)
+
+
+def _tp_fault(config: ModelConfig, tp: int) -> str | None:
+    """What TP does not divide, if anything."""
+    if config.num_heads % tp:
+        return f"num_heads={config.num_heads}"
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        return f"num_kv_heads={config.num_kv_heads} (nor is it a multiple of them)"
+    rows = (config.num_heads * (1 + config.attn_output_gate) + 2 * config.num_kv_heads) * (
+        config.head_dim
+    )
+    if rows % tp:
+        return f"{rows} fused query, key and value rows"
+    if len(config.moe_layers) < config.num_layers and config.ffn_hidden_size % tp:
+        return f"ffn_hidden_size={config.ffn_hidden_size}"
+    if config.shared_ffn_hidden_size % tp:
+        return f"shared_ffn_hidden_size={config.shared_ffn_hidden_size}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """One tensor's shards: boxes, and where each sits on the model-parallel axes."""
+
+    lo: Ints
+    hi: Ints
+    tp: Ints
+    ep: Ints
+    stage: Ints
+
+
+def _cut(
+    t: GlobalTensor,
+    rule: _Rule,
+    parallel: ParallelConfig,
+    stages: Ints,
+    num_experts: int,
+    ndim: int,
+) -> _Cut:
+    """Cut one tensor into a grid; columns are padded to `ndim` dimensions."""
+    tp = parallel.etp if rule.is_expert else parallel.tp
+    grid = [1] * len(t.shape)
+    lead = int(rule.has_layer_axis)
+    if rule.has_layer_axis:
+        grid[0] = t.shape[0]
+    if rule.has_expert_axis:
+        grid[lead] = t.shape[lead]
+    tp_at = len(t.shape) + rule.tp_dim if rule.tp_dim else -1
+    if tp_at >= 0:
+        grid[tp_at] = tp * (2 if rule.is_glu else 1)
+        if t.shape[tp_at] % grid[tp_at]:
+            each = t.shape[tp_at] // (2 if rule.is_glu else 1)
+            name = "etp" if rule.is_expert else "tp"
+            raise _indivisible(
+                name, tp, f"{each} of dimension {tp_at}", _divisors(each), tensor=t.name
+            )
+    where = np.indices(grid, dtype=np.int64).reshape(len(grid), -1) if grid else np.zeros((0, 1))
+    n = where.shape[1]
+    lo, hi = np.zeros((n, ndim), np.int64), np.ones((n, ndim), np.int64)
+    for d, (size, pieces) in enumerate(zip(t.shape, grid, strict=True)):
+        lo[:, d] = where[d] * (size // pieces)
+        hi[:, d] = lo[:, d] + size // pieces
+    zeros = np.zeros(n, np.int64)
+    if rule.has_layer_axis:
+        stage = stages[where[0]]
+    elif rule.layer >= 0:
+        stage = zeros + stages[rule.layer]
+    else:
+        stage = zeros + (parallel.pp - 1 if rule.is_last else 0)
+    ep = zeros
+    if rule.is_expert:
+        which = where[lead] if rule.has_expert_axis else zeros + rule.expert
+        ep = which // max(num_experts // parallel.ep, 1)
+    return _Cut(lo, hi, where[tp_at] % tp if tp_at >= 0 else zeros, ep, stage)
+
+
+def _owners(
+    parallel: ParallelConfig, size: Ints, expert: NDArray[np.bool_], tp: Ints, ep: Ints, stage: Ints
+) -> Ints:
+    """The rank of every shard: its model-parallel place, and a data-parallel one by bytes.
+
+    The shards of one place, in order, are cut into runs of near-equal bytes, one per replica.
+    """
+    mesh = Mesh(parallel)
+    copies = np.where(expert, parallel.expert_dp, parallel.dp * parallel.cp)
+    place = ((stage * parallel.ep + ep) * max(parallel.tp, parallel.etp) + tp) * 2 + expert
+    order = np.argsort(place, kind="stable")
+    ordered = place[order]
+    ends = np.cumsum(size[order])
+    starts = ends - size[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1)) if len(ordered) else ordered
+    group = np.cumsum(np.diff(ordered, prepend=-1) != 0) - 1
+    last = np.append(first[1:], len(ordered))[: len(first)] - 1
+    total = np.maximum(ends[last] - starts[first], 1)[group]
+    middle = starts - starts[first][group] + size[order] // 2
+    replica = np.empty(len(order), np.int64)
+    replica[order] = np.minimum(middle * copies[order] // total, copies[order] - 1)
+    dp, cp = np.divmod(replica, parallel.cp)
+    dense = mesh.rank(tp=tp, cp=cp, dp=dp, pp=stage)
+    return np.where(expert, mesh.expert_rank(etp=tp, ep=ep, edp=replica, pp=stage), dense)
+
+
+class _Glu:
+    """Whether an fc1 holds gate and up rows: it has twice the rows of its fc2's columns."""
+
+    def __init__(
+        self, tensors: Sequence[GlobalTensor], keys: Sequence[str], gated: bool | None
+    ) -> None:
+        self.gated = gated
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            k: t.shape for k, t in zip(keys, tensors, strict=True) if ".linear_fc" in k
+        }
+
+    def __call__(self, key: str) -> bool:
+        """The fc1 called `key` is fused."""
+        match = _FC1.fullmatch(key)
+        if match is None:
+            return False
+        rows = self.shapes.get(f"{match[1]}fc1.weight", ())
+        columns = self.shapes.get(f"{match[1]}fc2.weight", ())
+        if len(rows) > 1 and columns:
+            return rows[-2] == 2 * columns[-1]
+        return bool(self.gated)
+
+
+def _rule(key: str, is_glu: bool) -> _Rule:
+    match = _LAYER.fullmatch(key)
+    expert = _EXPERT.search(key)
+    return _Rule(
+        tp_dim=_tp_dim(_suffix(key)),
+        is_glu=is_glu,
+        layer=int(match[1]) if match and match[1] else -1,
+        has_layer_axis=bool(match and not match[1]),
+        expert=int(expert[1]) if expert and expert[1] else -1,
+        is_expert=expert is not None,
+        has_expert_axis=bool(expert and not expert[1]),
+        is_last=key.startswith(_LAST_STAGE),
+    )
+
+
+def _suffix(key: str) -> str:
+    match = _LAYER.fullmatch(key)
+    return match[2] if match else key
+
+
+@cache
+def _tp_dim(suffix: str) -> int:
+    return next((dim for end, dim in TP_DIMS if f".{suffix}".endswith(f".{end}")), 0)
+
+
+def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[_Rule]) -> tuple[int, int]:
+    """Number of layers and of experts, from axes and indices."""
+    layers = experts = 0
+    for t, r in zip(tensors, rules, strict=True):
+        layers = max(layers, t.shape[0] if r.has_layer_axis else r.layer + 1)
+        if r.is_expert:
+            at = int(r.has_layer_axis)
+            experts = max(experts, t.shape[at] if r.has_expert_axis else r.expert + 1)
+    return layers, experts
+
+
+def _stages(num_layers: int, parallel: ParallelConfig) -> Ints:
+    chunks = parallel.pp * parallel.vpp
+    if num_layers % chunks:
+        known = [n for n in _divisors(num_layers) if num_layers // n % parallel.vpp == 0]
+        name = "pp" if parallel.vpp == 1 else f"vpp={parallel.vpp} x pp"
+        raise _indivisible(name, parallel.pp, f"num_layers={num_layers}", known)
+    return stage_of_layers(num_layers, parallel.pp, parallel.vpp)
+
+
+def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
+    """Names that say nothing about layers or TP cannot be cut over them."""
+    if parallel.tp * parallel.pp * parallel.ep > 1 and tensors:
+        raise LayoutError(
+            f"tp={parallel.tp}, pp={parallel.pp}, ep={parallel.ep} need Megatron's names, "
+            f"and {tensors[0].name!r} is none",
+            tensor=tensors[0].name,
+            hint="write another format, or leave the parallel sizes out",
+        )
+
+
+def _indivisible(
+    axis: str, size: int, what: str, fits: Sequence[int], *, tensor: str | None = None
+) -> LayoutError:
+    return LayoutError(
+        f"{axis}={size} does not divide {what}",
+        tensor=tensor,
+        hint=f"sizes that do: {', '.join(map(str, fits)) or 'none'}",
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _joined(parts: Sequence[Ints], ndim: int) -> Ints:
+    return np.concatenate(parts) if parts else np.zeros((0, ndim), np.int64)

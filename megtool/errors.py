@@ -1,0 +1,99 @@
+"""Every error megtool raises on purpose: one sentence, where it is, and a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MegtoolError(Exception):
+    """A failure megtool can explain.
+
+    `message` is one sentence holding the offending value, `file` and `tensor` say where, `hint`
+    says what to do next. `exit_status` is what the command line returns for the class.
+    """
+
+    exit_status = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | Path | None = None,
+        tensor: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = None if file is None else str(file)
+        self.tensor = tensor
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = [f"file {self.file}"] if self.file else []
+        where += [f"tensor {self.tensor}"] if self.tensor else []
+        text = self.message + (f" [{', '.join(where)}]" if where else "")
+        return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+class UsageError(MegtoolError):
+    """The command line or the call asks for something that makes no sense."""
+
+    exit_status = 2
+
+
+class LayoutError(UsageError):
+    """The parallel layout asked for does not divide the model."""
+
+
+class DestinationError(UsageError):
+    """The destination exists, is locked, cannot be written, or lies inside the source."""
+
+
+class CheckpointError(MegtoolError):
+    """A checkpoint cannot be read or written as it is."""
+
+    exit_status = 3
+
+
+class FormatError(CheckpointError):
+    """Bytes on disk do not follow the format they claim: truncated, corrupt or hostile."""
+
+
+class CoverageError(CheckpointError):
+    """Shards leave a hole, overlap, or lie outside their tensor."""
+
+
+class DigestError(CheckpointError):
+    """Bytes differ from the digest recorded for them."""
+
+
+class SourceChangedError(CheckpointError):
+    """A source file changed while it was being read."""
+
+
+class StorageError(CheckpointError):
+    """The operating system refused a read or a write: full disk, quota, I/O error."""
+
+
+class RecipeError(MegtoolError):
+    """A quantization recipe is wrong."""
+
+    exit_status = 4
+
+
+class MappingError(MegtoolError):
+    """Tensors cannot be mapped: unknown family, missing or left-over names, shapes that disagree."""
+
+    exit_status = 5
+
+
+class MissingPackageError(MegtoolError):
+    """An optional package or a device is missing; the hint holds the exact `pip install`."""
+
+    exit_status = 6
+
+
+class DifferenceError(MegtoolError):
+    """Two checkpoints differ, or one does not match its digests."""
+
+    exit_status = 7

@@ -1,0 +1,180 @@
+"""What the user sees on stderr: log lines, and a progress bar with bytes, rate and time left.
+
+Library code never prints. It calls a `Progress` as bytes pass, and logs to a logger under
+`megtool` (`logging.getLogger(__name__)`): INFO for what a user should know (it resumes, it fell
+back), WARNING for what deserves a look, DEBUG for the curious.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+
+class Progress(Protocol):
+    """What library code calls while bytes pass, from any thread.
+
+    `num_bytes` more bytes are done in the stage called `stage` ("copy", "verify"), which has
+    `total_bytes` in all. The first call of a stage may say 0 bytes, to show it; a resumed stage
+    starts with the bytes that were already there.
+    """
+
+    def __call__(self, stage: str, num_bytes: int, total_bytes: int) -> None:
+        """Count `num_bytes` more bytes in `stage`."""
+
+
+def silent(stage: str, num_bytes: int, total_bytes: int) -> None:
+    """The `Progress` that shows nothing."""
+
+
+class Bar:
+    """A `Progress` on stderr: one line a stage with bytes, rate and time left.
+
+    It shows nothing when `shown` is false or stderr is no terminal, and imports `rich` only when
+    it has something to show. Repaints are limited, so workers may call it once per buffer.
+    """
+
+    _REPAINT_SECONDS = 0.05
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._lock = threading.Lock()
+        self._bar: RichProgress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._waiting: dict[str, int] = {}
+        self._painted = 0.0
+
+    def __call__(self, stage: str, num_bytes: int, total_bytes: int) -> None:
+        """Add `num_bytes` to `stage`; see `Progress`."""
+        if not self._shown:
+            return
+        with self._lock:
+            if self._bar is None:
+                self._bar = _rich_bar()
+                self._bar.start()
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bar.add_task(stage, total=total_bytes)
+            self._waiting[stage] = self._waiting.get(stage, 0) + num_bytes
+            if time.monotonic() - self._painted >= self._REPAINT_SECONDS:
+                self._paint()
+
+    def _paint(self) -> None:
+        if self._bar is not None:
+            for stage, num_bytes in self._waiting.items():
+                self._bar.advance(self._tasks[stage], num_bytes)
+        self._waiting.clear()
+        self._painted = time.monotonic()
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        with self._lock:
+            if self._bar is not None:
+                self._paint()
+                self._bar.stop()
+                self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _rich_bar() -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+    from rich.text import Text
+
+    class Bytes(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = f"{format_bytes(task.speed)}/s" if task.speed else "-"
+            done, total = format_bytes(task.completed), format_bytes(task.total or 0)
+            return Text(f"{done} of {total}  {rate}")
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        Bytes(),
+        TextColumn("left", markup=False),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, markup=False, highlight=False),
+        transient=True,
+        redirect_stdout=False,
+    )
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size as a person reads it, in powers of 1024: `512 B`, `1.5 KiB`, `4.0 GiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1023.95:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def printable(text: str) -> str:
+    """`text` without terminal control: names inside a checkpoint may hold escape sequences.
+
+    Newlines and tabs stay; other control characters, marks that turn the reading direction, and
+    lone surrogates become `\\x1b` and the like.
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+_CONTROL = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
+def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
+    """Send megtool's log to stderr: INFO and worse, or errors alone, or everything."""
+    logger = logging.getLogger("megtool")
+    logger.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+    logger.handlers[:] = [_Stderr()]
+    logger.propagate = False
+
+
+def say(kind: str, text: str) -> None:
+    """Write one `kind: text` line to stderr: `error`, `warning`, `hint`, or "" for no prefix."""
+    colour = _COLOURS.get(kind, "") if coloured(sys.stderr) else ""
+    prefix = f"{colour}{kind}:{_PLAIN if colour else ''} " if kind else ""
+    prefix = f"  {prefix}" if kind == "hint" else prefix
+    with contextlib.suppress(BrokenPipeError):  # nobody reads; the work goes on
+        print(prefix + printable(text), file=sys.stderr, flush=True)
+
+
+_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "hint": "\x1b[36m"}
+_PLAIN = "\x1b[0m"
+
+
+def coloured(stream: TextIO) -> bool:
+    """Whether colours belong on `stream`: a terminal that can, and no `NO_COLOR` set."""
+    return (
+        stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
+    )
+
+
+class _Stderr(logging.Handler):
+    """Looks stderr up for each line, so that lines appear above a bar that has taken it over."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = {logging.INFO: ""}.get(record.levelno, record.levelname.lower())
+        say(kind, record.getMessage())

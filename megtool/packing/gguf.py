@@ -1,0 +1,79 @@
+"""GGUF block formats (Q4_1, Q8_0, Q6_K, ...) to numbers, by the `gguf` package's arithmetic."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import FormatError, MissingPackageError
+
+_PREFIX = "gguf:"
+
+
+def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float32]:
+    """Rows of blocks, uint8 `[rows, row_bytes]`, as float32 `[rows, cols]`.
+
+    Raises:
+        FormatError: `packing` is none of GGUF's, has no decoder, or does not make such rows.
+    """
+    want = row_bytes(packing, cols)
+    if raw.dtype != np.uint8 or raw.ndim != 2 or raw.shape[1] != want:
+        raise FormatError(
+            f"rows of {raw.dtype} {list(raw.shape)} are not {want} bytes each, "
+            f"as {cols} columns of {packing!r} take"
+        )
+    if not raw.size:
+        return np.zeros((raw.shape[0], cols), np.float32)
+    kind = packing.removeprefix(_PREFIX)
+    try:
+        out = _package().quants.dequantize(raw, _package().GGMLQuantizationType[kind])
+    except NotImplementedError as e:
+        raise FormatError(
+            f"the gguf package does not decode {kind}", hint="requantize it, to Q8_0 say"
+        ) from e
+    return np.ascontiguousarray(out, np.float32).reshape(raw.shape[0], cols)
+
+
+def row_bytes(packing: str, cols: int) -> int:
+    """Bytes of one row of `cols` elements.
+
+    Raises:
+        FormatError: `packing` is none of GGUF's, or `cols` is not a whole number of blocks.
+    """
+    elements, num_bytes = block(packing.removeprefix(_PREFIX))
+    if not packing.startswith(_PREFIX) or cols % elements:
+        raise FormatError(f"{cols} columns are no whole blocks of {packing!r} ({elements} each)")
+    return cols // elements * num_bytes
+
+
+def block(kind: str) -> tuple[int, int]:
+    """Elements and bytes of one block of the GGUF type `kind`, for example (32, 20) for `Q4_1`."""
+    if kind not in _blocks():
+        raise FormatError(f"unknown GGUF type {kind!r}", hint=f"known: {', '.join(_blocks())}")
+    return _blocks()[kind]
+
+
+@functools.cache
+def type_names() -> dict[int, str]:
+    """What the numbers in a tensor's header mean: `{3: "Q4_1", ...}`."""
+    package = _package()
+    return {int(t): t.name for t in package.GGML_QUANT_SIZES}
+
+
+@functools.cache
+def _blocks() -> dict[str, tuple[int, int]]:
+    return {t.name: size for t, size in _package().GGML_QUANT_SIZES.items()}
+
+
+@functools.cache
+def _package() -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "reading GGUF needs the gguf package", hint="pip install gguf"
+        ) from e
+    return gguf

@@ -1,0 +1,324 @@
+"""Plans carried out against numpy: any layout to any other, resumed, digested, in any threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import numpy as np
+import pytest
+from awscrt.checksums import crc32c
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megtool.checkpoint import copy, units
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.plan import Fill, Op, Source
+from megtool.checkpoint.planner import build
+from megtool.dtypes import dtype
+from megtool.errors import DigestError, FormatError, SourceChangedError, StorageError
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+LAYOUTS = ("apart", "stacked", "rows", "columns", "woven rows", "woven columns", "turned", "mixed")
+
+
+def place(layout: str, names: list[str], rows: int, cols: int) -> dict[str, Placement]:
+    """Tensors `[rows, cols]` (rows even), laid into one stored tensor or one each."""
+    n, out = len(names), {}
+    for i, name in enumerate(names):
+        shape, dims, mults, base, stored = (rows, cols), (0, 1), (1, 1), (0, 0), "s"
+        if layout == "apart":
+            stored = name
+        elif layout == "stacked":
+            dims, base = (1, 2), (i, 0, 0)
+        elif layout == "rows":
+            base = (i * rows, 0)
+        elif layout == "columns":
+            base = (0, i * cols)
+        elif layout == "woven rows":
+            mults, base = (n, 1), (i, 0)
+        elif layout == "woven columns":
+            mults, base = (1, n), (0, i)
+        elif layout == "turned":
+            dims, base = (1, 0), (0, i * rows)
+        elif layout == "mixed":
+            shape, dims, mults = (2, rows // 2, cols), (0, 0, 1), (1, 2, 1)
+            base = (i * rows, 0)
+        out[name] = Placement(
+            canonical=name, stored=stored, shape=shape, dims=dims, mults=mults, base=base
+        )
+    return out
+
+
+def tensors(placements: dict[str, Placement], kind: str) -> list[GlobalTensor]:
+    """The stored tensors, just large enough."""
+    shapes: dict[str, list[int]] = {}
+    for p in placements.values():
+        shape = shapes.setdefault(p.stored, [0] * len(p.base))
+        for d, b in enumerate(p.base):
+            pairs = zip(p.shape, p.dims, p.mults, strict=True)
+            reach = b + 1 + sum((n - 1) * m for n, e, m in pairs if e == d)
+            shape[d] = max(shape[d], reach)
+    return [GlobalTensor(name=n, shape=tuple(s), dtype=dtype(kind)) for n, s in shapes.items()]
+
+
+class Job:
+    """Canonical tensors of random numbers in a source, and a target they are to reach."""
+
+    def __init__(self, raw, folder, rng, *, there, here, rows, cols, kinds=("float32",) * 2):
+        self.raw, self.folder = raw, folder
+        names = ["a", "b", "c"][: rng.choice([1, 2, 3])]
+        generator = np.random.default_rng(rng.randrange(1 << 30))
+        floats = generator.standard_normal((len(names), rows, cols)).astype(np.float32)
+        self.kinds = kinds
+        self.canonical = {n: in_kind(x, kinds[0]) for n, x in zip(names, floats, strict=True)}
+        self.wanted = {n: in_kind(x, kinds[1], kinds[0]) for n, x in self.canonical.items()}
+        at, to = place(there, names, rows, cols), place(here, names, rows, cols)
+        self.source = self._lay_out(rng, "source", at, kinds[0])
+        held = {t.name: np.zeros(t.shape, t.dtype.view) for t in self.source.tensors}
+        for name, p in at.items():
+            raw.put(p, self.canonical[name], held[p.stored])
+        raw.write(self.source, held)
+        target = self._lay_out(rng, "tree", to, kinds[1])
+        self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
+        for name, p in to.items():
+            raw.put(p, self.wanted[name], self.reference[p.stored])
+        self.plan = build(
+            [Source(catalogue=self.source, placements=at)],
+            raw.destination(target, small={"a/b.json": b"{}"}, last={"done": b"1"}),
+            to,
+        )
+
+    def _lay_out(self, rng, name, placements, kind):
+        found = tensors(placements, kind)
+        grids = [self.raw.random_grid(rng, t.shape, 3) for t in found]
+        return self.raw.lay_out(self.folder / name, found, grids, align=rng.choice([1, 8]))
+
+    def stage(self, name="out"):
+        return Stage(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)
+
+    def check(self, root):
+        found = self.raw.read(self.plan.target.catalogue, root)
+        for name, array in self.reference.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        for file, offset, data in self.plan.target.fragments:
+            path = root / self.plan.target.catalogue.files[file].path
+            assert path.read_bytes()[offset : offset + len(data)] == data
+        assert (root / "a/b.json").read_bytes() == b"{}"
+        assert (root / "done").read_bytes() == b"1"
+
+    def check_digests(self, report, *, all_of_them):
+        for name, array in self.wanted.items():
+            found = report.digests.get(name)
+            assert found == crc32c(array.tobytes()) or (found is None and not all_of_them)
+
+
+def in_kind(array, kind, source="float32"):
+    """What torch makes of elements cast from one type to another, as the bits numpy can carry."""
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
+    tensor = tensor.view(getattr(torch, source)).to(getattr(torch, kind))
+    return tensor.view(torch.uint8).numpy().view(dtype(kind).view).reshape(array.shape)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A folder per example."""
+    count = iter(range(1 << 30))
+    return lambda: tmp_path_factory.mktemp(f"job{next(count)}")
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 1 << 30),
+    there=st.sampled_from(LAYOUTS),
+    here=st.sampled_from(LAYOUTS),
+    half=st.integers(1, 40),
+    cols=st.integers(1, 70),
+    kinds=st.sampled_from(
+        [
+            ("float32", "float32"),
+            ("uint8", "uint8"),
+            ("bfloat16", "bfloat16"),
+            ("int64", "int64"),
+            ("float32", "bfloat16"),
+            ("bfloat16", "float32"),
+            ("float32", "float8_e4m3fn"),
+            ("float16", "float32"),
+        ]
+    ),
+    threads=st.sampled_from([1, 3]),
+    mode=st.sampled_from(list(DigestMode)),
+)
+def test_any_layout_reaches_any_other(
+    raw, scratch, seed, there, here, half, cols, kinds, threads, mode
+):
+    rng = random.Random(seed)
+    job = Job(
+        raw, scratch(), rng, there=there, here=here, rows=2 * half, cols=cols, kinds=kinds
+    )
+    told = []
+    with job.stage() as stage:
+        report = copy.execute(
+            job.plan, stage, files=Files(), threads=threads, digest=mode, progress=told.append
+        )
+        job.check(stage.tree)
+        stage.commit(fsync=False)
+    job.check(job.folder / "out")
+    payload = sum(t.num_bytes for t in job.plan.target.catalogue.tensors)
+    assert sum(report.num_bytes.values()) == payload == sum(told)
+    assert set(report.num_bytes) == {Op.COPY if kinds[0] == kinds[1] else Op.CAST}
+    if mode is DigestMode.ALL or kinds[0] != kinds[1]:
+        assert report.kernel_bytes == 0
+    if mode is DigestMode.NONE:
+        assert all(report.digests.get(n) is None for n in job.canonical)
+    else:
+        job.check_digests(report, all_of_them=mode is DigestMode.ALL)
+
+
+@pytest.mark.parametrize("here", LAYOUTS)
+@pytest.mark.parametrize("there", LAYOUTS)
+def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
+    monkeypatch.setattr(copy, "USUAL_TILE_BYTES", 1000)
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 3000)
+    rng = random.Random(there + here)
+    job = Job(raw, tmp_path, rng, there=there, here=here, rows=60, cols=31)
+    with job.stage() as stage:
+        report = copy.execute(job.plan, stage, files=Files(), threads=2, digest=DigestMode.ALL)
+        job.check(stage.tree)
+    job.check_digests(report, all_of_them=True)
+    with job.stage("again") as stage:
+        copy.execute(job.plan, stage, files=Files(), threads=2)
+        job.check(stage.tree)
+
+
+class Stopping(Files):
+    """Raises at the n-th call of the system that moves data."""
+
+    def __init__(self, calls, error=KeyboardInterrupt):
+        super().__init__()
+        self.left, self.error, self.guard = calls, error, threading.Lock()
+
+    def system(self, function, /, *args):
+        if function in (os.pwrite, os.copy_file_range, os.preadv):
+            with self.guard:
+                self.left -= 1
+                if self.left == 0:
+                    raise self.error
+        return super().system(function, *args)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("there", "here"), [("rows", "apart"), ("columns", "turned")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, here, error):
+    monkeypatch.setattr(units, "UNIT_BYTES", 500)
+    monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 500)
+    job = Job(raw, tmp_path, random.Random(3), there=there, here=here, rows=40, cols=50)
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
+    for calls in (12, 25):
+        with job.stage() as stage, pytest.raises(expected):
+            copy.execute(job.plan, stage, files=Stopping(calls, error), threads=threads)
+        assert not (job.folder / "out").exists()
+        assert not (stage.tree / "done").exists()
+    with job.stage() as stage:
+        done = len(stage.resumed)
+        assert done
+        report = copy.execute(job.plan, stage, files=Files(), threads=threads)
+        job.check(stage.tree)
+    assert (report.verified, report.repaired) == (done, 0)
+
+
+@pytest.mark.parametrize(("there", "here"), [("rows", "rows"), ("columns", "woven columns")])
+def test_resuming_repairs_what_was_damaged(raw, tmp_path, there, here):
+    job = Job(raw, tmp_path, random.Random(5), there=there, here=here, rows=40, cols=50)
+    with job.stage() as stage:
+        first = copy.execute(job.plan, stage, files=Files())
+    with job.stage() as stage:
+        assert len(stage.resumed) == first.num_units
+        path = stage.tree / job.plan.target.catalogue.files[0].path
+        damaged = bytearray(path.read_bytes())
+        damaged[-3] ^= 64
+        path.write_bytes(damaged)
+        report = copy.execute(job.plan, stage, files=Files(), digest=DigestMode.BUFFERED)
+        job.check(stage.tree)
+    assert (report.verified, report.repaired) == (first.num_units, 1)
+    job.check_digests(report, all_of_them=False)
+
+
+def test_an_expected_digest_that_does_not_hold_names_the_tensor(raw, tmp_path):
+    job = Job(raw, tmp_path, random.Random(1), there="apart", here="rows", rows=8, cols=8)
+    right = {n: crc32c(a.tobytes()) for n, a in job.canonical.items()}
+    with job.stage() as stage:
+        copy.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=right)
+    wrong = right | {"a": right["a"] ^ 1}
+    with job.stage("other") as stage, pytest.raises(DigestError) as caught:
+        copy.execute(job.plan, stage, files=Files(), digest=DigestMode.ALL, expected=wrong)
+    assert caught.value.tensor == "a"
+    assert not (stage.tree / "done").exists()
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(raw, tmp_path):
+    job = Job(raw, tmp_path, random.Random(1), there="apart", here="rows", rows=8, cols=8)
+    os.utime(job.source.path(0), ns=(1, 1))
+    with job.stage() as stage, pytest.raises(SourceChangedError):
+        copy.execute(job.plan, stage, files=Files())
+    assert not (stage.tree / "done").exists()
+
+
+def test_a_truncated_source_is_an_error(raw, tmp_path):
+    job = Job(raw, tmp_path, random.Random(1), there="columns", here="rows", rows=8, cols=8)
+    for file in job.source.files:
+        os.truncate(job.source.root / file.path, 20)
+    with job.stage() as stage, pytest.raises(FormatError, match="truncated"):
+        copy.execute(job.plan, stage, files=Files(), threads=2)
+
+
+def test_empty_scalar_and_filled_tensors(raw, tmp_path):
+    names = ["nothing", "one", "vocab"]
+    shapes = [(0, 4), (), (5, 3)]
+    kind = dtype("bfloat16")
+    given_ = [GlobalTensor(name=n, shape=s, dtype=kind) for n, s in zip(names, shapes, strict=True)]
+    source = raw.lay_out(tmp_path / "source", given_, [
+        [((0, 0), (0, 4), 0)], [((), (), 0)], [((0, 0), (2, 3), 0), ((2, 0), (5, 3), 1)],
+    ])
+    arrays = {
+        "nothing": np.zeros((0, 4), "<u2"),
+        "one": np.array(7, "<u2"),
+        "vocab": np.arange(15, dtype="<u2").reshape(5, 3),
+    }
+    raw.write(source, arrays)
+    wider = [*given_[:2], GlobalTensor(name="vocab", shape=(8, 3), dtype=kind)]
+    target = raw.lay_out(tmp_path / "tree", wider, [
+        [((0, 0), (0, 4), 0)], [((), (), 1)], [((0, 0), (4, 3), 0), ((4, 0), (8, 3), 1)],
+    ])
+    at = {n: Placement.identity(n, s) for n, s in zip(names, shapes, strict=True)}
+    plan = build(
+        [Source(catalogue=source, placements=at)],
+        raw.destination(target),
+        at,
+        fills=[Fill(stored="vocab", lo=(5, 0), hi=(8, 3), value=1.5)],
+    )
+    with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+        report = copy.execute(plan, stage, files=Files(), digest=DigestMode.ALL)
+        found = raw.read(target, stage.tree)
+    assert found["one"] == 7
+    np.testing.assert_array_equal(found["vocab"][:5], arrays["vocab"])
+    assert (found["vocab"][5:] == 0x3FC0).all()  # 1.5 as bfloat16
+    assert report.num_bytes == {Op.COPY: 32, Op.FILL: 18}
+    for name in names:
+        assert report.digests.get(name) == crc32c(arrays[name].tobytes()), name
+
+
+def test_memory_stays_within_what_was_allowed(raw, tmp_path):
+    job = Job(raw, tmp_path, random.Random(2), there="turned", here="apart", rows=1200, cols=900)
+    with job.stage() as stage:
+        report = copy.execute(job.plan, stage, files=Files(), threads=2, memory_bytes=1 << 20)
+        job.check(stage.tree)
+    assert 0 < report.peak_buffer_bytes <= 1 << 20

@@ -1,0 +1,263 @@
+"""The manners of the command line: help, statuses, and what goes to which stream."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megtool import __version__, cli, errors
+from megtool.cli import main, run
+from megtool.log import Progress
+
+VERBS = ("inspect", "reshard", "verify", "demo")
+
+
+def megtool(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megtool", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A small real report."""
+
+    values: dict[str, Any]
+    exit_status: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return self.values
+
+    def lines(self) -> Iterator[str]:
+        yield from (f"{key}: {value}" for key, value in self.values.items())
+
+
+def answer(values: dict[str, Any], status: int = 0) -> Callable[[Progress], Answer]:
+    return lambda progress: Answer(values, status)
+
+
+def raising(error: BaseException) -> Callable[[Progress], Answer]:
+    def work(progress: Progress) -> Answer:
+        raise error
+
+    return work
+
+
+def test_version() -> None:
+    done = megtool("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"megtool {__version__}\n", "")
+
+
+def test_help_is_quick_and_imports_neither_torch_nor_numpy() -> None:
+    fastest = 9.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = megtool("--help")
+        fastest = min(fastest, time.perf_counter() - begin)
+        assert done.returncode == 0
+    assert fastest < 0.4
+    traced = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "megtool", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
+    assert "typer" in modules
+    assert modules & {"torch", "numpy", "safetensors", "awscrt", "transformers"} == set()
+
+
+def test_help_lists_the_verbs_and_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in (*VERBS, "Exit status", "130"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_an_example_and_the_common_options(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for text in (f"Example: megtool {verb}", "--json", "--quiet", "--verbose"):
+        assert text in shown
+
+
+def test_help_sorts_options_into_panels(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["reshard", "--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f" {name} ─") for name in ("Input", "Parallel layout", "Output")]
+    assert places == sorted(places)
+    assert shown.index("Dangerous") < shown.index("--overwrite")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_python_api_has_the_same_defaults(verb: str) -> None:
+    typed = inspect.signature(getattr(cli, f"_{verb}")).parameters
+    function = getattr(importlib.import_module(f"megtool.commands.{verb}"), verb)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in typed and parameter.default is not inspect.Parameter.empty:
+            assert (name, typed[name].default or None) == (name, parameter.default or None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        (["inspekt"], "No such command 'inspekt'. Did you mean 'inspect'?", "megtool --help"),
+        (["inspect"], "Missing argument 'SRC'.", "megtool inspect --help"),
+        (["reshard", "a"], "Missing argument 'DST'.", "megtool reshard --help"),
+        (["reshard", "a", "b", "--tp", "0"], "'--tp'", "megtool reshard --help"),
+        (["reshard", "a", "b", "--digest", "some"], "'some'", "megtool reshard --help"),
+        (["verify", "a", "b", "c"], "unexpected extra argument", "megtool verify --help"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_a_hint(
+    args: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("error: ")
+    assert message in first
+    assert second == f"  hint: {hint}"
+
+
+def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert "inspect" in out + err
+    assert "error" not in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (errors.MegtoolError, 1),
+        (errors.UsageError, 2),
+        (errors.LayoutError, 2),
+        (errors.DestinationError, 2),
+        (errors.FormatError, 3),
+        (errors.SourceChangedError, 3),
+        (errors.RecipeError, 4),
+        (errors.MappingError, 5),
+        (errors.MissingPackageError, 6),
+        (errors.DifferenceError, 7),
+    ],
+)
+def test_an_error_brings_its_status_its_place_and_its_hint(
+    kind: type[errors.MegtoolError], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = kind("size 9 is odd", file="a.safetensors", tensor="wte", hint="pad it")
+    assert run(raising(error), quiet=True) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "error: size 9 is odd [file a.safetensors, tensor wte]\n  hint: pad it\n"
+
+
+def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(raising(errors.FormatError("bad header")), verbose=True) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("error: bad header\n")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_unforeseen_is_one_line_unless_verbose(verbose: bool) -> None:
+    code = (
+        "import sys; from megtool import cli\n"
+        "@cli.app.command('fail')\n"
+        f"def fail() -> int:\n    return cli.run(lambda p: 1 // 0, verbose={verbose})\n"
+        "sys.exit(cli.main(['fail']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-2].startswith("error: unexpected ZeroDivisionError")
+    assert lines[-1].startswith("  hint: -v")
+    assert ("Traceback" in done.stderr) is verbose
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_an_interrupt_is_130_and_says_how_to_go_on(
+    resumes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(raising(KeyboardInterrupt()), resumes=resumes) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: interrupted\n")
+    assert ("the same command resumes" in err) is resumes
+
+
+def test_the_report_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(answer({"tensors": 3, "name": "a\x1b[2J"}, status=7)) == 7
+    assert capsys.readouterr() == ("tensors: 3\nname: a\\x1b[2J\n", "")
+
+
+def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"min": float("-inf"), "max": [float("nan"), 1.5], "name": "é\x1b"}
+    assert run(answer(values), as_json=True) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    out, err = capsys.readouterr()
+    expected = {"min": "-inf", "max": ["nan", 1.5], "name": "é\x1b"}
+    assert json.loads(out, parse_constant=refuse) == expected
+    assert err == ""
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests'); from megtool.cli import run\n"
+        "class Long:\n"
+        "    def lines(self): return iter(['x' * 100] * 100_000)\n"
+        "sys.exit(run(lambda progress: Long()))"
+    )
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert os.read(reader, 10) == b"x" * 10
+    os.close(reader)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "reshard"])
+def test_a_missing_source_is_an_error_that_names_it(verb: str, tmp_path: Path) -> None:
+    source = tmp_path / "nowhere"
+    done = megtool(verb, source, *([tmp_path / "out"] if verb == "reshard" else []))
+    assert done.returncode in (2, 3)
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verbs_end_to_end(tmp_path: Path) -> None:
+    save_file({"a": np.arange(12, dtype=np.float32).reshape(3, 4)}, tmp_path / "a.safetensors")
+
+    seen = megtool("inspect", tmp_path / "a.safetensors", "--json")
+    assert (seen.returncode, seen.stderr) == (0, "")
+    assert isinstance(json.loads(seen.stdout), dict)
+
+    done = megtool("reshard", tmp_path / "a.safetensors", tmp_path / "b", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    same = megtool("verify", tmp_path / "a.safetensors", tmp_path / "b", "-q")
+    assert (same.returncode, same.stderr) == (0, "")
+
+    save_file({"a": np.zeros((3, 4), np.float32)}, tmp_path / "c.safetensors")
+    assert megtool("verify", tmp_path / "a.safetensors", tmp_path / "c.safetensors").returncode == 7

