@@ -23,8 +23,8 @@ demo: .venv/demo ## take a real model through every format and layout and back
 	$(BIN)/megtool demo
 
 test: .venv/dev ## run the fast tests
+	@echo 'leaves out tests marked slow or peers (they take minutes); make test-all runs them'
 	$(PYTEST) -m 'not slow and not peers'
-	@echo 'left out: tests marked slow or peers (they take minutes); make test-all runs them'
 
 test-all: .venv/dev ## run every test; MARKS='slow or peers' narrows them down
 	$(PYTEST) -m '$(MARKS)'

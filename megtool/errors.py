@@ -82,7 +82,7 @@ class RecipeError(MegtoolError):
 
 
 class MappingError(MegtoolError):
-    """Tensors cannot be mapped: unknown family, missing or left-over names, shapes that disagree."""
+    """Tensors cannot be mapped: unknown family, missing or left-over names, wrong shapes."""
 
     exit_status = 5
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,3 +35,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def carry() -> Callable[..., dict[str, Any]]:
+    """Move arrays from a read side to a written one, element by element through placements."""
+    import numpy as np
+
+    def view(array: Any, p: Any) -> Any:
+        """The elements of a stored array that a placement names, in the placement's shape."""
+        grids = np.indices(p.shape, sparse=True)
+        index = [np.full((1,) * len(p.shape), b) for b in p.base]
+        for j, (dim, mult) in enumerate(zip(p.dims, p.mults, strict=True)):
+            index[dim] = index[dim] + grids[j] * mult
+        return array, tuple(index)
+
+    def move(source: Any, arrays: dict[str, Any], target: Any) -> dict[str, Any]:
+        kind = next(iter(arrays.values())).dtype
+        out = {t.name: np.zeros(t.shape, kind) for t in target.tensors}
+        writes = {name: np.zeros(a.shape, np.int8) for name, a in out.items()}
+        for name, p in target.placements.items():
+            q = source.placements[name]
+            array, index = view(arrays[q.stored], q)
+            value = np.broadcast_to(array[index], q.shape).reshape(p.shape)
+            array, index = view(out[p.stored], p)
+            array[index] = value
+            np.add.at(writes[p.stored], index, 1)
+        for fill in target.fills:
+            array, index = view(out[fill.placement.stored], fill.placement)
+            array[index] = fill.value
+            np.add.at(writes[fill.placement.stored], index, 1)
+        for name, count in writes.items():
+            assert (count == 1).all(), f"{name} is not written exactly once"
+        return out
+
+    return move

@@ -77,7 +77,7 @@ def parameters(layers: int, dense: int, experts: int) -> Iterator[tuple[int, Cut
     yield PP - 1, Cut("output_layer.weight", (VOCAB, HIDDEN), 0)
 
 
-ETP = 4
+ETP = 6
 """Cuts of each expert: enough of them for a million chunks in all."""
 
 
@@ -132,9 +132,7 @@ def write(folder: Path, layers: int, experts: int) -> None:
         "num_attention_heads": HEADS,
     }
     common = {"iteration": 1, "checkpoint_version": 3.0, "args": namespace(dict(sizes))}
-    laid = lay_out(
-        tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True
-    )
+    laid = lay_out(tensors, shards, num_files=WORLD, common=common, iteration=1, megatron=True)
     print(f"laid out in {time.perf_counter() - start:.1f} s")
     for file in laid.catalogue.files:
         path = folder / file.path

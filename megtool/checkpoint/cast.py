@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -83,7 +83,8 @@ def one_torch_thread(needed: bool) -> Iterator[None]:
 
 def _tensor(array: Array, kind: DType) -> torch.Tensor:
     carrier = np.dtype(f"i{kind.itemsize}") if kind.itemsize > 1 else np.dtype(np.uint8)
-    return _torch().from_numpy(array.reshape(-1).view(carrier)).view(_type(kind.name))
+    found: torch.Tensor = _torch().from_numpy(array.reshape(-1).view(carrier))
+    return found.view(_type(kind.name))
 
 
 @functools.cache
@@ -95,7 +96,7 @@ def _type(name: str) -> torch.dtype:
     return kind
 
 
-def _torch():  # type: ignore[no-untyped-def]
+def _torch() -> Any:
     try:
         import torch
     except ModuleNotFoundError as e:

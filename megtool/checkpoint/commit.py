@@ -63,6 +63,7 @@ class Stage:
         )
         self._finished = 0
         self._renamed = self._committed = False
+        self._cleared = False  # nothing of an earlier run is staged
         self._old = self.staging / "old"
         self._made: list[Path] = []  # folders made above the destination, outermost first
         self._folders: set[Path] = set()
@@ -91,7 +92,7 @@ class Stage:
             self._recover()
         except BaseException:
             with contextlib.suppress(MegtoolError):
-                self._let_go()
+                self._leave(keep=not self._cleared)
             raise
         return self
 
@@ -314,18 +315,20 @@ class Stage:
     ) -> None:
         if self._committed:
             return
-        keep = self._renamed or self._finished or self.resumed
+        keep = self._renamed or bool(self._finished or self.resumed)
         if keep and not self._renamed:
             self.messages.append(self.describe_resume())
+        with contextlib.suppress(*[MegtoolError] if error else []):
+            self._leave(keep=keep)
+
+    def _leave(self, *, keep: bool) -> None:
+        """End without a commit; folders that hold nothing go in any case."""
         try:
-            if not keep:
+            if self._lock is not None and not keep:
                 self._discard()
-        except MegtoolError:
-            if error is None:
-                raise
         finally:
-            with contextlib.suppress(MegtoolError):
-                self._let_go()
+            self._let_go()
+            self._remove_folders()
 
     def describe_resume(self) -> str:
         """What to tell the user about a run that ended early."""
@@ -344,8 +347,10 @@ class Stage:
         self._clear()
         self.files.remove(self.staging / "lock")
         self._let_go()
-        gone = self.files.remove_empty(self.staging)
-        if gone and not self._renamed:
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        if self.files.remove_empty(self.staging) and not self._renamed:
             for folder in reversed(self._made):
                 self.files.remove_empty(folder)
 
@@ -358,6 +363,7 @@ class Stage:
         self._close_journal()
         self.files.remove(self.tree)
         self.files.remove(self.staging / "journal")
+        self._cleared = True
 
     def _close_journal(self) -> None:
         record, self._journal = self._journal, None

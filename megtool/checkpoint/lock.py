@@ -60,8 +60,12 @@ class Lock:
         there = self._files.stat(self._path)
         if there is None or not os.path.samestat(there, self._files.fstat(self._fd)):
             return False
-        self._files.truncate(self._fd, 0)
-        self._files.pwrite_all(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        try:
+            self._files.truncate(self._fd, 0)
+            self._files.pwrite_all(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except StorageError:
+            self._files.remove(self._path)
+            raise
         return True
 
     def _check_holder(self, *, busy: bool) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from megtool.errors import FormatError
 
 SMALL_BYTES = 2 << 20
-"""Up to this size the opcodes are walked first (about 0.2 us each); above, memory is limited instead."""
+"""Up to this size opcodes are walked first (some 0.2 us each); above, memory is limited."""
 
 _BYTES_PER_BYTE = 24
 _SLACK_BYTES = 256 << 20

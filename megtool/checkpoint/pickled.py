@@ -109,9 +109,9 @@ _HOSTILE = re.compile(
     r"resource|io|_io|torch\.(hub|jit|utils\.cpp_extension|package)|numpy\.(f2py|testing))(\..*)?"
 )
 _BUILTINS = frozenset({"builtins", "__builtin__"})
-_HARMLESS_BUILTINS = frozenset(
-    "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple "
-    "type NotImplemented Ellipsis Exception ValueError TypeError RuntimeError KeyError".split()
+_HARMLESS_BUILTINS = re.compile(
+    "bool|bytearray|bytes|complex|dict|float|frozenset|int|list|object|range|set|slice|str|tuple|"
+    "type|NotImplemented|Ellipsis|(Exception|ValueError|TypeError|RuntimeError|KeyError)"
 )
 
 
@@ -133,7 +133,7 @@ class _Unpickler(pickle.Unpickler):
         self, data: bytes, file: str | Path, stand_ins: Mapping[tuple[str, str], Any]
     ) -> None:
         # Buffered, because the C unpickler reads ahead only from what can peek.
-        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))  # type: ignore[arg-type]
+        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))
         self._file = file
         self._stand_ins = stand_ins
         self._num_globals = 0
@@ -146,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
                 file=self._file,
             )
         if _HOSTILE.fullmatch(module) or (
-            module in _BUILTINS and name not in _HARMLESS_BUILTINS
+            module in _BUILTINS and not _HARMLESS_BUILTINS.fullmatch(name)
         ):
             raise FormatError(
                 f"pickle names {module}.{name}, which no checkpoint needs: refused as hostile",

@@ -18,7 +18,7 @@ _BLOCK = 4096  # file systems share whole blocks only
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Runs: `length` bytes at `at` of file `file` of source `source` go to `offset` of the target."""
+    """Runs: `length` bytes at `at` of a source's file go to `offset` of the target's file."""
 
     source: Ints
     file: Ints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ Array = NDArray[Any]
 SIEVE_RUN_BYTES = 1024
 SIEVE_GAP = 8
 """Runs shorter than this with gaps of at most this many runs are moved together with the gaps."""
+
+CALL_BYTES = 256 * 1024
+"""A run is moved by calls of at most this size: the kernel is slower with larger ones."""
 
 _EDGE = 64  # elements; a transposed square of this edge stays in the first cache
 
@@ -67,13 +70,14 @@ class Block:
     outer: Array | None = None
     inner: Array | None = None
     sieved: bool = False
+    assign: Callable[[Array, Array], None] = np.copyto
 
     def read(self, files: Files, fd: int, shift: int) -> None:
         """Fill the memory from the file, all offsets moved by `shift`."""
         for offset, view in zip(self.offsets, self.views, strict=True):
             files.pread_into(fd, view, offset + shift)
         if self.outer is not None and self.inner is not None:
-            assign(self.outer, self.inner)
+            self.assign(self.outer, self.inner)
 
     def write(self, files: Files, fd: int, shift: int) -> None:
         """Write the memory to the file."""
@@ -99,23 +103,29 @@ class Block:
         if self.sieved:
             for offset, view in zip(self.offsets, self.views, strict=True):
                 files.pread_into(fd, view, offset + shift)
-        assign(self.inner, self.outer)
+        self.assign(self.inner, self.outer)
 
 
-def assign(to: Array, what: Array) -> None:
-    """`to[...] = what`, in squares where the two run through memory in different orders."""
+def way_to_assign(to: Array, what: Array) -> Callable[[Array, Array], None]:
+    """How `to[...] = what` is done fast: in squares where the two run in different orders."""
     if to.ndim < 2 or to.size < 4 * _EDGE * _EDGE:
-        np.copyto(to, what)
-        return
-    a, b = (min(range(x.ndim), key=lambda d: abs(x.strides[d])) for x in (to, what))
-    if a == b or to.shape[a] < 8 or to.shape[b] < 8:
-        np.copyto(to, what)
-        return
+        return np.copyto
+    a, b = _fastest(to), _fastest(what)
+    return np.copyto if a == b or to.shape[a] < 8 or to.shape[b] < 8 else assign_in_squares
+
+
+def assign_in_squares(to: Array, what: Array) -> None:
+    """`to[...] = what` in parts small enough for the first cache to hold both orders."""
+    a, b = _fastest(to), _fastest(what)
     to, what = np.moveaxis(to, (a, b), (-1, -2)), np.moveaxis(what, (a, b), (-1, -2))
     for i in range(0, to.shape[-2], _EDGE):
         for j in range(0, to.shape[-1], _EDGE * 4):
             square = (..., slice(i, i + _EDGE), slice(j, j + _EDGE * 4))
             np.copyto(to[square], what[square])
+
+
+def _fastest(array: Array) -> int:
+    return min(range(array.ndim), key=lambda d: abs(array.strides[d]))
 
 
 def blocks(
@@ -151,18 +161,21 @@ def _blocks(
         yield from _halves(memory, start, steps, scratch, sieve, count * span)
         return
     offsets = runs(start, shape[:spanned], steps[:spanned])
+    if span > CALL_BYTES:
+        calls = range(0, span, CALL_BYTES)
+        offsets = [offset + at for offset in offsets for at in calls]
     if direct:
-        flat = memoryview(memory.reshape(-1).view(np.uint8))
-        yield Block(offsets, _views(flat, span, count))
+        flat = memory.reshape(-1).view(np.uint8).data
+        yield Block(offsets, _views(flat, span))
         return
-    held = scratch[: count * span]
+    held, each = scratch[: count * span], span
     inside = steps[spanned:]
     for n in reversed(shape[:spanned]):
         inside = [span, *inside]
         span *= n
     inner = np.ndarray(shape, memory.dtype, held.data, 0, tuple(inside))
-    view = memoryview(held)
-    yield Block(offsets, _views(view, span // count, count), memory, inner, spanned < outer)
+    views, way = _views(held.data, each), way_to_assign(memory, inner)
+    yield Block(offsets, views, memory, inner, spanned < outer, way)
 
 
 def _halves(
@@ -216,5 +229,11 @@ def runs(start: int, shape: Sequence[int], steps: Sequence[int]) -> list[int]:
     return [int(x) for x in at] if len(at) < 4 else at.tolist()
 
 
-def _views(flat: memoryview, length: int, count: int) -> list[memoryview]:
-    return [flat[i * length : (i + 1) * length] for i in range(count)]
+def _views(flat: memoryview, length: int) -> list[memoryview]:
+    """Memory for runs of `length` bytes that follow one another, as much as one call takes each."""
+    step = min(length, CALL_BYTES)
+    return [
+        flat[at : min(at + step, begin + length)]
+        for begin in range(0, flat.nbytes, length)
+        for at in range(begin, begin + length, step)
+    ]

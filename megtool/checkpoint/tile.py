@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,22 +98,19 @@ class Traffic:
 
     def read(self, lo: Index, memory: Array) -> None:
         """Fill `memory`, the tile that begins at view index `lo`."""
-        for part, shift in self._shifted(lo, memory):
-            for block in part.blocks:
-                block.read(self._files, part.fd, shift)
+        for block, fd, shift in self._shifted(lo, memory):
+            block.read(self._files, fd, shift)
 
     def write(self, lo: Index, memory: Array) -> None:
         """Write the tile that begins at `lo`."""
-        for part, shift in self._shifted(lo, memory):
-            for block in part.blocks:
-                block.write(self._files, part.fd, shift)
+        for block, fd, shift in self._shifted(lo, memory):
+            block.write(self._files, fd, shift)
 
     def repair(self, lo: Index, memory: Array) -> bool:
         """Compare the files with the tile, rewrite what differs; whether anything did."""
         differs = False
-        for part, shift in self._shifted(lo, memory):
-            for block in part.blocks:
-                differs |= block.repair(self._files, part.fd, shift, self._buffers)
+        for block, fd, shift in self._shifted(lo, memory):
+            differs |= block.repair(self._files, fd, shift, self._buffers)
         return differs
 
     def close(self) -> None:
@@ -127,12 +125,16 @@ class Traffic:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shifted(self, lo: Index, memory: Array) -> Iterator[tuple[_Part, int]]:
+    def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block, int, int]]:
+        """The blocks under a tile, with their files and what to add to their offsets."""
         if memory is not self._memory or not self._follows(lo, memory.shape):
             self._work_out(lo, memory)
-        moved = [(d, a - b) for d, (a, b) in enumerate(zip(lo, self._lo, strict=True)) if a != b]
-        for part in self._parts:
-            yield part, sum(n * part.step[d] for d, n in moved)
+        shifts = [0] * len(self._parts)
+        for d, (a, b) in enumerate(zip(lo, self._lo, strict=True)):
+            if a != b:
+                shifts = [s + (a - b) * p.step[d] for s, p in zip(shifts, self._parts, strict=True)]
+        pairs = zip(self._parts, shifts, strict=True)
+        return [(block, p.fd, shift) for p, shift in pairs for block in p.blocks]
 
     def _follows(self, lo: Index, shape: Index) -> bool:
         return all(
@@ -152,7 +154,7 @@ class Traffic:
         b = a + np.array(memory.shape[:ndim], np.int64)
         rows = np.flatnonzero(((side.lo < b) & (side.hi > a)).all(axis=1))
         p_lo, p_hi = side.lo[rows], side.hi[rows]
-        spans = ((p_lo <= a) & (p_hi >= b)).all(axis=0).tolist()
+        spans = np.all((p_lo <= a) & (p_hi >= b), axis=0, keepdims=True)[0].tolist()
         first, end = np.maximum(p_lo, a), np.minimum(p_hi, b)
         start = side.start[rows] + ((first - p_lo) * side.step[rows]).sum(axis=1)
         self._range = [
@@ -170,9 +172,9 @@ class Traffic:
         for row, x, y, at, step in table:
             fd = self._opened.acquire(side.paths[row])
             self._held.append(row)
-            box = memory[(*(slice(i, j) for i, j in zip(x, y, strict=True)), ...)]
+            index: tuple[Any, ...] = (*map(slice, x, y), ...)  # the dots keep it an array, if 0-d
             within = [*step, memory.itemsize] if memory.ndim > ndim else step
-            parts = list(blocks(box, at, within, self._scratch, sieve=self._sieve))
+            parts = list(blocks(memory[index], at, within, self._scratch, sieve=self._sieve))
             self._parts.append(_Part(fd, parts, step))
         self._lo, self._memory = lo, memory
 

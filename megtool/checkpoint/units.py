@@ -23,7 +23,7 @@ MOST_SLABS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Steps the kernel copies, all into one file: `steps`, or part `part` of `parts` of one step."""
+    """Steps the kernel copies, all into one file; a long step is cut into `parts`."""
 
     steps: Ints
     files: tuple[int, ...]

@@ -176,8 +176,7 @@ class Worker:
             for at, tile in tiles:
                 if digested:
                     offset = sum(i * s for i, s in zip(at, step, strict=True)) * tile.itemsize
-                    flat = memoryview(tile.reshape(-1).view(np.uint8))
-                    run.digests.add(entry.canonical, offset, flat)
+                    run.digests.add(entry.canonical, offset, tile)
                 self._put(put, at, tile, entry.op)
 
     def _filled(self, entry: Entry, slab: Slab) -> Generator[tuple[Index, Array], None, None]:

@@ -29,7 +29,8 @@ _WIDE = 0xFFFFFFFF
 class TensorItem(NamedTuple):
     """A container around one tensor: bytes before and after its data, which starts at `offset`.
 
-    `offset` and `length` count from the start of the container.
+    `offset` and `length` count from the start of the container. Between the end of `prefix` and
+    `offset` lie zeros, which a new file reads as without their being written.
     """
 
     prefix: bytes
@@ -38,41 +39,71 @@ class TensorItem(NamedTuple):
     length: int
 
 
-def tensor_item(kind: DType, shape: Sequence[int], *, at: int = 0) -> TensorItem:
-    """Lay out a container that starts at byte `at` of its file and holds one row-major tensor.
+class TensorFrame:
+    """Containers around tensors of one dtype and shape; they differ in their padding alone.
 
-    Checksums of the data are left zero: torch does not verify them, and they are not known yet.
+    `head_bytes` come before the padding, `num_bytes` of data behind it, then `tail_bytes`.
     """
-    num_bytes = kind.itemsize
-    for n in shape:
-        num_bytes *= n
-    alignment = LARGE_ALIGNMENT if num_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
-    return _tensor_item(kind, tuple(shape), at % alignment, alignment, num_bytes)
+
+    __slots__ = (
+        "_central",
+        "_head",
+        "_items",
+        "alignment",
+        "head_bytes",
+        "num_bytes",
+        "tail_bytes",
+    )
+
+    def __init__(self, kind: DType, shape: tuple[int, ...]) -> None:
+        self.num_bytes = kind.itemsize
+        for n in shape:
+            self.num_bytes *= n
+        self.alignment = LARGE_ALIGNMENT if self.num_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
+        parts: list[bytes] = []
+        entries: list[bytes] = []
+        at = 0
+        small = {"data.pkl": tensor_pickle(kind, shape), "byteorder": b"little", "version": b"3\n"}
+        for name, data in small.items():
+            crc = zlib.crc32(data)
+            entries.append(_central(name, crc, len(data), at))
+            parts += [_local(name, crc, len(data), 0), data]
+            at += len(parts[-2]) + len(data)
+        entries.append(_central("data/0", 0, self.num_bytes, at))
+        self._head, self._central = b"".join(parts), entries
+        self.head_bytes = at + len(_local("data/0", 0, self.num_bytes, 0))
+        self.tail_bytes = len(_directory(entries, 0))
+        self._items: dict[int, TensorItem] = {}
+
+    def padding(self, at: int) -> int:
+        """Bytes of padding of a container that starts at byte `at` of its file."""
+        return _padding(at + self.head_bytes, self.alignment)
+
+    def item(self, padding: int) -> TensorItem:
+        """The container with so much padding; the same object each time."""
+        found = self._items.get(padding)
+        if found is None:
+            offset = self.head_bytes + padding
+            end = offset + self.num_bytes
+            found = self._items[padding] = TensorItem(
+                self._head + _local("data/0", 0, self.num_bytes, padding),
+                offset,
+                _directory(self._central, end),
+                end + self.tail_bytes,
+            )
+        return found
 
 
 @lru_cache(maxsize=4096)
-def _tensor_item(
-    kind: DType, shape: tuple[int, ...], phase: int, alignment: int, num_bytes: int
-) -> TensorItem:
-    pickle = tensor_pickle(kind, shape)
-    small = {"data.pkl": pickle, "byteorder": b"little", "version": b"3\n"}
-    parts: list[bytes] = []
-    entries: list[bytes] = []
-    at = 0
-    for name, data in small.items():
-        header = _local(name, zlib.crc32(data), len(data), b"")
-        entries.append(_central(name, zlib.crc32(data), len(data), at))
-        parts += [header, data]
-        at += len(header) + len(data)
-    bare = len(_local("data/0", 0, num_bytes, b""))
-    padding = _padding(phase + at + bare, alignment)
-    header = _local("data/0", 0, num_bytes, padding)
-    entries.append(_central("data/0", 0, num_bytes, at))
-    offset = at + len(header)
-    suffix = _directory(entries, offset + num_bytes)
-    return TensorItem(
-        b"".join([*parts, header]), offset, suffix, offset + num_bytes + len(suffix)
-    )
+def tensor_frame(kind: DType, shape: tuple[int, ...]) -> TensorFrame:
+    """The frame of one dtype and shape. Checksums of data are left zero: torch verifies none."""
+    return TensorFrame(kind, shape)
+
+
+def tensor_item(kind: DType, shape: Sequence[int], *, at: int = 0) -> TensorItem:
+    """Lay out a container that starts at byte `at` of its file and holds one row-major tensor."""
+    frame = tensor_frame(kind, tuple(shape))
+    return frame.item(frame.padding(at))
 
 
 def tensor_pickle(kind: DType, shape: Sequence[int]) -> bytes:
@@ -138,37 +169,34 @@ def archive(members: Mapping[str, bytes]) -> bytes:
     at = 0
     for name, data in members.items():
         crc = zlib.crc32(data)
-        bare = len(_local(name, crc, len(data), b""))
-        extra = _padding(at + bare, SMALL_ALIGNMENT) if name.startswith("data/") else b""
-        header = _local(name, crc, len(data), extra)
+        bare = len(_local(name, crc, len(data), 0))
+        padding = _padding(at + bare, SMALL_ALIGNMENT) if name.startswith("data/") else 0
+        header = _local(name, crc, len(data), padding)
+        header += bytes(bare + padding - len(header))
         entries.append(_central(name, crc, len(data), at))
         parts += [header, data]
         at += len(header) + len(data)
     return b"".join([*parts, _directory(entries, at)])
 
 
-def _padding(at: int, alignment: int) -> bytes:
-    """An extra field that moves what follows from `at` to a multiple of `alignment`.
-
-    Its tag is the one torch uses; a field is at least four bytes long.
-    """
+def _padding(at: int, alignment: int) -> int:
+    """Bytes to put at `at` so that a multiple of `alignment` follows: none, or at least four."""
     short = -at % alignment
-    if not short:
-        return b""
-    if short < 4:
-        short += alignment
-    return b"FB" + (short - 4).to_bytes(2, "little") + bytes(short - 4)
+    return short + alignment if 0 < short < 4 else short
 
 
-def _local(name: str, crc: int, size: int, extra: bytes) -> bytes:
+def _local(name: str, crc: int, size: int, padding: int) -> bytes:
+    """A local header; the zeros of its padding, an extra field tagged as torch's, are left out."""
     raw = (_ROOT + name).encode()
-    wide = struct.pack("<HHQQ", 1, 16, size, size) if size >= _WIDE else b""
+    extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _WIDE else b""
+    length = len(extra) + padding
+    version = 45 if extra else 20
+    if padding:
+        extra += b"FB" + (padding - 4).to_bytes(2, "little")
     short = min(size, _WIDE)
-    extra = wide + extra
     head = struct.pack(
-        "<4s5H3I2H", b"PK\3\4", 45 if wide else 20, _UTF8, 0, 0, 0, crc, short, short,
-        len(raw), len(extra),
-    )  # fmt: skip
+        "<4s5H3I2H", b"PK\3\4", version, _UTF8, 0, 0, 0, crc, short, short, len(raw), length
+    )
     return head + raw + extra
 
 
@@ -190,9 +218,7 @@ def _directory(entries: list[bytes], at: int) -> bytes:
     """The central directory at offset `at`, and the end records, zip64 first as torch has them."""
     body = b"".join(entries)
     count, size = len(entries), len(body)
-    end64 = struct.pack(
-        "<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, at
-    )
+    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, at)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, at + size, 1)
     few = min(count, 0xFFFF)
     end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, min(size, _WIDE), min(at, _WIDE), 0)

@@ -20,9 +20,11 @@ def random_grid(rng: random.Random, shape: Sequence[int], files: int) -> list[tu
     """Boxes `(lo, hi, file)` that tile a shape, cut at random places."""
     cuts = []
     for n in shape:
-        inner = sorted(rng.sample(range(1, n), min(rng.choice([0, 0, 1, 2]), n - 1)) if n > 1 else [])
+        inner = sorted(
+            rng.sample(range(1, n), min(rng.choice([0, 0, 1, 2]), n - 1)) if n > 1 else []
+        )
         edges = [0, *inner, n]
-        cuts.append(list(zip(edges[:-1], edges[1:], strict=True)))
+        cuts.append(list(itertools.pairwise(edges)))
     return [
         ([a for a, _ in box], [b for _, b in box], rng.randrange(files))
         for box in itertools.product(*cuts)
@@ -105,6 +107,10 @@ def destination(catalogue: Catalogue, **more: object) -> Destination:
 def raw() -> SimpleNamespace:
     """What this file defines."""
     return SimpleNamespace(
-        random_grid=random_grid, lay_out=lay_out, write=write, read=read, put=put,
+        random_grid=random_grid,
+        lay_out=lay_out,
+        write=write,
+        read=read,
+        put=put,
         destination=destination,
     )

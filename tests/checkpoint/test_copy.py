@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint import copy, units
+from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.files import Files
@@ -21,7 +23,7 @@ from megtool.checkpoint.planner import build
 from megtool.dtypes import dtype
 from megtool.errors import DigestError, FormatError, SourceChangedError, StorageError
 from megtool.tensors.relation import Placement
-from megtool.tensors.sharded import GlobalTensor
+from megtool.tensors.sharded import GlobalTensor, Shards
 
 LAYOUTS = ("apart", "stacked", "rows", "columns", "woven rows", "woven columns", "turned", "mixed")
 
@@ -159,9 +161,7 @@ def test_any_layout_reaches_any_other(
     raw, scratch, seed, there, here, half, cols, kinds, threads, mode
 ):
     rng = random.Random(seed)
-    job = Job(
-        raw, scratch(), rng, there=there, here=here, rows=2 * half, cols=cols, kinds=kinds
-    )
+    job = Job(raw, scratch(), rng, there=there, here=here, rows=2 * half, cols=cols, kinds=kinds)
     told = []
     with job.stage() as stage:
         report = copy.execute(
@@ -184,7 +184,7 @@ def test_any_layout_reaches_any_other(
 @pytest.mark.parametrize("here", LAYOUTS)
 @pytest.mark.parametrize("there", LAYOUTS)
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
-    monkeypatch.setattr(copy, "USUAL_TILE_BYTES", 1000)
+    monkeypatch.setattr(copy, "usual_tile_bytes", lambda: 1000)
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
     monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 3000)
     rng = random.Random(there + here)
@@ -222,9 +222,13 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, he
     monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 500)
     job = Job(raw, tmp_path, random.Random(3), there=there, here=here, rows=40, cols=50)
     expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
-    for calls in (12, 25):
+    counting = Stopping(0)
+    with job.stage("counted") as stage:
+        copy.execute(job.plan, stage, files=counting)
+    for share in (0.4, 0.8):
+        stopping = Stopping(int(-counting.left * share), error)
         with job.stage() as stage, pytest.raises(expected):
-            copy.execute(job.plan, stage, files=Stopping(calls, error), threads=threads)
+            copy.execute(job.plan, stage, files=stopping, threads=threads)
         assert not (job.folder / "out").exists()
         assert not (stage.tree / "done").exists()
     with job.stage() as stage:
@@ -242,7 +246,8 @@ def test_resuming_repairs_what_was_damaged(raw, tmp_path, there, here):
         first = copy.execute(job.plan, stage, files=Files())
     with job.stage() as stage:
         assert len(stage.resumed) == first.num_units
-        path = stage.tree / job.plan.target.catalogue.files[0].path
+        largest = max(job.plan.target.catalogue.files, key=lambda f: f.size)
+        path = stage.tree / largest.path
         damaged = bytearray(path.read_bytes())
         damaged[-3] ^= 64
         path.write_bytes(damaged)
@@ -285,9 +290,15 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
     shapes = [(0, 4), (), (5, 3)]
     kind = dtype("bfloat16")
     given_ = [GlobalTensor(name=n, shape=s, dtype=kind) for n, s in zip(names, shapes, strict=True)]
-    source = raw.lay_out(tmp_path / "source", given_, [
-        [((0, 0), (0, 4), 0)], [((), (), 0)], [((0, 0), (2, 3), 0), ((2, 0), (5, 3), 1)],
-    ])
+    source = raw.lay_out(
+        tmp_path / "source",
+        given_,
+        [
+            [((0, 0), (0, 4), 0)],
+            [((), (), 0)],
+            [((0, 0), (2, 3), 0), ((2, 0), (5, 3), 1)],
+        ],
+    )
     arrays = {
         "nothing": np.zeros((0, 4), "<u2"),
         "one": np.array(7, "<u2"),
@@ -295,9 +306,15 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
     }
     raw.write(source, arrays)
     wider = [*given_[:2], GlobalTensor(name="vocab", shape=(8, 3), dtype=kind)]
-    target = raw.lay_out(tmp_path / "tree", wider, [
-        [((0, 0), (0, 4), 0)], [((), (), 1)], [((0, 0), (4, 3), 0), ((4, 0), (8, 3), 1)],
-    ])
+    target = raw.lay_out(
+        tmp_path / "tree",
+        wider,
+        [
+            [((0, 0), (0, 4), 0)],
+            [((), (), 1)],
+            [((0, 0), (4, 3), 0), ((4, 0), (8, 3), 1)],
+        ],
+    )
     at = {n: Placement.identity(n, s) for n, s in zip(names, shapes, strict=True)}
     plan = build(
         [Source(catalogue=source, placements=at)],
@@ -314,6 +331,77 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
     assert report.num_bytes == {Op.COPY: 32, Op.FILL: 18}
     for name in names:
         assert report.digests.get(name) == crc32c(arrays[name].tobytes()), name
+
+
+@pytest.mark.parametrize("mode", list(DigestMode))
+def test_a_source_shard_saved_as_a_transposed_view(raw, tmp_path, mode):
+    tensor = GlobalTensor(name="x", shape=(300, 200), dtype=dtype("float32"))
+    grid = [((0, 0), (100, 200), 0), ((100, 0), (300, 200), 1)]
+    source = raw.lay_out(tmp_path / "source", [tensor], [grid])
+    array = np.random.default_rng(0).standard_normal(tensor.shape).astype(np.float32)
+    raw.write(source, {"x": array})
+    turned = bytearray((source.root / "part-1.bin").read_bytes())
+    turned[16:] = array[100:].T.tobytes()
+    (source.root / "part-1.bin").write_bytes(turned)
+    source.files[1] = StoredFile.stat(source.root, "part-1.bin")
+    offset = source.extents.offset
+    source.extents = replace(source.extents, contained=True)
+    source.locate_contained = lambda shards: Located(
+        offset=offset[shards], strides={i: (1, 200) for i, s in enumerate(shards) if s == 1}
+    )
+    at = {"x": Placement.identity("x", tensor.shape)}
+    target = raw.lay_out(tmp_path / "tree", [tensor], [[((0, 0), (300, 200), 0)]])
+    plan = build([Source(catalogue=source, placements=at)], raw.destination(target), at)
+    for verified in (0, 1):
+        with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+            report = copy.execute(plan, stage, files=Files(), digest=mode)
+            np.testing.assert_array_equal(raw.read(target, stage.tree)["x"], array)
+        assert (report.verified, report.repaired) == (verified, 0)
+
+
+def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    values = np.random.default_rng(0).standard_normal((48, 256)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    packed = gguf.quants.quantize(values, kind)
+    (tmp_path / "x").write_bytes(packed.tobytes())
+    source = Catalogue(
+        format="gguf",
+        root=tmp_path,
+        files=[StoredFile.stat(tmp_path, "x")],
+        tensors=[
+            GlobalTensor(name="x", shape=(48, 256), dtype=dtype("float32"), packing="gguf:Q8_0")
+        ],
+        shards=Shards.build([(0, (0, 0), (48, 256), 0)], 2),
+        extents=Extents(
+            file=np.zeros(1, np.int32), offset=np.zeros(1, int), length=np.array([packed.nbytes])
+        ),
+    )
+    rope = Placement(  # pairs of rows, as GGUF interleaves the halves of every head
+        canonical="x",
+        stored="x",
+        shape=(4, 2, 6, 256),
+        dims=(0, 0, 0, 1),
+        mults=(12, 1, 2, 1),
+        base=(0, 0),
+    )
+    tensor = GlobalTensor(name="x", shape=(48, 256), dtype=dtype("bfloat16"))
+    target = raw.lay_out(
+        tmp_path / "tree", [tensor], [[((0, 0), (48, 100), 0), ((0, 100), (48, 256), 1)]]
+    )
+    plan = build(
+        [Source(catalogue=source, placements={"x": rope})],
+        raw.destination(target),
+        {"x": Placement.identity("x", (48, 256))},
+    )
+    with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+        report = copy.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
+        found = raw.read(target, stage.tree)["x"]
+    plain = gguf.quants.dequantize(packed, kind).reshape(4, 6, 2, 256).transpose(0, 2, 1, 3)
+    want = in_kind(np.ascontiguousarray(plain).reshape(48, 256), "bfloat16")
+    np.testing.assert_array_equal(found, want)
+    assert report.num_bytes == {Op.DECODE: want.nbytes}
+    assert report.digests.get("x") == crc32c(want.tobytes())
 
 
 def test_memory_stays_within_what_was_allowed(raw, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats.header import names_in, stays_inside
 
 MAX_ATTACHMENT_BYTES = 64 << 20
@@ -28,8 +29,8 @@ _NOT_SMALL = (
 def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Files to carry along, by path relative to `folder`; what should go but cannot is warned of.
 
-    Left out in silence: dot files, subfolders (but for chat templates), and files of tensors or
-    of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
+    Left out in silence: dot files, our own digests, subfolders (but for chat templates), and files
+    of tensors or of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
     that leave the folder.
     """
     out: dict[str, Path] = {}
@@ -38,7 +39,12 @@ def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
         names += [f"{place}/{n}" for n in names_in(folder / place)]
     for name in sorted(names):
         path = folder / name
-        if path.name.startswith(".") or name.endswith(_NOT_SMALL) or not path.is_file():
+        if (
+            path.name.startswith(".")
+            or path.name == SIDECAR
+            or name.endswith(_NOT_SMALL)
+            or not path.is_file()
+        ):
             continue
         if not stays_inside(folder, name):
             warnings.append(f"{name} is left out: a link that leaves the folder")

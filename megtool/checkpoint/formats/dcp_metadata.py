@@ -1,13 +1,10 @@
 """The `.metadata` of torch.distributed.checkpoint, read into columns.
 
-A pickle of one object per chunk and two per item, by the million: the stand-ins here keep two or
-three references each, drop what nobody needs while the pickle is still being read, and end as
-arrays.
+Chunks and items come by the million: each is checked by operations on all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,136 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint import pickled
+from megtool.checkpoint.formats.dcp_stand_ins import (
+    MAX_NDIM,
+    STAND_INS,
+    BytesEntry,
+    Chunk,
+    Index,
+    Info,
+    Metadata,
+)
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor
 
-MAX_NDIM = 16
 _MAX_NUMBER = 1 << 62
-
-
-class _Size(tuple[int, ...]):
-    """`torch.Size`, which becomes the tuple it is made from."""
-
-    __slots__ = ()
-
-    def __new__(cls, values: object = ()) -> Any:
-        if type(values) is not tuple or len(values) > MAX_NDIM:
-            raise ValueError(f"a size of {values!r:.60}")
-        return values
-
-    def __setstate__(self, state: object) -> None:
-        raise ValueError("a size with a state")
-
-
-class _Chunk:
-    __slots__ = ("offsets", "sizes")
-    offsets: Any
-    sizes: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.offsets, self.sizes = state["offsets"], state["sizes"]
-        state.clear()
-
-
-class _Index:
-    __slots__ = ("fqn", "index", "offset")
-    fqn: Any
-    index: Any
-    offset: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.fqn = state["fqn"]
-        self.offset = state.get("offset")
-        self.index = state.get("index")
-        state.clear()
-
-
-class _Info:
-    __slots__ = ("length", "offset", "path", "transforms")
-    path: Any
-    offset: Any
-    length: Any
-    transforms: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.path = state["relative_path"]
-        self.offset, self.length = state["offset"], state["length"]
-        self.transforms = state.get("transform_descriptors")
-        state.clear()
-
-
-class _Properties:
-    __slots__ = ("dtype", "layout")
-    dtype: Any
-    layout: Any
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.dtype, self.layout = state["dtype"], state.get("layout")
-        else:
-            self.dtype, self.layout = state[0], state[1]
-
-
-class _Tensor:
-    __slots__ = ("chunks", "properties", "size")
-    chunks: Any
-    properties: Any
-    size: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.chunks, self.size = state["chunks"], state["size"]
-        self.properties = state["properties"]
-
-
-class _Bytes:
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        """Nothing to keep."""
-
-
-class _Dropped:
-    """A part of the saver's own plan: larger than all the rest, and of no use to a reader."""
-
-    __slots__ = ()
-
-    def __new__(cls, *_args: object) -> _Dropped:
-        return object.__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            state.clear()
-
-
-class _Metadata:
-    __slots__ = ("state",)
-    state: dict[str, Any]
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-STAND_INS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): _Size,
-    (_METADATA, "Metadata"): _Metadata,
-    (_MEGATRON, "MCoreMetadata"): _Metadata,
-    (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "BytesStorageMetadata"): _Bytes,
-    (_METADATA, "ChunkStorageMetadata"): _Chunk,
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "MetadataIndex"): _Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
-    (_PLANNER, "SavePlan"): _Dropped,
-    (_PLANNER, "WriteItem"): _Dropped,
-    (_PLANNER, "TensorWriteData"): _Dropped,
-    (_PLANNER, "BytesIOWriteData"): _Dropped,
-    (_MEGATRON, "MCoreSavePlan"): _Dropped,
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,7 +83,7 @@ class _Reader:
         return FormatError(what, file=self._file, tensor=None if tensor is None else str(tensor))
 
     def read(self, root: Any) -> DcpMetadata:
-        state = getattr(root, "state", None) if isinstance(root, _Metadata) else None
+        state = getattr(root, "state", None) if isinstance(root, Metadata) else None
         if not isinstance(state, dict):
             raise self._bad("not the metadata of a torch.distributed checkpoint")
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
@@ -210,15 +92,17 @@ class _Reader:
         tensors, chunks, counts, byte_names = self._described(described)
         ndim = max((len(t.shape) for t in tensors), default=0)
         tensor = np.repeat(np.arange(len(tensors), dtype=np.int32), counts)
-        lo = self._table((c.offsets for c in chunks), tensor, tensors, ndim, 0)
-        size = self._table((c.sizes for c in chunks), tensor, tensors, ndim, 1)
+        lo = self._table([c.offsets for c in chunks], tensor, tensors, ndim, 0)
+        size = self._table([c.sizes for c in chunks], tensor, tensors, ndim, 1)
         del chunks
         out = DcpMetadata(
             tensors=tensors,
             tensor=tensor,
             boxes=Boxes(lo, lo + size),
             items=Items(
-                file=np.zeros(0, np.int32), offset=np.zeros(0, np.int64), length=np.zeros(0, np.int64)
+                file=np.zeros(0, np.int32),
+                offset=np.zeros(0, np.int64),
+                length=np.zeros(0, np.int64),
             ),
             paths=[],
             objects={},
@@ -234,15 +118,15 @@ class _Reader:
 
     def _described(
         self, described: dict[Any, Any]
-    ) -> tuple[list[GlobalTensor], list[_Chunk], list[int], set[str]]:
+    ) -> tuple[list[GlobalTensor], list[Chunk], list[int], set[str]]:
         tensors: list[GlobalTensor] = []
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         counts: list[int] = []
         byte_names: set[str] = set()
         for name, entry in described.items():
             if not isinstance(name, str):
                 raise self._bad(f"a key that is no name: {name!r:.60}")
-            if isinstance(entry, _Bytes):
+            if isinstance(entry, BytesEntry):
                 byte_names.add(name)
                 continue
             try:
@@ -254,7 +138,7 @@ class _Reader:
                 raise self._bad(f"unknown dtype {kind!r:.60}", name)
             if isinstance(layout, pickled.Inert) and layout.args != ("torch.strided",):
                 raise self._bad(f"layout {layout.args!r:.60} is not supported", name)
-            if not isinstance(own, list) or set(map(type, own)) - {_Chunk}:
+            if not isinstance(own, list) or set(map(type, own)) - {Chunk}:
                 raise self._bad("damaged list of chunks", name)
             if (
                 type(shape) is not tuple
@@ -274,51 +158,49 @@ class _Reader:
 
     def _table(
         self,
-        rows: Iterable[Any],
+        rows: list[Any],
         tensor: NDArray[np.int32],
         tensors: list[GlobalTensor],
         ndim: int,
         pad: int,
     ) -> Ints:
         """Tuples of numbers as int64 `[n, ndim]`, each as long as its tensor has dimensions."""
-        width = np.array([len(t.shape) for t in tensors], np.int64)[tensor]
         out = np.full((len(tensor), ndim), pad, np.int64)
         if not len(tensor):
             return out
-        checked = self._checked(rows, width.tolist(), tensor, tensors)
-        flat = np.fromiter(chain.from_iterable(checked), np.int64, int(width.sum()))
-        wrong = np.flatnonzero((flat < 0) | (flat >= _MAX_NUMBER))
-        if len(wrong):
-            row = int(np.searchsorted(np.cumsum(width), wrong[0], side="right"))
-            raise self._bad(f"absurd number {flat[wrong[0]]}", tensors[tensor[row]].name)
+        width = np.array([len(t.shape) for t in tensors], np.int64)[tensor]
+        if (
+            set(map(type, rows)) != {tuple}
+            or not np.array_equal(np.fromiter(map(len, rows), np.int64, len(rows)), width)
+            or set(map(type, chain.from_iterable(rows))) - {int}
+            or min(chain.from_iterable(rows), default=0) < 0
+            or max(chain.from_iterable(rows), default=0) >= _MAX_NUMBER
+        ):
+            raise self._wrong_row(rows, width.tolist(), tensor, tensors)
+        flat = np.fromiter(chain.from_iterable(rows), np.int64, int(width.sum()))
         out[np.arange(ndim)[None, :] < width[:, None]] = flat
         return out
 
-    def _checked(
+    def _wrong_row(
         self,
-        rows: Iterable[Any],
+        rows: list[Any],
         width: list[int],
         tensor: NDArray[np.int32],
         tensors: list[GlobalTensor],
-    ) -> Iterator[tuple[int, ...]]:
-        row = -1
-        for row, (values, n) in enumerate(zip(rows, width, strict=True)):
-            if type(values) is not tuple or len(values) != n:
-                break
-            for v in values:
-                if type(v) is not int or not -_MAX_NUMBER < v < _MAX_NUMBER:
-                    break
-            else:
-                yield values
-                continue
-            break
-        else:
-            return
-        raise self._bad(f"chunk numbers {values!r:.60}", tensors[tensor[row]].name)
+    ) -> FormatError:
+        for row, values in enumerate(rows):
+            if (
+                type(values) is not tuple
+                or len(values) != width[row]
+                or any(type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values)
+            ):
+                name = tensors[tensor[row]].name
+                return self._bad(f"absurd offsets or sizes {values!r:.80}", name)
+        return self._bad("absurd offsets or sizes")
 
     def _stored(self, stored: dict[Any, Any], byte_names: set[str], out: DcpMetadata) -> None:
         """Match items with chunks: by their number where it fits, else by name and offset."""
-        if set(map(type, stored)) - {_Index} or set(map(type, stored.values())) - {_Info}:
+        if set(map(type, stored)) - {Index} or set(map(type, stored.values())) - {Info}:
             raise self._bad("damaged storage_data")
         file = self._files(stored, out)
         try:
@@ -371,7 +253,7 @@ class _Reader:
 
     def _match(
         self,
-        keys: list[_Index],
+        keys: list[Index],
         tensor: Ints,
         rows: Ints,
         out: DcpMetadata,
@@ -388,7 +270,7 @@ class _Reader:
         )
         ndim = out.boxes.ndim
         where = self._table(
-            (k.offset if k.offset is not None else () for k in keys),
+            [k.offset if k.offset is not None else () for k in keys],
             tensor.astype(np.int32),
             out.tensors,
             ndim,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint import pickled, zipped
+from megtool.checkpoint import pickled, zipped, zipped_tensor
 from megtool.checkpoint.catalogue import (
     Catalogue,
     Extents,
@@ -256,7 +256,7 @@ class _Locator:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._known: zipped.Views = {}
+        self._known: zipped_tensor.Views = {}
         count = len(catalogue.shards)
         self._offset = np.full(count, -1, np.int64)
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -297,7 +297,7 @@ class _Locator:
         try:
             for row, size in zip(rows.tolist(), sizes, strict=True):
                 tensor = catalogue.tensors[s.tensor[row]]
-                at = zipped.locate_tensor_item(
+                at = zipped_tensor.locate_tensor_item(
                     fd,
                     int(e.offset[row]),
                     int(e.length[row]),

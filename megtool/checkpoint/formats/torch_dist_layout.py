@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile, StoredObject
-from megtool.checkpoint.formats.dcp_metadata_writer import write_metadata
+from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
-from megtool.checkpoint.zip_writer import object_item, tensor_item
+from megtool.checkpoint.zip_writer import TensorFrame, TensorItem, object_item, tensor_frame
 from megtool.errors import UsageError
+from megtool.tensors.box import Ints
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -38,6 +41,7 @@ def lay_out(
     common: Any = None,
     iteration: int | None = None,
     small: Mapping[str, bytes] | None = None,
+    key_paths: KeyPaths | None = None,
     megatron: bool,
 ) -> Destination:
     """Lay out tensors in `num_files` files, one per owner rank; a rank without shards has none.
@@ -45,43 +49,32 @@ def lay_out(
     `objects` are bytes of ready items, or trees of values (in a Megatron checkpoint a sharded
     object). `common` is Megatron's common state, a dict. `iteration` names the folder inside the
     save folder, `release` when None; a plain checkpoint has no such folder. `small` are further
-    files by their path beside the data.
+    files by their path beside the data. `key_paths` (a plain checkpoint's `planner_data`) tell
+    where names belong in a nested state dict.
 
     Raises:
         UsageError: an owner is no rank, names repeat, or a common state is missing or too much.
     """
     _check(tensors, shards, num_files, objects or {}, common, megatron)
     folder = f"{folder_name(iteration)}/" if megatron else ""
-    writer = _Files(folder, shards.owner, has_objects=bool(objects))
+    writer = _Files(shards.owner, has_objects=bool(objects))
     held: dict[str, tuple[int, int, int]] = {}
     for name, value in (objects or {}).items():
         if not isinstance(value, bytes):
             value = object_item([value] if megatron else value)
         held[name] = writer.add_object(value)
-    count = len(shards)
-    item_offset, item_length = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    offset, length = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    file = writer.number[shards.owner] if count else np.zeros(0, np.int32)
-    sizes = shards.boxes.shape.tolist()
-    files = file.tolist()
-    for row, owner in enumerate(shards.tensor.tolist()):
-        tensor = tensors[owner]
-        shape = sizes[row][: len(tensor.shape)]
-        item_offset[row], item_length[row], offset[row], length[row] = writer.add_tensor(
-            files[row], tensor, shape
-        )
+    laid = writer.add_tensors(tensors, shards)
     names = [f"__{rank}_0.distcp" for rank in writer.ranks]
     metadata = write_metadata(
         tensors,
         shards,
         names,
-        files,
-        item_offset.tolist(),
-        item_length.tolist(),
+        laid.file,
+        laid.item_offset,
+        laid.item_length,
         held,
-        planner_data=not megatron,
+        key_paths=None if megatron else key_paths or {},
     )
-    writer.flush()
     catalogue = Catalogue(
         format="torch_dist" if megatron else "dcp",
         root=Path(),
@@ -91,7 +84,7 @@ def lay_out(
         ],
         tensors=list(tensors),
         shards=shards,
-        extents=Extents(file=file, offset=offset, length=length),
+        extents=Extents(file=laid.file, offset=laid.offset, length=laid.length),
         objects={
             name: StoredObject(name=name, kind="bytes", extent=extent)
             for name, extent in held.items()
@@ -132,52 +125,93 @@ def _check(
         raise UsageError("a common state belongs to a Megatron checkpoint, and only to one")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Laid:
+    """Where each shard's item lies, and the raw bytes in it."""
+
+    file: NDArray[np.int32]
+    item_offset: Ints
+    item_length: Ints
+    offset: Ints
+    length: Ints
+
+
 class _Files:
     """The data files as they grow: where each ends, and the bytes around the data.
 
     The end of an item and the beginning of the next are one fragment, so that each is one write.
     """
 
-    def __init__(self, folder: str, owner: Any, *, has_objects: bool) -> None:
+    def __init__(self, owner: NDArray[np.int32], *, has_objects: bool) -> None:
         ranks = set(np.unique(owner).tolist()) | ({0} if has_objects else set())
         self.ranks: list[int] = sorted(ranks)
         self.number = np.full(max(ranks, default=0) + 1, -1, np.int32)
         self.number[self.ranks] = np.arange(len(self.ranks), dtype=np.int32)
         self.end = [0] * len(self.ranks)
         self.fragments: list[tuple[int, int, bytes]] = []
-        self._pending: list[list[bytes]] = [[] for _ in self.ranks]
-        self._pending_at = [0] * len(self.ranks)
+        self._tail: list[bytes] = [b""] * len(self.ranks)
+        self._tail_at = [0] * len(self.ranks)
 
     def add_object(self, item: bytes) -> tuple[int, int, int]:
         """Append a whole item to the first file: `(file, offset, length)`."""
         at = self.end[0]
-        self._pending[0].append(item)
+        self._tail[0] += item
         self.end[0] += len(item)
         return 0, at, len(item)
 
-    def add_tensor(
-        self, file: int, tensor: GlobalTensor, shape: list[int]
-    ) -> tuple[int, int, int, int]:
-        """Append a tensor's item: its offset and length, and those of its raw bytes."""
-        at = self.end[file]
-        item = tensor_item(tensor.dtype, shape, at=at)
-        self._pending[file].append(item.prefix)
-        start = at + item.offset
-        size = item.length - len(item.prefix) - len(item.suffix)
-        if size:
-            self._flush(file)
-        self._pending[file].append(item.suffix)
-        if size:
-            self._pending_at[file] = start + size
-        self.end[file] = at + item.length
-        return at, item.length, start, size
+    def add_tensors(self, tensors: Sequence[GlobalTensor], shards: Shards) -> _Laid:
+        """Append the items of all shards, each to its owner's file."""
+        file = self.number[shards.owner].astype(np.int32)
+        frames, which = _frames(tensors, shards)
+        end, fragments = self.end, self.fragments
+        tail, tail_at = self._tail, self._tail_at
+        joined: dict[tuple[int, int], tuple[bytes, bytes, bytes]] = {}
+        item_offset, paddings = [0] * len(shards), [0] * len(shards)
+        for row, (number, kind) in enumerate(zip(file.tolist(), which.tolist(), strict=True)):
+            frame = frames[kind]
+            item_offset[row] = at = end[number]
+            paddings[row] = padding = frame.padding(at)
+            item: TensorItem = frame.item(padding)
+            end[number] = at + item.length
+            if not frame.num_bytes:
+                # Padding of an item without data is not at the end of a fragment: write it.
+                zeros = bytes(item.offset - len(item.prefix))
+                tail[number] += item.prefix + zeros + item.suffix
+                continue
+            key = id(tail[number]), id(item.prefix)
+            whole = joined.get(key)
+            if whole is None:
+                whole = tail[number], item.prefix, tail[number] + item.prefix
+                joined[key] = whole
+            fragments.append((number, tail_at[number], whole[2]))
+            tail[number] = item.suffix
+            tail_at[number] = at + item.offset + frame.num_bytes
+        fragments += [(k, tail_at[k], data) for k, data in enumerate(tail) if data]
+        head = np.array([f.head_bytes for f in frames], np.int64)[which]
+        length = np.array([f.num_bytes for f in frames], np.int64)[which]
+        around = np.array([f.tail_bytes for f in frames], np.int64)[which]
+        start, padded = np.array(item_offset, np.int64), head + np.array(paddings, np.int64)
+        return _Laid(
+            file=file,
+            item_offset=start,
+            item_length=padded + length + around,
+            offset=start + padded,
+            length=length,
+        )
 
-    def _flush(self, file: int) -> None:
-        if parts := self._pending[file]:
-            self.fragments.append((file, self._pending_at[file], b"".join(parts)))
-            self._pending[file] = []
 
-    def flush(self) -> None:
-        """Give out what is still held back."""
-        for file in range(len(self.ranks)):
-            self._flush(file)
+def _frames(
+    tensors: Sequence[GlobalTensor], shards: Shards
+) -> tuple[list[TensorFrame], NDArray[np.int64]]:
+    """The different frames of all items, and which each shard has."""
+    if not len(shards):
+        return [], np.zeros(0, np.int64)
+    kinds = {t.dtype.name: t.dtype for t in tensors}
+    order = {name: i for i, name in enumerate(kinds)}
+    kind = np.array([order[t.dtype.name] for t in tensors], np.int64)[shards.tensor]
+    ndim = np.array([len(t.shape) for t in tensors], np.int64)[shards.tensor]
+    table = np.column_stack([kind, ndim, shards.boxes.shape])
+    rows, which = np.unique(table, axis=0, return_inverse=True)
+    dtypes = list(kinds.values())
+    frames = [tensor_frame(dtypes[k], tuple(size[:n])) for k, n, *size in rows.tolist()]
+    return frames, which.reshape(-1).astype(np.int64)

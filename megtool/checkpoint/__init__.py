@@ -1,0 +1,1 @@
+"""Checkpoints on disk: catalogue, plan, copy, commit, verify; one file a format."""

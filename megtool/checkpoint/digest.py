@@ -1,0 +1,215 @@
+"""Digest: CRC-32C of whole tensors, put together from their pieces in any order; the sidecar."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.transfer import Buffer
+from megtool.dtypes import DType, dtype
+from megtool.errors import FormatError
+
+SIDECAR = "megtool.json"
+VERSION = 1
+MOST_SIDECAR_BYTES = 1 << 30
+
+
+class DigestMode(StrEnum):
+    """Which bytes are digested: all, those that pass through our buffers anyway, or none."""
+
+    ALL = "all"
+    BUFFERED = "buffered"
+    NONE = "none"
+
+
+class Digests:
+    """CRC-32C of the row-major bytes of tensors, by name, from pieces as they pass. Thread-safe.
+
+    `sizes` are the bytes of each tensor; each byte must be added once. A CRC without its usual
+    start value and final inversion is linear: that of a tensor is the xor of those of its pieces,
+    each moved forward by the bytes that follow the piece. So neither order nor threads matter, and
+    runs of zeros add nothing.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        from awscrt import checksums  # here, for most of megtool never digests
+
+        self._crc32c = checksums.crc32c
+        self._combine = checksums.combine_crc32c
+        self._sizes = sizes
+        self._parts: dict[str, tuple[int, int]] = {}  # name -> (xor, bytes)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, offset: int, data: bytes | Buffer) -> None:
+        """Add the bytes of tensor `name` that start at byte `offset`."""
+        num_bytes = len(data) if isinstance(data, bytes) else data.nbytes
+        self.add_piece(name, offset, num_bytes, self.piece(data))
+
+    def piece(self, data: bytes | Buffer) -> int:
+        """The linear CRC of some bytes, for `add_piece`."""
+        return int(self._crc32c(data, _ONES)) ^ _ONES
+
+    def add_piece(self, name: str, offset: int, num_bytes: int, linear: int) -> None:
+        """Add bytes by what `piece` gave for them.
+
+        Raises:
+            ValueError: the piece lies outside the tensor, or more bytes were added than it has.
+        """
+        size = self._sizes[name]
+        if not 0 <= offset <= offset + num_bytes <= size:
+            raise ValueError(f"{name!r}: bytes {offset}+{num_bytes} are not within {size}")
+        moved = self._shift(linear, size - offset - num_bytes) if linear else 0
+        self._include(name, moved, num_bytes)
+
+    def add_zeros(self, name: str, offset: int, num_bytes: int) -> None:
+        """Add so many zero bytes at `offset`."""
+        self.add_piece(name, offset, num_bytes, 0)
+
+    def merge(self, other: Digests) -> None:
+        """Add all pieces that `other`, of the same sizes, has seen."""
+        for name, (crc, num_bytes) in other._parts.items():
+            self._include(name, crc, num_bytes)
+
+    def _include(self, name: str, moved: int, num_bytes: int) -> None:
+        with self._lock:
+            crc, seen = self._parts.get(name, (0, 0))
+            if seen + num_bytes > self._sizes[name]:
+                raise ValueError(f"{name!r}: more than its {self._sizes[name]} bytes were added")
+            self._parts[name] = crc ^ moved, seen + num_bytes
+
+    def get(self, name: str) -> int | None:
+        """The CRC-32C of a tensor all of whose bytes were added, else None."""
+        crc, seen = self._parts.get(name, (0, -1))
+        size = self._sizes.get(name)
+        if seen != size:
+            return None
+        return crc ^ self._shift(_ONES, size) ^ _ONES
+
+    def complete(self) -> dict[str, int]:
+        """The CRC-32C of every tensor all of whose bytes were added."""
+        return {n: crc for n in self._sizes if (crc := self.get(n)) is not None}
+
+    def _shift(self, linear: int, num_bytes: int) -> int:
+        """The linear CRC after so many more zero bytes."""
+        return int(self._combine(linear, 0, num_bytes))
+
+
+_ONES = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDigest:
+    """What the sidecar says of one tensor; the dtype is that of the digested bytes."""
+
+    crc32c: int
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """Digests kept beside a checkpoint, under `canonical` names of a family or as `stored`."""
+
+    names: Literal["canonical", "stored"]
+    tool: str
+    tensors: Mapping[str, TensorDigest]
+    family: str | None = None
+
+
+def write_sidecar(sidecar: Sidecar) -> bytes:
+    """The contents of the file `SIDECAR`; the same digests give the same bytes."""
+    head = {
+        "version": VERSION,
+        "algorithm": "crc32c",
+        "names": sidecar.names,
+        "family": sidecar.family,
+        "tool": sidecar.tool,
+    }
+    lines = ",\n".join(
+        f"{json.dumps(name)}: "
+        + json.dumps(
+            {"crc32c": f"{t.crc32c:08x}", "dtype": t.dtype.name, "shape": list(t.shape)},
+            separators=(",", ":"),
+        )
+        for name, t in sorted(sidecar.tensors.items())
+    )
+    return (json.dumps(head)[:-1] + f', "tensors": {{\n{lines}\n}}}}\n').encode()
+
+
+def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
+    """The sidecar at `path`, None where there is no such file.
+
+    Raises:
+        FormatError: it is damaged, hostile, or written by a later megtool.
+    """
+    data = (files or Files()).read_whole(path, at_most=MOST_SIDECAR_BYTES)
+    return None if data is None else parse_sidecar(data, path)
+
+
+def parse_sidecar(data: bytes, path: Path) -> Sidecar:
+    """The sidecar of these bytes; `path` is where errors say they are from."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        return _sidecar(value)
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"the digests are damaged: {e}", file=path, hint=_HINT) from e
+    except FormatError as e:
+        raise FormatError(e.message, file=path, tensor=e.tensor, hint=e.hint or _HINT) from e
+
+
+_HINT = "without this file the checkpoint can be used, but not verified"
+
+
+def _sidecar(value: Any) -> Sidecar:
+    if not isinstance(value, dict):
+        raise FormatError("the digests are damaged: not an object")
+    if value.get("version") != VERSION or value.get("algorithm") != "crc32c":
+        raise FormatError(
+            f"digests of version {value.get('version')!r}, algorithm {value.get('algorithm')!r}",
+            hint=f"this megtool reads version {VERSION}, crc32c: update megtool",
+        )
+    names, family, tool = value.get("names"), value.get("family"), value.get("tool")
+    tensors = value.get("tensors")
+    if names not in ("canonical", "stored") or not isinstance(tool, str):
+        raise FormatError(f"the digests are damaged: names {names!r}, tool {tool!r}")
+    if not (family is None or isinstance(family, str)) or not isinstance(tensors, dict):
+        raise FormatError(f"the digests are damaged: family {family!r}, {type(tensors).__name__}")
+    return Sidecar(
+        names=cast(Literal["canonical", "stored"], names),
+        family=family,
+        tool=tool,
+        tensors={name: _tensor(name, entry) for name, entry in tensors.items()},
+    )
+
+
+def _tensor(name: str, entry: Any) -> TensorDigest:
+    crc, kind, shape = (
+        (entry.get(k) for k in ("crc32c", "dtype", "shape"))
+        if isinstance(entry, dict)
+        else (None, None, None)
+    )
+    if not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise FormatError(f"the digests are damaged: crc32c {crc!r}", tensor=name)
+    if not isinstance(kind, str):
+        raise FormatError(f"the digests are damaged: dtype {kind!r}", tensor=name)
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise FormatError(f"the digests are damaged: shape {shape!r}", tensor=name)
+    return TensorDigest(crc32c=int(crc, 16), dtype=dtype(kind), shape=tuple(shape))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")

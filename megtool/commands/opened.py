@@ -1,0 +1,238 @@
+"""A checkpoint opened for a command: its catalogue, its model, its canonical tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.config import ModelConfig
+from megtool.convert.dialects import Side, detect_dialect, read_side
+from megtool.convert.families import Family, detect_family, family
+from megtool.convert.gguf import config_from_gguf
+from megtool.convert.megatron_args import config_from_args
+from megtool.errors import FormatError, MappingError, UsageError
+
+_LOG = logging.getLogger(__name__)
+_CARRIED = "hf/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a checkpoint is a checkpoint of.
+
+    `family` is None for a Megatron checkpoint that names none; `hf_config` is the config.json the
+    configuration was read from, if it was one.
+    """
+
+    family: Family | None
+    config: ModelConfig
+    hf_config: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Opened:
+    """An open checkpoint. `reason` says why no model is known, where `model` is None."""
+
+    path: Path
+    catalogue: Catalogue
+    model: Model | None
+    reason: MappingError | None
+    side: Side
+    sidecar: Sidecar | None
+    like: Path | None
+
+    @property
+    def is_canonical(self) -> bool:
+        """Tensors are known by canonical names, not by their own."""
+        return self.side.dialect != "identity"
+
+    def attachments(self) -> dict[str, Path]:
+        """Small files of the model's Hugging Face folder, by their path inside it."""
+        if self.like is not None:
+            return _attachments(self.like)
+        found = self.catalogue.attachments
+        carried = {n.removeprefix(_CARRIED): p for n, p in found.items() if n.startswith(_CARRIED)}
+        return carried if self.catalogue.format in ("torch_dist", "dcp") else dict(found)
+
+
+def open_model(
+    path: Path,
+    *,
+    iteration: str | None = None,
+    family_name: str | None = None,
+    like: Path | None = None,
+    keep: Callable[[str], bool] | None = None,
+    renames: Sequence[str] = (),
+    model: Model | None = None,
+    lenient: bool = False,
+) -> Opened:
+    """Open a checkpoint and find its model, from headers and small files alone.
+
+    `keep` selects tensors by their stored names, `renames` are `OLD=NEW` patterns. `model` is used
+    where the checkpoint says nothing of its own. With `lenient`, tensors that do not fit the model
+    keep their own names and `reason` says why.
+
+    Raises:
+        FormatError: no checkpoint, or a broken one.
+        MappingError: its tensors do not fit its model.
+    """
+    catalogue = open_checkpoint(path, iteration=_iteration(iteration))
+    sidecar = _sidecar(catalogue)
+    if keep is not None:
+        catalogue = catalogue.select(keep)
+        if not catalogue.tensors:
+            raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
+    if renames:
+        _rename(catalogue, renames)
+    reason: MappingError | None = None
+    try:
+        model = _model(catalogue, family_name, like) or model
+    except MappingError as e:
+        if family_name or like:
+            raise
+        reason = e
+    dialect = detect_dialect([t.name for t in catalogue.tensors])
+    if model is None or (model.family is None and dialect != "megatron"):
+        dialect = "identity"
+    try:
+        side = read_side(
+            catalogue.tensors,
+            dialect=dialect,
+            family=model.family if model else None,
+            config=model.config if model else None,
+            partial=keep is not None,
+        )
+    except MappingError as e:
+        if not lenient:
+            raise
+        reason, model = e, None
+        side = read_side(catalogue.tensors, dialect="identity")
+    if model is not None and side.config is not None:
+        model = replace(model, config=side.config)
+    for warning in catalogue.warnings:
+        _LOG.warning("%s", warning)
+    return Opened(
+        path=path,
+        catalogue=catalogue,
+        model=model,
+        reason=reason,
+        side=side,
+        sidecar=sidecar,
+        like=like,
+    )
+
+
+def _iteration(text: str | None) -> int | str | None:
+    if text is None or text == "latest":
+        return None
+    if text == "release":
+        return text
+    if not text.isdigit():
+        raise UsageError(f"iteration {text!r}", hint="a number, `latest` or `release`")
+    return int(text)
+
+
+def _sidecar(catalogue: Catalogue) -> Sidecar | None:
+    return read_sidecar(catalogue.root / SIDECAR) if catalogue.root.is_dir() else None
+
+
+def _model(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
+    """The model by what was given, then by what the checkpoint says; None if nothing does."""
+    named = family(family_name) if family_name else None
+    hf_config = read_config(like) if like is not None else _own_config(catalogue)
+    if hf_config is not None:
+        chosen = named or detect_family(hf_config)
+        return Model(family=chosen, config=chosen.read_config(hf_config), hf_config=hf_config)
+    if "gguf" in catalogue.metadata:
+        facts = catalogue.metadata["gguf"]
+        chosen = named or detect_family(facts)
+        return Model(family=chosen, config=config_from_gguf(facts, chosen, catalogue.tensors))
+    args = catalogue.metadata.get("args")
+    if isinstance(args, dict) and args.get("num_attention_heads") is not None:
+        return Model(family=named, config=config_from_args(args))
+    if named is not None:
+        raise MappingError(
+            f"family {named.name!r} is given, but nothing holds the model's configuration",
+            file=catalogue.root,
+            hint="--like FOLDER takes it from the config.json of a Hugging Face folder",
+        )
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder.
+
+    Raises:
+        FormatError: there is none, or it is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as e:
+        raise FormatError(f"cannot read: {e.strerror}", file=path) from e
+    except ValueError as e:
+        raise FormatError(f"no JSON: {e}", file=path) from e
+    if not isinstance(value, dict):
+        raise FormatError("no JSON object", file=path)
+    return value
+
+
+def _own_config(catalogue: Catalogue) -> dict[str, Any] | None:
+    if isinstance(config := catalogue.metadata.get("config"), dict):
+        return config
+    carried = catalogue.attachments.get(_CARRIED + "config.json")
+    return read_config(carried.parent) if carried is not None else None
+
+
+def _attachments(folder: Path) -> dict[str, Path]:
+    from megtool.checkpoint.formats.attachments import find_attachments
+
+    warnings: list[str] = []
+    found = find_attachments(folder, warnings)
+    for warning in warnings:
+        _LOG.warning("%s", warning)
+    return found
+
+
+def selector(select: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool] | None:
+    """Whether a name matches one of `select` (or there are none) and none of `exclude` (globs)."""
+    if not select and not exclude:
+        return None
+
+    def keep(name: str) -> bool:
+        wanted = not select or any(fnmatchcase(name, g) for g in select)
+        return wanted and not any(fnmatchcase(name, g) for g in exclude)
+
+    return keep
+
+
+def _rename(catalogue: Catalogue, renames: Sequence[str]) -> None:
+    """Give tensors new names: in `OLD=NEW` each `*` of OLD is put for the same `*` of NEW."""
+    names = [t.name for t in catalogue.tensors]
+    for text in renames:
+        old, equals, new = text.partition("=")
+        if not equals or not old or not new or new.count("*") > old.count("*"):
+            raise UsageError(f"rename {text!r}", hint="OLD=NEW, with no more * in NEW than in OLD")
+        pattern = re.compile("(.*)".join(re.escape(part) for part in old.split("*")))
+        hits = [(i, m) for i, n in enumerate(names) if (m := pattern.fullmatch(n))]
+        if not hits:
+            raise UsageError(f"rename {text!r} matches no tensor")
+        for i, m in hits:
+            parts, out = new.split("*"), ""
+            for k, part in enumerate(parts):
+                out += part + (m[k + 1] if k + 1 < len(parts) else "")
+            names[i] = out
+    twice = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
+    if twice:
+        raise UsageError(f"renaming gives two tensors the name {min(twice)!r}")
+    catalogue.tensors = [replace(t, name=n) for t, n in zip(catalogue.tensors, names, strict=True)]
+    catalogue._index = {}

@@ -1,0 +1,351 @@
+"""Reshard: any format and layout to any other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megtool import __version__
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.copy import CopyReport, execute
+from megtool.checkpoint.digest import (
+    SIDECAR,
+    DigestMode,
+    Sidecar,
+    TensorDigest,
+    write_sidecar,
+)
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.plan import Dropped, Op, Plan, Source
+from megtool.checkpoint.planner import build
+from megtool.checkpoint.summary import PlanSummary, summarise
+from megtool.commands.opened import Opened, open_model, selector
+from megtool.commands.target import Request, Target, make_target
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import CoverageError, UsageError
+from megtool.log import Progress, format_bytes, silent
+
+_LOG = logging.getLogger(__name__)
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport:
+    """What was done, or with `dry_run` what would be.
+
+    `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
+    `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
+    libraries and mapped files included.
+    """
+
+    source: str
+    destination: str
+    source_format: str
+    target_format: str
+    family: str | None
+    layout: dict[str, int]
+    tensors: int
+    num_bytes: int
+    plan: PlanSummary
+    dropped: tuple[Dropped, ...]
+    dry_run: bool
+    seconds: float = 0.0
+    kernel_bytes: int = 0
+    resumed_units: int = 0
+    repaired_units: int = 0
+    digested: int = 0
+    inherited: int = 0
+    unverified: int = 0
+    peak_buffer_bytes: int = 0
+    peak_rss_bytes: int = 0
+    warnings: tuple[str, ...] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "dropped")]
+        out: dict[str, Any] = {n: getattr(self, n) for n in names}
+        out["plan"] = self.plan.to_json()
+        out["dropped"] = [
+            {"name": d.name, "reason": d.reason, "num_bytes": d.num_bytes} for d in self.dropped
+        ]
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        layout = " ".join(f"{k}={v}" for k, v in self.layout.items() if v != 1 or k in ("tp", "pp"))
+        yield f"{self.source} ({self.source_format}) -> {self.destination} ({self.target_format})"
+        yield f"  {'family':<12}{self.family or 'unknown: tensors keep their names'}"
+        if self.target_format in ("torch_dist", "dcp"):
+            yield f"  {'layout':<12}{layout}"
+        if self.dry_run:
+            yield from (f"  {line}" for line in self.plan.lines())
+        else:
+            yield from self._done()
+        for drop in self.dropped[:8]:
+            yield f"  {'dropped':<12}{drop.name}: {drop.reason}"
+        if len(self.dropped) > 8:
+            yield f"  {'dropped':<12}and {len(self.dropped) - 8} more (--json lists them)"
+
+    def _done(self) -> Iterator[str]:
+        rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
+        yield (
+            f"  {'written':<12}{self.tensors} tensors, {format_bytes(self.num_bytes)} "
+            f"in {self.seconds:.2f} s ({rate}/s)"
+        )
+        moved = format_bytes(self.kernel_bytes)
+        yield f"  {'kernel':<12}{moved} copied without entering the process"
+        yield (
+            f"  {'digests':<12}{self.digested} computed, {self.inherited} carried over, "
+            f"{self.unverified} unverified"
+        )
+        if self.resumed_units:
+            yield (
+                f"  {'resumed':<12}{self.resumed_units} finished pieces verified, "
+                f"{self.repaired_units} written again"
+            )
+        yield f"  {'memory':<12}{format_bytes(self.peak_rss_bytes)} peak resident"
+
+
+def reshard(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    ep: int | None = None,
+    dp: int | None = None,
+    dtype: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    select: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    max_shard_size: str = "5GB",
+    threads: int | None = None,
+    memory: str = "128MiB",
+    digest: str = "buffered",
+    strict: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    iteration: str | None = None,
+    progress: Progress = silent,
+    files: Files | None = None,
+) -> ReshardReport:
+    """Write the checkpoint `source` to `destination` in another format, layout or dtype.
+
+    `to` is a format (default: the source's own, `hf` for GGUF). Axes of the layout that are None
+    stay as the source has them, 1 where it does not say. `dtype` casts model weights, never
+    optimizer state. `select`, `exclude` and the left sides of `rename` are globs on stored names.
+    A run that was interrupted resumes when it is called again with the same arguments.
+
+    Raises:
+        MegtoolError: see `megtool.errors`; nothing is left at `destination`.
+    """
+    began = time.monotonic()
+    files = files or Files()
+    destination = Path(destination)
+    opened = open_model(
+        Path(source),
+        iteration=iteration,
+        family_name=family,
+        like=None if like is None else Path(like),
+        keep=selector(select, exclude),
+        renames=rename,
+    )
+    request = Request(
+        to=to,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        dp=dp,
+        dtype=None if dtype is None else named_dtype(dtype),
+        max_shard_bytes=parse_size(max_shard_size, "max shard size"),
+        destination=destination,
+    )
+    mode = _digest_mode(digest)
+    target = make_target(opened, request)
+    plan = build(
+        [Source(catalogue=opened.catalogue, placements=_used(opened, target))],
+        target.destination,
+        target.side.placements,
+        fills=target.fills,
+        dropped=target.dropped,
+        options=repr((__version__, mode.value)),
+    )
+    if strict and plan.dropped:
+        raise CoverageError(
+            f"{len(plan.dropped)} tensors or objects would be dropped, the first: "
+            f"{plan.dropped[0].reason}",
+            tensor=plan.dropped[0].name,
+            hint="without --strict they are dropped and listed",
+        )
+    threads = threads or min(8, os.cpu_count() or 1)
+    memory_bytes = parse_size(memory, "memory")
+    summary = summarise(plan, threads=threads, memory_bytes=memory_bytes)
+    stage = Stage(
+        destination,
+        files=files,
+        fingerprint=plan.fingerprint,
+        overwrite=overwrite,
+        is_file=target.is_file,
+        sources=[opened.catalogue.root],
+    )
+    if dry_run:
+        stage.check()
+        return _report(opened, target, plan, summary, destination, dry_run=True)
+    total = plan.target.catalogue.num_bytes
+    with stage:
+        for message in stage.messages:
+            _LOG.info("%s", message)
+        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
+        if stage.resumed:
+            _LOG.info("resuming: %d finished pieces are there and are verified", len(stage.resumed))
+        progress("reshard", 0, total)
+        copied = execute(
+            plan,
+            stage,
+            files=files,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            digest=mode,
+            progress=lambda n: progress("reshard", n, total),
+            expected=_expected(opened),
+        )
+        sidecar = _sidecar(opened, target, plan, copied)
+        if not target.is_file and sidecar.tensors:
+            stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
+        stage.commit(fsync=fsync, threads=threads)
+    digested = len(copied.digests.complete())
+    return _report(
+        opened,
+        target,
+        plan,
+        summary,
+        destination,
+        dry_run=False,
+        seconds=time.monotonic() - began,
+        kernel_bytes=copied.kernel_bytes,
+        resumed_units=copied.verified,
+        repaired_units=copied.repaired,
+        digested=digested,
+        inherited=len(sidecar.tensors) - digested,
+        unverified=len(target.side.placements) - len(sidecar.tensors),
+        peak_buffer_bytes=copied.peak_buffer_bytes,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        warnings=tuple(stage.messages),
+    )
+
+
+def _report(
+    opened: Opened,
+    target: Target,
+    plan: Plan,
+    summary: PlanSummary,
+    destination: Path,
+    **facts: Any,
+) -> ReshardReport:
+    parallel = target.parallel
+    layout = {k: getattr(parallel, k) for k in ("tp", "pp", "vpp", "ep", "dp")} if parallel else {}
+    found = opened.model.family if opened.model else None
+    return ReshardReport(
+        source=str(opened.path),
+        destination=str(destination),
+        source_format=opened.catalogue.format,
+        target_format=target.format,
+        family=found.name if found else None,
+        layout=layout,
+        tensors=len(plan.target.catalogue.tensors),
+        num_bytes=plan.target.catalogue.num_bytes,
+        plan=summary,
+        dropped=tuple(plan.dropped),
+        **facts,
+    )
+
+
+def _used(opened: Opened, target: Target) -> Mapping[str, Any]:
+    """The source's placements that the target asks for."""
+    return {n: p for n, p in opened.side.placements.items() if n in target.side.placements}
+
+
+def _expected(opened: Opened) -> dict[str, int]:
+    """Digests the source is known to have, under the names this run uses."""
+    return {name: d.crc32c for name, d in _known(opened).items()}
+
+
+def _known(opened: Opened) -> dict[str, TensorDigest]:
+    sidecar = opened.sidecar
+    if sidecar is None or (sidecar.names == "canonical") != opened.is_canonical:
+        return {}
+    out = {}
+    for name, tensor in opened.side.canonical.items():
+        d = sidecar.tensors.get(name)
+        if d is not None and d.shape == tensor.shape and d.dtype == tensor.dtype:
+            out[name] = d
+    return out
+
+
+def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
+    """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
+    known = _known(opened)
+    tensors: dict[str, TensorDigest] = {}
+    for entry in plan.entries:
+        if entry.op is Op.FILL:
+            continue
+        shape = opened.side.canonical[entry.canonical].shape
+        crc = copied.digests.get(entry.canonical)
+        if crc is None and entry.op is Op.COPY and entry.canonical in known:
+            crc = known[entry.canonical].crc32c
+        if crc is not None:
+            kind = plan.target_tensor(entry).dtype
+            tensors[entry.canonical] = TensorDigest(crc32c=crc, dtype=kind, shape=shape)
+    found = opened.model.family if opened.model and opened.is_canonical else None
+    return Sidecar(
+        names="canonical" if opened.is_canonical else "stored",
+        tool=f"megtool {__version__}",
+        family=found.name if found else None,
+        tensors=tensors,
+    )
+
+
+def _digest_mode(text: str) -> DigestMode:
+    try:
+        return DigestMode(text)
+    except ValueError as e:
+        known = ", ".join(DigestMode)
+        raise UsageError(f"digest mode {text!r}", hint=f"one of {known}") from e
+
+
+def parse_size(text: str, what: str) -> int:
+    """Bytes of a size such as `5GB`, `500MB` or `128MiB`.
+
+    Raises:
+        UsageError: it is no positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
+    unit = match[2] if match else "?"
+    unit = {"K": "KB", "M": "MB", "G": "GB", "T": "TB", "B": ""}.get(unit, unit)
+    unit = unit if unit in _UNITS else f"{unit}B"
+    if match is None or unit not in _UNITS or int(float(match[1]) * _UNITS[unit]) <= 0:
+        raise UsageError(f"{what} {text!r}", hint="a size such as 5GB or 128MiB")
+    return int(float(match[1]) * _UNITS[unit])

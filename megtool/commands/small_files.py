@@ -1,0 +1,66 @@
+"""Small files beside the tensors: config, tokenizer, and where they lie in each format."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from megtool.commands.opened import Model, Opened
+from megtool.dtypes import DType
+from megtool.errors import MissingPackageError
+
+_LOG = logging.getLogger(__name__)
+_BY_RANKS = ("torch_dist", "dcp")
+
+
+def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
+    """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
+    files = {name: path.read_bytes() for name, path in source.attachments().items()}
+    model = source.model
+    if model is None or model.family is None:
+        return files
+    if "gguf" in source.catalogue.metadata and source.like is None:
+        files |= _tokenizer_files(source)
+    if "config.json" not in files:
+        files["config.json"] = _new_config(model, dtype)
+    elif dtype is not None:
+        files["config.json"] = _with_dtype(files["config.json"], dtype)
+    return files
+
+
+def _tokenizer_files(source: Opened) -> dict[str, bytes]:
+    from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
+
+    warnings: list[str] = []
+    try:
+        found = tokenizer_files(source.path, warnings=warnings)
+    except MissingPackageError as e:
+        warnings.append(f"the tokenizer is not written: {e.message} ({e.hint})")
+        found = {}
+    for warning in warnings:
+        _LOG.warning("%s", warning)
+    return found
+
+
+def _new_config(model: Model, dtype: DType | None) -> bytes:
+    if model.family is None:
+        raise ValueError("a config.json needs a family")
+    config = model.family.write_config(model.config, dtype=dtype.name if dtype else None)
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _with_dtype(config: bytes, dtype: DType) -> bytes:
+    value = json.loads(config)
+    key = "dtype" if "dtype" in value else "torch_dtype"
+    value[key] = dtype.name
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def files_beside_ranks(source: Opened, dtype: DType | None) -> dict[str, bytes]:
+    """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data."""
+    out = {f"hf/{n}": data for n, data in hugging_face_files(source, dtype).items()}
+    if source.catalogue.format in _BY_RANKS:
+        for name, path in source.catalogue.attachments.items():
+            if not name.startswith("hf/"):
+                out[name] = path.read_bytes()
+    return out

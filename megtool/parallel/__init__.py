@@ -1,0 +1,1 @@
+"""Who holds what: the grid of ranks, and how they talk."""

@@ -1,0 +1,1 @@
+"""Quantization recipes: YAML files, each line explained."""

@@ -1,0 +1,96 @@
+"""One run at a time: the second learns who is first, and the dead lock nobody out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.lock import Lock
+from megtool.errors import DestinationError
+from tests.checkpoint.faulty_files import FaultyFiles
+
+
+def no_folder() -> None:
+    """The folder is there already."""
+
+
+def test_a_second_run_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    with Stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+        stage.write("a", b"a")
+        for fingerprint in ("f", "another"):
+            second = Stage(tmp_path / "out", files=Files(), fingerprint=fingerprint)
+            who = f"process {os.getpid()} on host {socket.gethostname()}"
+            with pytest.raises(DestinationError, match=who), second:
+                pass
+        stage.commit()
+    assert (tmp_path / "out" / "a").read_bytes() == b"a"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "from megtool.checkpoint.lock import Lock\n"
+        "from megtool.checkpoint.files import Files\n"
+        "lock = Lock(Files(), pathlib.Path(sys.argv[1]), lambda: None)\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    path = tmp_path / "lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"held\n"
+        with pytest.raises(DestinationError, match=f"process {process.pid} on host"):
+            Lock(Files(), path, no_folder)
+        process.kill()
+    Lock(Files(), path, no_folder).release()
+
+
+def test_without_locks_living_processes_of_this_host_count(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text(f"{os.getpid()} {socket.gethostname()}\n")
+    with pytest.raises(DestinationError, match=f"process {os.getpid()}"):
+        Lock(FaultyFiles(2, errno.ENOSYS), path, no_folder)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    path.write_text(f"{gone.pid} {socket.gethostname()}\n")
+    lock = Lock(FaultyFiles(2, errno.ENOLCK), path, no_folder)
+    assert not lock.certain
+    lock.release()
+
+
+def test_a_lock_file_removed_while_taken_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "lock"
+
+    class Racing(FaultyFiles):
+        def lock(self, fd: int) -> bool | None:
+            if self.calls.count("flock") == 0:
+                path.unlink()
+                path.parent.rmdir()
+            return super().lock(fd)
+
+    def make_folder() -> None:
+        path.parent.mkdir(exist_ok=True)
+
+    lock = Lock(Racing(), path, make_folder)
+    assert path.read_text() == f"{os.getpid()} {socket.gethostname()}\n"
+    lock.release()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_read_only_place_is_a_wrong_destination(tmp_path: Path, code: int) -> None:
+    with pytest.raises(DestinationError) as caught:
+        Lock(FaultyFiles(1, code), tmp_path / "lock", no_folder)
+    assert caught.value.hint
