@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,57 @@ def carry() -> Callable[..., dict[str, Any]]:
         return out
 
     return move
+
+
+@pytest.fixture(scope="session")
+def materialize() -> Callable[[Any, Path, dict[str, Any]], None]:
+    """Write a destination and the tensors (numpy, in the dtype's view) that belong into it."""
+    import numpy as np
+
+    def write(destination: Any, root: Path, arrays: dict[str, Any]) -> None:
+        c = destination.catalogue
+        files = [bytearray(f.size) for f in c.files]
+        for number, offset, data in destination.fragments:
+            files[number][offset : offset + len(data)] = data
+        for row, t in enumerate(c.shards.tensor.tolist()):
+            array = arrays[c.tensors[t].name]
+            lo, hi = c.shards.boxes.lo[row], c.shards.boxes.hi[row]
+            box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))[: array.ndim]
+            raw = np.ascontiguousarray(array[box]).tobytes()
+            assert len(raw) == c.extents.length[row]
+            at = int(c.extents.offset[row])
+            files[int(c.extents.file[row])][at : at + len(raw)] = raw
+        small = dict(destination.all_small())
+        content = zip(c.files, files, strict=True)
+        for name, data in ({f.path: bytes(d) for f, d in content} | small).items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+
+    return write
+
+
+class Audit:
+    """What the interpreter was asked to do while `watching`: imports, files, processes, sockets."""
+
+    def __init__(self) -> None:
+        self.watching = False
+        self.seen: list[tuple[str, Any]] = []
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        first = event.partition(".")[0]
+        if self.watching and first in ("import", "open", "exec", "compile", "os", "subprocess") + (
+            "socket",
+            "ctypes",
+            "shutil",
+            "urllib",
+            "pty",
+        ):
+            self.seen.append((event, args[0] if args else None))
+
+
+@pytest.fixture(scope="session")
+def audit() -> Audit:
+    """The audit hook of this process; set `watching`, then look at `seen`."""
+    hook = Audit()
+    sys.addaudithook(hook)
+    return hook

@@ -63,7 +63,7 @@ class Stage:
         )
         self._finished = 0
         self._renamed = self._committed = False
-        self._cleared = False  # nothing of an earlier run is staged
+        self._cleared = False  # nothing worth keeping is staged by an earlier run
         self._old = self.staging / "old"
         self._made: list[Path] = []  # folders made above the destination, outermost first
         self._folders: set[Path] = set()
@@ -133,6 +133,7 @@ class Stage:
     def _recover(self) -> None:
         """Take over, or clear away, what an earlier run left."""
         record = journal.read(self.files, self.staging / "journal")
+        self._cleared = not (record and record.finished)
         self._put_old_back(record)
         staged = self._staged_inode()
         if record and record.commit is not None and record.commit != staged:
@@ -291,6 +292,8 @@ class Stage:
             self._discard()
         except StorageError as e:
             self.messages.append(f"the checkpoint is complete, but left-overs remain: {e.message}")
+            with contextlib.suppress(StorageError):
+                self._let_go()
 
     def _rename(self) -> None:
         here, files = self.destination, self.files

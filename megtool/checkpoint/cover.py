@@ -47,7 +47,7 @@ def check_placements(
         if len(placed) == 1 and placed[0].is_identity and placed[0].shape == tensor.shape:
             continue
         claims = [_claim(p, tensor, views) for p in placed]
-        base = np.array([p.base for p in placed], np.int64).reshape(-1, len(tensor.shape))
+        base = np.array([p.base for p in placed], np.int64).reshape(len(placed), len(tensor.shape))
         same = (tensor.shape, tuple(map(id, claims)), base.tobytes())
         if len(claims) < _MANY and same in proved:  # another layer, placed alike
             continue
@@ -175,7 +175,7 @@ def _runs(axis: _Axis) -> tuple[Ints, int]:
     base, steps = axis
     start, length = np.array([base], np.int64), 1
     for n, m in steps:
-        if m == 1:
+        if m == 1 and length == 1:
             length = n
         else:
             start = (start[:, None] + np.arange(n, dtype=np.int64) * m).reshape(-1)

@@ -82,7 +82,7 @@ class Place:
             hint = "choose another destination, or replace this one with --overwrite"
             if completed:
                 hint = f"an earlier run of the same command has completed it; {hint}"
-            raise DestinationError("exists", file=here, hint=hint)
+            raise DestinationError("already exists", file=here, hint=hint)
         self._check_replaceable(found)
 
     def _check_replaceable(self, found: os.stat_result) -> None:

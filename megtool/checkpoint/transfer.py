@@ -142,26 +142,23 @@ class Transfer:
             FormatError: the source ends before.
             StorageError: the system refused.
         """
-        pair = (
-            self.do(source, "look at", os.fstat, source).st_dev,
-            self.do(target, "look at", os.fstat, target).st_dev,
-        )
         head = -source_offset % BLOCK
         if 0 < head < num_bytes - BLOCK and head == -target_offset % BLOCK:
             # Blocks are shared only by calls that start at one: copy up to it first.
-            self._copy(pair, source, source_offset, target, target_offset, head)
+            self._copy(source, source_offset, target, target_offset, head)
         else:
             head = 0
-        self._copy(
-            pair, source, source_offset + head, target, target_offset + head, num_bytes - head
-        )
+        self._copy(source, source_offset + head, target, target_offset + head, num_bytes - head)
 
-    def _copy(
-        self, pair: tuple[int, int], source: int, at: int, target: int, to: int, num_bytes: int
-    ) -> None:
+    def _devices(self, source: int, target: int) -> tuple[int, int]:
+        one, two = (self.do(fd, "look at", os.fstat, fd) for fd in (source, target))
+        return one.st_dev, two.st_dev
+
+    def _copy(self, source: int, at: int, target: int, to: int, num_bytes: int) -> None:
+        first = self._ways.get(self._devices(source, target), 0) if self._ways else 0
         done = 0
         ways = (self._copy_in_kernel, self._copy_by_sendfile)
-        for number in range(self._ways.get(pair, 0), len(ways)):
+        for number in range(first, len(ways)):
             try:
                 for now in ways[number](source, at, target, to, num_bytes):
                     done += now
@@ -169,7 +166,7 @@ class Transfer:
                 if e.errno not in UNSUPPORTED:
                     verb = f"copy from {name_of(source)}"
                     raise in_words(e, target, verb, needed=num_bytes - done) from e
-                self._ways[pair] = number + 1
+                self._ways[self._devices(source, target)] = number + 1
             if done == num_bytes:
                 return
             at, to, num_bytes, done = at + done, to + done, num_bytes - done, 0

@@ -28,8 +28,9 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.summary import PlanSummary, summarise
 from megtool.commands.opened import Opened, open_model, selector
 from megtool.commands.target import Request, Target, make_target
+from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import CoverageError, UsageError
+from megtool.errors import CoverageError, FormatError, UsageError
 from megtool.log import Progress, format_bytes, silent
 
 _LOG = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def reshard(
         vpp=vpp,
         ep=ep,
         dp=dp,
-        dtype=None if dtype is None else named_dtype(dtype),
+        dtype=None if dtype is None else _target_dtype(dtype),
         max_shard_bytes=parse_size(max_shard_size, "max shard size"),
         destination=destination,
     )
@@ -214,6 +215,33 @@ def reshard(
     if dry_run:
         stage.check()
         return _report(opened, target, plan, summary, destination, dry_run=True)
+    written = _write(opened, target, plan, stage, mode, threads, memory_bytes, fsync, progress)
+    return _report(
+        opened,
+        target,
+        plan,
+        summary,
+        destination,
+        dry_run=False,
+        seconds=time.monotonic() - began,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        warnings=tuple(stage.messages),
+        **written,
+    )
+
+
+def _write(
+    opened: Opened,
+    target: Target,
+    plan: Plan,
+    stage: Stage,
+    mode: DigestMode,
+    threads: int,
+    memory_bytes: int,
+    fsync: bool,
+    progress: Progress,
+) -> dict[str, int]:
+    """Carry out the plan and commit it; what the report says of that."""
     total = plan.target.catalogue.num_bytes
     with stage:
         for message in stage.messages:
@@ -225,7 +253,7 @@ def reshard(
         copied = execute(
             plan,
             stage,
-            files=files,
+            files=stage.files,
             threads=threads,
             memory_bytes=memory_bytes,
             digest=mode,
@@ -237,24 +265,15 @@ def reshard(
             stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
         stage.commit(fsync=fsync, threads=threads)
     digested = len(copied.digests.complete())
-    return _report(
-        opened,
-        target,
-        plan,
-        summary,
-        destination,
-        dry_run=False,
-        seconds=time.monotonic() - began,
-        kernel_bytes=copied.kernel_bytes,
-        resumed_units=copied.verified,
-        repaired_units=copied.repaired,
-        digested=digested,
-        inherited=len(sidecar.tensors) - digested,
-        unverified=len(target.side.placements) - len(sidecar.tensors),
-        peak_buffer_bytes=copied.peak_buffer_bytes,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        warnings=tuple(stage.messages),
-    )
+    return {
+        "kernel_bytes": copied.kernel_bytes,
+        "resumed_units": copied.verified,
+        "repaired_units": copied.repaired,
+        "digested": digested,
+        "inherited": len(sidecar.tensors) - digested,
+        "unverified": len(target.side.placements) - len(sidecar.tensors),
+        "peak_buffer_bytes": copied.peak_buffer_bytes,
+    }
 
 
 def _report(
@@ -326,6 +345,17 @@ def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> 
         family=found.name if found else None,
         tensors=tensors,
     )
+
+
+def _target_dtype(text: str) -> DType:
+    try:
+        found = named_dtype(text)
+    except FormatError as e:
+        known = ", ".join(d.name for d in DTYPES if d.is_float)
+        raise UsageError(f"dtype {text!r}", hint=f"one of {known}") from e
+    if not found.is_float:
+        raise UsageError(f"dtype {text!r} is no floating-point type", hint="for example bfloat16")
+    return found
 
 
 def _digest_mode(text: str) -> DigestMode:

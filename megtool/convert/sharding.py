@@ -300,10 +300,13 @@ def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[_Rule]) -> tuple[in
 
 def _stages(num_layers: int, parallel: ParallelConfig) -> Ints:
     chunks = parallel.pp * parallel.vpp
+    if num_layers % chunks and num_layers % parallel.pp == 0:
+        known = _divisors(num_layers // parallel.pp)
+        what = f"the {num_layers // parallel.pp} layers of each of pp={parallel.pp} stages"
+        raise _indivisible("vpp", parallel.vpp, what, known)
     if num_layers % chunks:
-        known = [n for n in _divisors(num_layers) if num_layers // n % parallel.vpp == 0]
-        name = "pp" if parallel.vpp == 1 else f"vpp={parallel.vpp} x pp"
-        raise _indivisible(name, parallel.pp, f"num_layers={num_layers}", known)
+        known = _divisors(num_layers)
+        raise _indivisible("pp", parallel.pp, f"num_layers={num_layers}", known)
     return stage_of_layers(num_layers, parallel.pp, parallel.vpp)
 
 

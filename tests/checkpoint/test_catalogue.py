@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def catalogue(tensors, rows, sizes=(100,), ndim=2, **more) -> Catalogue:
     rows = sorted(rows, key=lambda r: r[0])
     return Catalogue(
         format="raw",
-        root=more.pop("root", None) or __import__("pathlib").Path("somewhere"),
+        root=more.pop("root", Path("somewhere")),
         files=[StoredFile(path=f"f{k}", size=n) for k, n in enumerate(sizes)],
         tensors=list(tensors),
         shards=Shards.build([r[:4] for r in rows], ndim),
@@ -85,7 +86,7 @@ def test_a_whole_checkpoint_passes():
             r"element \[1, 1\] is stored 2 times \(overlap\)",
         ),
         (
-            [TOP_HALF, TOP_HALF[:4] + (20, 6), LOW_HALF],
+            [TOP_HALF, (*TOP_HALF[:4], 20, 6), LOW_HALF],
             r"element \[0, 0\] is stored 2 times",
         ),
         ([TOP_HALF, (0, [2, 0], [4, 4], 0, 6, 8)], r"shard \[2:4, 0:4\] lies outside.*\[4, 3\]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_the_proof_agrees_with_counting(data, whole):
     wrong = count != 1 if whole else count > 1
     assert bool(message) == bool(wrong.any())
     if "element" in message:
-        at = tuple(eval(message[message.index("[") : message.index("]") + 1]))
+        at = tuple(json.loads(message[message.index("[") : message.index("]") + 1]))
         assert wrong[at]
         assert f"claimed {count[at]} times" in message
 

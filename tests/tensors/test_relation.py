@@ -38,7 +38,7 @@ def indices(p: Placement) -> tuple[np.ndarray, ...]:
 
 
 def gather(p: Placement, stored: np.ndarray) -> np.ndarray:
-    return stored[indices(p)]
+    return np.asarray(stored[indices(p)]).reshape(-1)
 
 
 @st.composite

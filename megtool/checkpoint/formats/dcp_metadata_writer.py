@@ -30,8 +30,19 @@ _CLASSES = {
     "Size": "torch",
     "_get_layout": "torch.serialization",
 }
-_KEYS = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset")
-_KEYS += ("relative_path", "length", "torch.strided")
+_KEYS = (
+    "properties",
+    "size",
+    "chunks",
+    "offsets",
+    "sizes",
+    "fqn",
+    "index",
+    "offset",
+    "relative_path",
+    "length",
+    "torch.strided",
+)
 
 KeyPaths = Mapping[str, tuple[str | int, ...]]
 

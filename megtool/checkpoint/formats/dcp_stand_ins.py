@@ -17,6 +17,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
     def __new__(cls, values: object = ()) -> Any:
+        """The tuple itself; nothing else is a size."""
         if type(values) is not tuple or len(values) > MAX_NDIM:
             raise ValueError(f"a size of {values!r:.60}")
         return values
@@ -26,6 +27,8 @@ class Size(tuple[int, ...]):
 
 
 class Chunk:
+    """A chunk: where it starts in its tensor, and its size."""
+
     __slots__ = ("offsets", "sizes")
     offsets: Any
     sizes: Any
@@ -36,6 +39,8 @@ class Chunk:
 
 
 class Index:
+    """The key of an item: its name, where it starts, and its number among the chunks."""
+
     __slots__ = ("fqn", "index", "offset")
     fqn: Any
     index: Any
@@ -49,6 +54,8 @@ class Index:
 
 
 class Info:
+    """Where an item is stored."""
+
     __slots__ = ("length", "offset", "path", "transforms")
     path: Any
     offset: Any
@@ -63,6 +70,8 @@ class Info:
 
 
 class Properties:
+    """The dtype and layout of a tensor."""
+
     __slots__ = ("dtype", "layout")
     dtype: Any
     layout: Any
@@ -75,6 +84,8 @@ class Properties:
 
 
 class TensorEntry:
+    """What a tensor is: its size, and its chunks."""
+
     __slots__ = ("chunks", "properties", "size")
     chunks: Any
     properties: Any
@@ -86,6 +97,8 @@ class TensorEntry:
 
 
 class BytesEntry:
+    """An object that is no tensor."""
+
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
@@ -98,6 +111,7 @@ class Dropped:
     __slots__ = ()
 
     def __new__(cls, *_args: object) -> Dropped:
+        """Whatever it is made of."""
         return object.__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -106,6 +120,8 @@ class Dropped:
 
 
 class Metadata:
+    """All of it."""
+
     __slots__ = ("state",)
     state: dict[str, Any]
 

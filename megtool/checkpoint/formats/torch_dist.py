@@ -67,6 +67,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     if files[0].size > MAX_METADATA_BYTES:
         raise FormatError(f"metadata of {files[0].size:,} bytes", file=folder / name)
     found = read_metadata(read_exact(folder / name, 0, files[0].size), file=folder / name)
+    if not megatron and COMMON_OBJECT in found.objects:
+        raise _unfinished("metadata.json", folder, path)
     data_files = _data_files(folder, found.paths)
     warnings = _stale(folder, found.paths)
     catalogue = Catalogue(
@@ -112,16 +114,19 @@ def _check_finished(folder: Path, asked: Path) -> bool:
                 hint="load it with the Megatron version that wrote it and save as torch_dist",
             )
         return True
-    named = folder.name == "release" or folder.name.startswith("iter_")
-    common = (folder / "common.pt").exists()
-    if not (folder / ".metadata").exists() or named or common:
-        lacks = ".metadata" if not (folder / ".metadata").exists() else "metadata.json"
-        raise FormatError(
-            f"an unfinished save: {lacks} is missing, which is written last",
-            file=folder,
-            hint=_complete_hint(folder, asked),
-        )
+    if not (folder / ".metadata").exists():
+        raise _unfinished(".metadata", folder, asked)
+    if (folder / "common.pt").exists():
+        raise _unfinished("metadata.json", folder, asked)
     return False
+
+
+def _unfinished(lacks: str, folder: Path, asked: Path) -> FormatError:
+    return FormatError(
+        f"an unfinished save: {lacks} is missing, which is written last",
+        file=folder,
+        hint=_complete_hint(folder, asked),
+    )
 
 
 def _complete_hint(folder: Path, asked: Path) -> str:
@@ -135,7 +140,8 @@ def _complete_hint(folder: Path, asked: Path) -> str:
 def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
     for path in paths:
         parts = path.split("/")
-        if any(p in ("", ".", "..") for p in parts) or any(c in path for c in "\0\\"):
+        absurd = any(p in ("", ".", "..") or len(p.encode(errors="replace")) > 255 for p in parts)
+        if absurd or len(parts) > 8 or any(c in path for c in "\0\\"):
             raise FormatError(
                 f"item in a file {path!r:.80} that leaves the folder", file=folder / ".metadata"
             )
@@ -207,9 +213,7 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
         out["planner_data"] = pickled.plain(found.planner_data, file=folder / ".metadata")
     if "mcore_data" in found.extra:
         out["mcore_data"] = pickled.plain(found.extra["mcore_data"], file=folder / ".metadata")
-    if not megatron:
-        return
-    if (common := _common(catalogue)) is not None:
+    if megatron and (common := _common(catalogue)) is not None:
         out["common"] = common
         shown = {k: common.get(k) for k in _SHOWN if k in common}
         out.update(pickled.plain(shown, file=folder / "common.pt"))
