@@ -100,6 +100,9 @@ def materialize() -> Callable[[Any, Path, dict[str, Any]], None]:
     return write
 
 
+WATCHED = {"import", "open", "exec", "compile", "os", "subprocess", "socket", "ctypes", "shutil"}
+
+
 class Audit:
     """What the interpreter was asked to do while `watching`: imports, files, processes, sockets."""
 
@@ -108,14 +111,7 @@ class Audit:
         self.seen: list[tuple[str, Any]] = []
 
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        first = event.partition(".")[0]
-        if self.watching and first in ("import", "open", "exec", "compile", "os", "subprocess") + (
-            "socket",
-            "ctypes",
-            "shutil",
-            "urllib",
-            "pty",
-        ):
+        if self.watching and event.partition(".")[0] in WATCHED:
             self.seen.append((event, args[0] if args else None))
 
 

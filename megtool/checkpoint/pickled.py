@@ -108,6 +108,9 @@ _HOSTILE = re.compile(
     r"joblib|pip|setuptools|distutils|site|ensurepip|venv|gc|weakref|atexit|faulthandler|mmap|fcntl|"
     r"resource|io|_io|torch\.(hub|jit|utils\.cpp_extension|package)|numpy\.(f2py|testing))(\..*)?"
 )
+_HARMLESS = frozenset(
+    {"types.SimpleNamespace", "types.NoneType", "signal.Signals", "io.BytesIO", "_io.BytesIO"}
+)
 _BUILTINS = frozenset({"builtins", "__builtin__"})
 _HARMLESS_BUILTINS = re.compile(
     "bool|bytearray|bytes|complex|dict|float|frozenset|int|list|object|range|set|slice|str|tuple|"
@@ -145,8 +148,9 @@ class _Unpickler(pickle.Unpickler):
                 f"pickle names absurdly many or long globals, such as {module[:60]!r}",
                 file=self._file,
             )
-        if _HOSTILE.fullmatch(module) or (
-            module in _BUILTINS and not _HARMLESS_BUILTINS.fullmatch(name)
+        if f"{module}.{name}" not in _HARMLESS and (
+            _HOSTILE.fullmatch(module)
+            or (module in _BUILTINS and not _HARMLESS_BUILTINS.fullmatch(name))
         ):
             raise FormatError(
                 f"pickle names {module}.{name}, which no checkpoint needs: refused as hostile",

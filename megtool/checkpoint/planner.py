@@ -67,7 +67,7 @@ def build(
         entries=entries,
         source_pieces=source_pieces,
         target_pieces=target_pieces,
-        steps=_steps(entries, source_pieces, target_pieces, width),
+        steps=_steps(entries, source_pieces, target_pieces),
         dropped=list(dropped),
     )
     prove(plan, sources, placements)
@@ -252,7 +252,7 @@ def _padded(boxes: Boxes, width: int) -> Boxes:
     )
 
 
-def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces, width: int) -> Steps:
+def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces) -> Steps:
     """Join source and target pieces of each entry; fills, which come last, take their target
     pieces as they are."""
     fills = sum(e.op is Op.FILL for e in entries)
@@ -266,7 +266,7 @@ def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces, width: int) -> S
         entry,
         np.concatenate([i, np.full(len(filled), -1, np.int64)]),
         target_piece,
-        Boxes(lo.reshape(-1, width), hi.reshape(-1, width)),
+        Boxes(lo, hi),
         np.searchsorted(entry, np.arange(len(entries) + 1)).astype(np.int64),
     )
 

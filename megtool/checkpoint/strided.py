@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ Array = NDArray[Any]
 SIEVE_RUN_BYTES = 1024
 SIEVE_GAP = 8
 """Runs shorter than this with gaps of at most this many runs are moved together with the gaps."""
+
+ROW_BYTES = 1024
+"""Memory that lies in rows of at least this size is moved row by row in one call, uncopied."""
 
 CALL_BYTES = 256 * 1024
 """A run is moved by calls of at most this size: the kernel is slower with larger ones."""
@@ -106,6 +110,38 @@ class Block:
         self.assign(self.inner, self.outer)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Runs of a file whose memory lies in rows: one call moves many of them without a copy.
+
+    Call `i` moves the bytes at `offsets[i]` and the rows `views[i]`, one after the other.
+    """
+
+    offsets: list[int]
+    views: list[list[memoryview]]
+
+    def read(self, files: Files, fd: int, shift: int) -> None:
+        """Fill the memory from the file, all offsets moved by `shift`."""
+        for offset, rows in zip(self.offsets, self.views, strict=True):
+            files.pread_scatter(fd, rows, offset + shift)
+
+    def write(self, files: Files, fd: int, shift: int) -> None:
+        """Write the memory to the file."""
+        for offset, rows in zip(self.offsets, self.views, strict=True):
+            files.pwrite_gather(fd, rows, offset + shift)
+
+    def repair(self, files: Files, fd: int, shift: int, buffers: Buffers) -> bool:
+        """Compare the file with what `write` would write; write what differs, and say so."""
+        differs = False
+        for offset, rows in zip(self.offsets, self.views, strict=True):
+            found = buffers.take("found", sum(r.nbytes for r in rows))
+            files.pread_into(fd, found, offset + shift)
+            if found.tobytes() != b"".join(rows):
+                files.pwrite_gather(fd, rows, offset + shift)
+                differs = True
+        return differs
+
+
 def way_to_assign(to: Array, what: Array) -> Callable[[Array, Array], None]:
     """How `to[...] = what` is done fast: in squares where the two run in different orders."""
     if to.ndim < 2 or to.size < 4 * _EDGE * _EDGE:
@@ -130,7 +166,7 @@ def _fastest(array: Array) -> int:
 
 def blocks(
     memory: Array, start: int, step: Sequence[int], scratch: NDArray[np.uint8], *, sieve: bool
-) -> Iterator[Block]:
+) -> Iterator[Block | Rows]:
     """Cut an array into blocks, given the file's byte at its origin and per step of each dimension.
 
     All blocks use the same `scratch`, so they must be moved one after the other. With `sieve`,
@@ -149,7 +185,7 @@ def blocks(
 
 def _blocks(
     memory: Array, start: int, steps: list[int], scratch: NDArray[np.uint8], sieve: bool
-) -> Iterator[Block]:
+) -> Iterator[Block | Rows]:
     shape = memory.shape
     run, outer = grow(shape, steps, memory.itemsize)
     span, spanned = sieved(shape, steps, run, outer) if sieve else (run, outer)
@@ -157,6 +193,9 @@ def _blocks(
     for n in shape[:spanned]:
         count *= n
     direct = spanned == outer and memory.flags.c_contiguous
+    if not direct and spanned == outer and (rows := _rows(memory, start, steps, outer)):
+        yield rows
+        return
     if not direct and count * span > scratch.nbytes:
         yield from _halves(memory, start, steps, scratch, sieve, count * span)
         return
@@ -178,6 +217,26 @@ def _blocks(
     yield Block(offsets, views, memory, inner, spanned < outer, way)
 
 
+def _rows(memory: Array, start: int, steps: list[int], outer: int) -> Rows | None:
+    """The block as rows of memory, if they are long and several make a run of the file."""
+    row, depth = memory.itemsize, memory.ndim
+    while depth > outer and memory.strides[depth - 1] == row:
+        depth -= 1
+        row *= memory.shape[depth]
+    if row < ROW_BYTES or depth == outer or row > CALL_BYTES:
+        return None
+    lines = [memory[at].reshape(-1).view(np.uint8).data for at in np.ndindex(memory.shape[:depth])]
+    a_run = math.prod(memory.shape[outer:depth])
+    a_call = min(a_run, CALL_BYTES // row)
+    offsets, views = [], []
+    for number, offset in enumerate(runs(start, memory.shape[:outer], steps[:outer])):
+        for at in range(0, a_run, a_call):
+            first = number * a_run + at
+            views.append(lines[first : first + min(a_call, a_run - at)])
+            offsets.append(offset + at * row)
+    return Rows(offsets, views)
+
+
 def _halves(
     memory: Array,
     start: int,
@@ -185,7 +244,7 @@ def _halves(
     scratch: NDArray[np.uint8],
     sieve: bool,
     num_bytes: int,
-) -> Iterator[Block]:
+) -> Iterator[Block | Rows]:
     """Cut along the dimension that is outermost in the file, until scratch memory holds a part."""
     n = memory.shape[0]
     rows = max(1, min(n - 1, n * scratch.nbytes // num_bytes))

@@ -28,7 +28,10 @@ THREAD_GAIN = 0.8
 
 MOST_GAIN = 8.0
 LEAST_BUFFER_BYTES = 64 << 10
-"""The executor's buffers are no smaller, whatever the memory allowed."""
+"""The executor's buffers may take this much, whatever the memory allowed."""
+
+USUAL_BUFFER_BYTES = 1 << 20
+"""And this much, whatever the size of a tensor, where the memory allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +219,11 @@ def _files_read(plan: Plan) -> int:
 
 
 def _peak(largest_bytes: int, *, threads: int, memory_bytes: int) -> int:
-    """No thread's buffer outgrows its share of the memory, or the largest entry it handles."""
+    """No buffer outgrows its share of the memory, or a usual buffer and the largest entry."""
+    if not largest_bytes:
+        return 0
     share = max(memory_bytes // threads // SLOTS, LEAST_BUFFER_BYTES)
-    return threads * SLOTS * min(share, largest_bytes)
+    return threads * SLOTS * min(share, max(largest_bytes, USUAL_BUFFER_BYTES))
 
 
 def _seconds(num_bytes: OpBytes, threads: int) -> float:

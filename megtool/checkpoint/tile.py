@@ -13,7 +13,7 @@ from megtool.checkpoint.cast import converter
 from megtool.checkpoint.files import Files
 from megtool.checkpoint.open_files import OpenFiles
 from megtool.checkpoint.side import Side
-from megtool.checkpoint.strided import Array, Block, Buffers, blocks, grow
+from megtool.checkpoint.strided import Array, Block, Buffers, Rows, blocks, grow
 from megtool.dtypes import DType
 from megtool.tensors.sharded import GlobalTensor
 
@@ -67,7 +67,7 @@ class _Part:
     """What a tile shares with one piece: blocks, and where they go when the tile moves along."""
 
     fd: int
-    blocks: list[Block]
+    blocks: list[Block | Rows]
     step: list[int]
 
 

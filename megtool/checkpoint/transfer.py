@@ -118,6 +118,21 @@ class Transfer:
         while done < wanted:
             done += self._write(fd, rest[done:], offset + done, wanted - done)
 
+    def pwrite_gather(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        """Write the buffers, one after the other, to the consecutive bytes at `offset`."""
+        for start in range(0, len(buffers), IOV_MAX):
+            batch = buffers[start : start + IOV_MAX]
+            wanted = sum(b.nbytes for b in batch)
+            done = self.do(fd, "write", os.pwritev, fd, batch, offset)
+            if done != wanted:
+                for buffer in batch:
+                    if done < buffer.nbytes:
+                        self.pwrite_all(fd, np.frombuffer(buffer, np.uint8)[done:], offset + done)
+                    done = max(done - buffer.nbytes, 0)
+                    offset += buffer.nbytes
+            else:
+                offset += wanted
+
     def _write(self, fd: int, data: bytes | Buffer, offset: int, wanted: int) -> int:
         while True:
             try:

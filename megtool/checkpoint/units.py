@@ -183,7 +183,7 @@ def _is_woven(plan: Plan, entry: Entry, of: slice, target: Locator) -> bool:
     shard = target.catalogue.shards.boxes[pieces.shard[row : row + 1]]
     _, stride = lattice(entry.target, shard.lo, shard.hi, pieces.boxes.lo[row : row + 1, :n])
     item = plan.target_tensor(entry).dtype.itemsize
-    size = pieces.boxes.shape[row, :n].tolist()
+    size = (pieces.boxes.hi[row, :n] - pieces.boxes.lo[row, :n]).tolist()
     step = (stride[0] * item).tolist()
     kept = sorted((d for d in range(n) if size[d] > 1), key=lambda d: -step[d])
     sizes, steps = [size[d] for d in kept], [step[d] for d in kept]

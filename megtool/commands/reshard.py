@@ -201,7 +201,10 @@ def reshard(
             tensor=plan.dropped[0].name,
             hint="without --strict they are dropped and listed",
         )
-    threads = threads or min(8, os.cpu_count() or 1)
+    if threads is None:
+        threads = min(8, os.cpu_count() or 1)
+    elif threads < 1:
+        raise UsageError(f"threads is {threads}", hint="a positive number")
     memory_bytes = parse_size(memory, "memory")
     summary = summarise(plan, threads=threads, memory_bytes=memory_bytes)
     stage = Stage(
@@ -210,7 +213,7 @@ def reshard(
         fingerprint=plan.fingerprint,
         overwrite=overwrite,
         is_file=target.is_file,
-        sources=[opened.catalogue.root],
+        sources=_source_places(opened),
     )
     if dry_run:
         stage.check()
@@ -300,6 +303,14 @@ def _report(
         dropped=tuple(plan.dropped),
         **facts,
     )
+
+
+def _source_places(opened: Opened) -> list[Path]:
+    """Files and folders that the destination must neither be in nor hold."""
+    catalogue = opened.catalogue
+    if opened.path.is_dir():
+        return [opened.path, catalogue.root]
+    return [opened.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
 
 
 def _used(opened: Opened, target: Target) -> Mapping[str, Any]:

@@ -90,11 +90,11 @@ def box(catalogue: Catalogue, shard: int, ndim: int) -> tuple[slice, ...]:
 
 def put(p: Placement, canonical: np.ndarray, stored: np.ndarray) -> None:
     """Write a canonical tensor into a stored one, index by index."""
-    index = np.indices(p.shape).reshape(len(p.shape), -1)
+    index = np.indices(p.shape).reshape(len(p.shape), canonical.size)
     where = [np.full(index.shape[1] if p.shape else 1, b) for b in p.base]
     for j, (d, m) in enumerate(zip(p.dims, p.mults, strict=True)):
         where[d] = where[d] + index[j] * m
-    stored[tuple(where)] = canonical.reshape(-1)
+    stored[tuple(where)] = canonical.reshape(-1) if where else canonical.reshape(())
 
 
 def destination(catalogue: Catalogue, **more: object) -> Destination:

@@ -121,6 +121,7 @@ def test_a_large_pickle_gets_no_further(name: str, audit: Any) -> None:
         pytest.skip("a frame is the first thing in a pickle")
     large = head + LARGE + b"0" + body
     assert len(large) > pickle_guard.SMALL_BYTES
+    pickled.decode(head + LARGE + b".", file="x.pt")  # imports what the guard needs
     audit.seen.clear()
     audit.watching = True
     try:
@@ -129,7 +130,7 @@ def test_a_large_pickle_gets_no_further(name: str, audit: Any) -> None:
         tree = None
     finally:
         audit.watching = False
-    assert [s for s in audit.seen if s[1] != "/proc/self/statm" and "/proc/" not in str(s[1])] == []
+    assert {str(what) for _, what in audit.seen} <= {"/proc/self/statm"}
     assert tree is None or name in ("build on a class", "key too deep for the stack", "inst", "obj")
 
 
@@ -242,12 +243,12 @@ def test_billion_laughs_stay_small() -> None:
 def test_persistent_ids_are_kept() -> None:
     class Saver(pickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
-            return ("storage", obj) if obj == 7 else None
+            return ("storage", "seven") if type(obj) is int and obj == 7 else None
 
     out = io.BytesIO()
     Saver(out, 2).dump([7, 8])
     tree = pickled.decode(out.getvalue(), file="x")
-    assert tree[0].id == ("storage", 7)
+    assert tree[0].id == ("storage", "seven")
     assert pickled.references(tree) == [tree[0]]
     assert encode(tree).count(b"Q") == 1
 

@@ -101,10 +101,10 @@ def test_views_and_parameters_are_located(put: Put) -> None:
     [
         {"a": torch.ones(2)},
         torch.ones(2).to_sparse(),
-        torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+        torch.ones(2, device="meta"),
         "text",
     ],
-    ids=["dict", "sparse", "quantized", "text"],
+    ids=["dict", "sparse", "meta", "text"],
 )
 def test_items_that_hold_no_plain_tensor_are_refused(value: Any, put: Put) -> None:
     with pytest.raises(FormatError):
@@ -155,9 +155,6 @@ def test_sizes_beyond_four_gibibytes_fit(tmp_path: Path) -> None:
     assert zipfile.ZipFile(path).getinfo("archive/data/0").file_size == 2 * count
 
 
-GOOD = archive({"data.pkl": tensor_item(dtype("float32"), (4,)).prefix, "data/0": b"x" * 64})
-
-
 def test_every_truncation_is_an_error(put: Put) -> None:
     blob = saved(torch.arange(5.0))
     fd, _, length = put(blob, 0)
@@ -189,8 +186,7 @@ def test_a_flipped_bit_never_moves_the_data(put: Put) -> None:
                 wrong += 1
             else:
                 same += 1
-                same_place = found.offset == good.offset and found.dtype == good.dtype
-                assert found.shape == good.shape or not same_place or found.shape != good.shape
+                assert found.dtype.itemsize == 4 or found.dtype != good.dtype
                 assert found.offset + 4 * np.prod(found.shape) <= length
         os.pwrite(fd, blob[byte : byte + 1], byte)
     assert wrong > same / 4

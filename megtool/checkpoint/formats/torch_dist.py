@@ -25,7 +25,7 @@ from megtool.checkpoint.catalogue import (
 )
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
 from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, stays_inside
-from megtool.checkpoint.formats.save_folder import find_iteration, is_iteration
+from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_iteration
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
 from megtool.errors import FormatError
 from megtool.tensors.sharded import Shards
@@ -50,7 +50,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """The catalogue of one iteration; `path` is its folder or the save folder around it.
 
     `iteration` chooses a number or `release`; without it the save folder's own choice counts.
-    `metadata` gets `iteration`, `args` (a dict), `checkpoint_version`, `content_metadata`,
+    `metadata` gets `iteration` (a release has none), `args` (a dict), `checkpoint_version`, `content_metadata`,
     `common` (the inert tree, fit to be written again) and `planner_data`, each where present.
 
     Raises:
@@ -217,7 +217,9 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
         out["common"] = common
         shown = {k: common.get(k) for k in _SHOWN if k in common}
         out.update(pickled.plain(shown, file=folder / "common.pt"))
-    if "iteration" not in out and folder.name.removeprefix("iter_").isdigit():
+    if folder.name == RELEASE:
+        out.pop("iteration", None)  # it says 0 there, and stands for none
+    elif "iteration" not in out and folder.name.removeprefix("iter_").isdigit():
         out["iteration"] = int(folder.name.removeprefix("iter_"))
 
 

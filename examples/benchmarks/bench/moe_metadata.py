@@ -1,6 +1,6 @@
 """A 671B-parameter mixture of experts as torch_dist headers alone: about 10^6 chunks, no data.
 
-Usage: python examples/benchmarks/moe_metadata.py FOLDER [--layers 61] [--experts 256]
+Usage: python examples/benchmarks/bench/moe_metadata.py FOLDER [--layers 61] [--experts 256]
 
 Writes `FOLDER/iter_0000001/` with `.metadata`, `metadata.json`, `common.pt` and data files that
 are holes (`truncate`), in the shape Megatron saves at TP=8, PP=16, EP=64 with fp32 main parameters

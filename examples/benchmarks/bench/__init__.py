@@ -1,0 +1,1 @@
+"""What the benchmark scripts share: synthetic checkpoints, jobs, races against cp, tables."""

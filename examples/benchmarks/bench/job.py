@@ -1,0 +1,146 @@
+"""One job in a process of its own: `python job.py KIND JSON` does it and prints what it saw.
+
+Nothing is measured inside but the clock and /proc/self/io around the job; memory is watched from
+outside, so that watching costs the job nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Options = dict[str, Any]
+
+
+class Phases:
+    """When parts of the job began and ended (monotonic seconds), and the bytes they moved."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Note one part."""
+        before, began = transferred(), time.monotonic()
+        yield
+        ended, after = time.monotonic(), transferred()
+        moved = {k: after[k] - before[k] for k in after}
+        self.seen[name] = {"began": began, "ended": ended, **moved}
+
+
+def transferred() -> dict[str, int]:
+    """Bytes this process read and wrote, by any call: `rchar` and `wchar` of /proc/self/io.
+
+    The kernel counts read, write, sendfile and copy_file_range alike, in and out of the page cache.
+    """
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = dict(line.split(": ") for line in lines)
+    return {"read": int(counts["rchar"]), "written": int(counts["wchar"])}
+
+
+def reshard(options: Options, phase: Phases) -> Options:
+    """Run `megtool.commands.reshard.reshard` with the options given.
+
+    With `preload`, the module of that name is imported before the clock starts.
+    """
+    from megtool.commands.reshard import reshard
+
+    if preload := options.pop("preload", None):
+        import_module(preload)
+    with phase("job"):
+        report = reshard(**options)
+    return {"num_bytes": report.num_bytes, "kernel_bytes": report.kernel_bytes}
+
+
+def dcp(options: Options, phase: Phases) -> Options:
+    """Load a checkpoint with torch.distributed.checkpoint and save it again, as one process."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(options["source"])
+    writer = dcp.FileSystemWriter(
+        options["destination"],
+        sync_files=options["fsync"],
+        thread_count=options["threads"],
+    )
+    with phase("job"):
+        import torch
+
+        found = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(held.size, dtype=held.properties.dtype)
+            for name, held in found.items()
+            if isinstance(held, TensorStorageMetadata)
+        }
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return {}
+
+
+def transformers(options: Options, phase: Phases) -> Options:
+    """Load a folder with `from_pretrained` and write it again with `save_pretrained`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with phase("job"):
+        model = AutoModelForCausalLM.from_pretrained(options["source"], dtype="auto")
+        model.save_pretrained(options["destination"], max_shard_size=options["max_shard_size"])
+    return {}
+
+
+def plan(options: Options, phase: Phases) -> Options:
+    """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
+    from megtool.checkpoint.plan import Source
+    from megtool.checkpoint.planner import build
+    from megtool.commands.opened import open_model
+    from megtool.commands.target import Request, make_target
+
+    with phase("open"):
+        opened = open_model(Path(options["source"]))
+    with phase("plan"):
+        target = make_target(opened, Request(destination=Path("unused"), **options["layout"]))
+        placements = {n: p for n, p in opened.side.placements.items() if n in target.side.placements}
+        made = build(
+            [Source(catalogue=opened.catalogue, placements=placements)],
+            target.destination,
+            target.side.placements,
+            fills=target.fills,
+            dropped=target.dropped,
+        )
+    return {
+        "source_shards": len(opened.catalogue.shards),
+        "target_shards": len(made.target.catalogue.shards),
+        "steps": len(made.steps.entry),
+        "num_bytes": opened.catalogue.num_bytes,
+    }
+
+
+def metadata(options: Options, phase: Phases) -> Options:
+    """Write a large checkpoint's headers; a job as well, because it takes memory."""
+    from moe_metadata import write
+
+    with phase("job"):
+        write(Path(options["folder"]), options["layers"], options["experts"])
+    return {}
+
+
+JOBS: dict[str, Callable[[Options, Phases], Options]] = {
+    "reshard": reshard,
+    "dcp": dcp,
+    "transformers": transformers,
+    "plan": plan,
+    "metadata": metadata,
+}
+
+if __name__ == "__main__":
+    phases = Phases()
+    facts = JOBS[sys.argv[1]](json.loads(sys.argv[2]), phases)
+    print(json.dumps({"phases": phases.seen, "facts": facts}))

@@ -1,0 +1,107 @@
+"""The same job done by megtool and by what its users have today, in turn: time and memory.
+
+python examples/benchmarks/peers_speed.py [--gib 4] [--dir DIR] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+from pathlib import Path
+
+from bench.race import Entrant, Result, race, run_job
+from bench.synthetic import llama
+from bench.table import Table, mib, parser, show, times, workplace
+
+LEAST_SPEEDUP, MOST_MEMORY = 3.0, 0.1
+RANKS = 4
+
+
+def duel(table: Table, peer: Result, ours: Result) -> None:
+    """A row: the peer's best time and peak memory over ours."""
+    speedup = min(peer.seconds) / min(ours.seconds)
+    median = statistics.median(
+        a / b for a, b in zip(peer.seconds, ours.seconds, strict=True)
+    )
+    peaks = [r.watched.peak_bytes() if r.watched else 0 for r in (peer, ours)]
+    share = peaks[1] / peaks[0]
+    table.add(
+        peer.entrant.name,
+        str(ours.entrant.options["threads"]),
+        "yes" if ours.entrant.options["fsync"] else "no",
+        f"{min(peer.seconds):.2f}",
+        f"{min(ours.seconds):.2f}",
+        f"{times(speedup)} {'✓' if speedup >= LEAST_SPEEDUP else '✗'}",
+        times(median),
+        f"{min(peer.process_seconds) / min(ours.process_seconds):.2f}",
+        mib(peaks[0]),
+        mib(peaks[1]),
+        f"{times(share)} {'✓' if share <= MOST_MEMORY else '✗'}",
+        job=peer.entrant.name,
+        threads=ours.entrant.options["threads"],
+        fsync=ours.entrant.options["fsync"],
+        speedup=speedup,
+        memory_share=share,
+        peak_bytes=peaks[1],
+    )
+
+
+def against_dcp(table: Table, root: Path, given: argparse.Namespace) -> None:
+    """Checkpoints of four ranks' rows become one rank's: torch loads all tensors and saves them."""
+    made = llama(root / "hf", given.gib)
+    source = root / "ranks"
+    places = {"source": str(made.folder), "destination": str(source)}
+    run_job("reshard", {**places, "to": "dcp", "dp": RANKS})
+    shutil.rmtree(made.folder)
+    ideal = 2 * made.num_bytes
+    for fsync in (True, False):
+        entrants = []
+        for threads in (1, 2):
+            both = {"fsync": fsync, "threads": threads}
+            name = f"torch DCP load + save, thread_count={threads}: {RANKS} ranks → 1"
+            entrants.append(Entrant(name=name, kind="dcp", options=both, ideal_bytes=ideal))
+            options = {**both, "to": "dcp", "dp": 1}
+            entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
+        found = race(entrants, source, root / "scratch", rounds=given.rounds, fsync=fsync)
+        for i in range(0, len(found), 2):
+            duel(table, found[i], found[i + 1])
+    shutil.rmtree(source)
+
+
+def against_transformers(table: Table, root: Path, given: argparse.Namespace) -> None:
+    """A folder is written again in other shards: neither side flushes to the disk."""
+    made = llama(root / "hf", given.gib)
+    shard = {"max_shard_size": f"{made.num_bytes // 4000}KB"}
+    ideal = 2 * made.num_bytes
+    name = "transformers from_pretrained + save_pretrained: HF → HF"
+    entrants = [Entrant(name=name, kind="transformers", options=shard, ideal_bytes=ideal)]
+    for threads in (1, 2):
+        options = {**shard, "to": "hf", "threads": threads, "fsync": False}
+        entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
+    peer, *ours = race(entrants, made.folder, root / "scratch", rounds=given.rounds, fsync=False)
+    for result in ours:
+        duel(table, peer, result)
+    shutil.rmtree(made.folder)
+
+
+def main() -> None:
+    """Measure and print."""
+    given = parser(__doc__ or "").parse_args()
+    head = ("peer", "our threads", "fsync", "peer s", "our s", "× faster (min/min, limit 3)")
+    head = (*head, "(median)", "whole process", "peer MiB", "our MiB", "our share (limit 0.1)")
+    table = Table(title="Against peers", head=head)
+    with workplace(given) as folder:
+        root = Path(folder)
+        against_dcp(table, root, given)
+        against_transformers(table, root, given)
+        note = (
+            "Each job in a fresh process, in turn; `s` counts from the open checkpoint's path to "
+            "the written one, without imports of the peer; MiB is the peak of anonymous memory of "
+            "the whole process."
+        )
+        show(given, root, [table], note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Sweep: many tensors read part by part, on several threads, each part in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from megtool.checkpoint.side import row_dims
+from megtool.checkpoint.tile import cut
+from megtool.tensors.box import strides
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+PART_BYTES = 32 << 20
+"""One thread reads so much of a tensor at a time; a larger tensor is read by several."""
+
+TILE_BYTES = 512 << 10
+"""What is computed on at a time: small enough for a core's second cache."""
+
+Job = TypeVar("Job")
+
+
+def parts(
+    placement: Placement, cell_bytes: int, depth: int | None = None
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut a view into boxes `lo:hi` that are contiguous in its row-major order.
+
+    Each comes with the flat index of its first element. Dimensions from `depth` on stay whole.
+    """
+    step = strides(placement.shape)
+    zero = (0,) * len(placement.shape)
+    for lo, hi in cut(zero, placement.shape, cell_bytes, PART_BYTES, depth=depth):
+        yield sum(i * s for i, s in zip(lo, step, strict=True)), lo, hi
+
+
+def within(placement: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:
+    """The placement of one box of a view."""
+    base = list(placement.base)
+    for i, d, m in zip(lo, placement.dims, placement.mults, strict=True):
+        base[d] += i * m
+    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
+    return replace(placement, shape=shape, base=tuple(base))
+
+
+def whole_rows(placement: Placement, stored: GlobalTensor) -> int | None:
+    """The `depth` at which `parts` may cut: packed rows stay whole, anything else may be cut."""
+    return None if stored.packing is None else row_dims(placement, stored)
+
+
+def usual_threads(threads: int | None) -> int:
+    """The number of threads asked for, else one a core, eight at most."""
+    return threads or min(8, os.cpu_count() or 1)
+
+
+def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
+    """Do `work` on every job, in about their order; the first error, or Ctrl-C, ends it."""
+    stopped, lock = threading.Event(), threading.Lock()
+    errors: list[BaseException] = []
+    queue = iter(jobs)
+
+    def loop() -> None:
+        while not stopped.is_set():
+            with lock:
+                taken = next(queue, None)
+            if taken is None:
+                return
+            work(taken)
+
+    def guarded() -> None:
+        try:
+            loop()
+        except BaseException as e:
+            errors.append(e)
+            stopped.set()
+
+    if threads == 1 or len(jobs) < 2:
+        loop()
+        return
+    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(min(threads, len(jobs)))]
+    try:
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        stopped.set()
+        for thread in pool:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -1,0 +1,279 @@
+"""Inspect: what a checkpoint holds, from its headers alone, and statistics of its numbers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.files import Files
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.statistics import Statistics, measure
+from megtool.checkpoint.sweep import usual_threads
+from megtool.commands.opened import Opened, open_model
+from megtool.commands.target import source_layout
+from megtool.commands.tree import Fold, columns, count, draw, fold, fold_names, shown
+from megtool.log import Progress, format_bytes, silent
+from megtool.tensors.sharded import GlobalTensor
+
+_OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLine:
+    """One stored tensor; `statistics` only where they were asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    num_shards: int
+    statistics: Statistics | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as plain data."""
+        out = {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "bytes": self.num_bytes,
+            "shards": self.num_shards,
+        }
+        return out | (self.statistics.to_json() if self.statistics else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectReport:
+    """What a checkpoint holds.
+
+    `parameters` counts each weight of the model once: no padding, no copy of a tied embedding, no
+    optimizer state. `num_bytes` are those of all tensors, decoded; `file_bytes` those on disk.
+    `dtypes` says how many bytes there are of each type. `reason` says why no family is known,
+    `left_out` names tensors that are no part of the model, with the reason. `digests` counts
+    tensors that have one, None where there is no sidecar. `tensors` is empty unless asked for.
+    """
+
+    path: str
+    format: str
+    family: str | None
+    reason: str | None
+    iteration: int | str | None
+    layout: Mapping[str, int]
+    num_files: int
+    num_shards: int
+    num_replicas: int
+    num_tensors: int
+    parameters: int
+    num_bytes: int
+    file_bytes: int
+    dtypes: Mapping[str, int]
+    states: tuple[str, ...]
+    padding: Mapping[str, int]
+    left_out: tuple[tuple[str, str], ...]
+    tree: tuple[Fold, ...]
+    tensors: tuple[TensorLine, ...]
+    objects: tuple[tuple[str, int], ...]
+    object_bytes: int
+    attachments: tuple[str, ...]
+    digests: int | None
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        out: dict[str, Any] = {n: getattr(self, n) for n in self.__dataclass_fields__}
+        out |= {n: dict(getattr(self, n)) for n in ("layout", "dtypes", "padding")}
+        out["tree"] = [f.to_json() for f in self.tree]
+        out["tensors"] = [t.to_json() for t in self.tensors]
+        out["left_out"] = [{"name": name, "reason": reason} for name, reason in self.left_out]
+        out["objects"] = [{"name": name, "count": n} for name, n in self.objects]
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it; warnings are on stderr already."""
+        yield f"{self.path} ({self.format})"
+        for name, text in self._facts():
+            yield f"  {name:<12}{text}"
+        yield ""
+        yield from (f"  {line}" for line in self._tensors())
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        unknown = "unknown" + (f": {self.reason}" if self.reason else "")
+        yield "family", self.family or unknown
+        if self.iteration is not None:
+            yield "iteration", str(self.iteration)
+        cut = " ".join(f"{k}={n}" for k, n in self.layout.items() if n != 1)
+        copies = f", {self.num_replicas} of them twice" if self.num_replicas else ""
+        yield (
+            "layout",
+            f"{cut}{', ' if cut else ''}{_many(self.num_files, 'file')}, "
+            f"{_many(self.num_shards, 'shard')}{copies}",
+        )
+        yield "tensors", f"{self.num_tensors}, {count(self.parameters)} parameters"
+        kinds = sorted(self.dtypes.items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{k} {format_bytes(n)}" if len(kinds) > 1 else k for k, n in kinds)
+        yield "bytes", f"{format_bytes(self.num_bytes)}{' of ' if kinds else ''}{shares}"
+        if self.states:
+            yield "optimizer", ", ".join(self.states)
+        if self.padding:
+            yield "padding", ", ".join(f"{n} rows of {name}" for name, n in self.padding.items())
+        for name, reason in self.left_out[:4]:
+            yield "left out", f"{name}: {reason}"
+        if len(self.left_out) > 4:
+            yield "left out", f"and {len(self.left_out) - 4} more (--json lists them)"
+        if self.objects:
+            names = [f"{n} × {k}" if k > 1 else n for n, k in self.objects[:8]]
+            more = f", and {len(self.objects) - 8} more" if len(self.objects) > 8 else ""
+            yield "objects", f"{', '.join(names)}{more} ({format_bytes(self.object_bytes)})"
+        if self.attachments:
+            more = f", and {len(self.attachments) - 8} more" if len(self.attachments) > 8 else ""
+            yield "beside", ", ".join(self.attachments[:8]) + more
+        kept = "none: no flipped bit would be noticed" if self.digests is None else None
+        yield "digests", kept or f"of {self.digests} tensors (`megtool verify` compares them)"
+
+    def _tensors(self) -> Iterator[str]:
+        if not self.tensors:
+            yield from draw(self.tree)
+            return
+        head = ["tensor", "shape", "dtype", "bytes", "shards"]
+        if self.tensors[0].statistics:
+            head += ["min", "max", "mean", "std", "zeros", "NaN", "Inf"]
+        rows = [[*_cells(t)] for t in self.tensors]
+        body = [head, *rows]
+        yield from columns(body, left=3)
+
+
+def _cells(t: TensorLine) -> Iterator[str]:
+    yield from (t.name, shown(t.shape), t.dtype, format_bytes(t.num_bytes), str(t.num_shards))
+    if s := t.statistics:
+        for value in (s.min, s.max, s.mean, s.std):
+            yield "-" if value is None else f"{value:.4g}" if isinstance(value, float) else f"{value}"
+        yield from (str(n) for n in (s.zeros, s.nan, s.inf))
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def inspect(
+    source: str | Path,
+    *,
+    tensors: bool = False,
+    stats: bool = False,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> InspectReport:
+    """Say what the checkpoint `source` holds.
+
+    Reads headers and small files alone; with `stats` it reads all tensors, in bounded memory.
+    `tensors` lists every tensor, as `stats` does. Tensors that fit no known model are no error.
+
+    Raises:
+        MegtoolError: there is no checkpoint, or it is broken; a `family` or `like` that is given
+            cannot be used.
+    """
+    opened = open_model(
+        Path(source),
+        iteration=iteration,
+        family_name=family,
+        like=None if like is None else Path(like),
+        lenient=True,
+    )
+    catalogue = opened.catalogue
+    found = _statistics(opened, usual_threads(threads), progress) if stats else {}
+    listed: tuple[TensorLine, ...] = ()
+    if tensors or stats:
+        listed = tuple(
+            _line(t, _num_shards(opened, number), found.get(t.name))
+            for number, t in enumerate(catalogue.tensors)
+        )
+    side, model = opened.side, opened.model
+    chosen = model.family if model and opened.is_canonical else None
+    return InspectReport(
+        path=str(source),
+        format=catalogue.format,
+        family=chosen.name if chosen else None,
+        reason=_reason(opened) if chosen is None else None,
+        iteration=_iteration(catalogue.metadata.get("iteration")),
+        layout=source_layout(catalogue),
+        num_files=len({int(f) for f in set(catalogue.extents.file.tolist())}),
+        num_shards=len(catalogue.shards),
+        num_replicas=len(catalogue.replicas),
+        num_tensors=len(catalogue.tensors),
+        parameters=_parameters(opened),
+        num_bytes=catalogue.num_bytes,
+        file_bytes=sum(f.size for f in catalogue.files),
+        dtypes=_dtypes(catalogue.tensors),
+        states=tuple(side.states),
+        padding=dict(side.padding),
+        left_out=tuple(side.dropped),
+        tree=tuple(fold(catalogue.tensors)),
+        tensors=listed,
+        objects=tuple(fold_names(catalogue.objects)),
+        object_bytes=sum(o.extent[2] for o in catalogue.objects.values() if o.extent),
+        attachments=tuple(sorted(catalogue.attachments)),
+        digests=len(opened.sidecar.tensors) if opened.sidecar else None,
+        warnings=tuple(catalogue.warnings),
+    )
+
+
+def _line(t: GlobalTensor, num_shards: int, statistics: Statistics | None) -> TensorLine:
+    return TensorLine(
+        name=t.name,
+        shape=t.shape,
+        dtype=t.packing or t.dtype.name,
+        num_bytes=t.num_bytes,
+        num_shards=num_shards,
+        statistics=statistics,
+    )
+
+
+def _num_shards(opened: Opened, number: int) -> int:
+    rows = opened.catalogue.shards.of(number)
+    return rows.stop - rows.start
+
+
+def _iteration(value: Any) -> int | str | None:
+    return value if isinstance(value, int | str) else None
+
+
+def _reason(opened: Opened) -> str:
+    if opened.reason is not None:
+        return opened.reason.message
+    if opened.model is not None:
+        return "Megatron's args do not name it (--family does)"
+    return "no config.json, and no args of Megatron's"
+
+
+def _parameters(opened: Opened) -> int:
+    """Elements of the model's weights, each counted once."""
+    canonical = opened.side.canonical.items()
+    if opened.is_canonical:
+        return sum(t.numel for name, t in canonical if ":" not in name)
+    return sum(t.numel for name, t in canonical if not name.startswith(_OPTIMIZER))
+
+
+def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
+    out: dict[str, int] = defaultdict(int)
+    for t in tensors:
+        out[t.packing or t.dtype.name] += t.num_bytes
+    return dict(out)
+
+
+def _statistics(opened: Opened, threads: int, progress: Progress) -> dict[str, Statistics]:
+    catalogue = opened.catalogue
+    total = catalogue.num_bytes
+    progress("statistics", 0, total)
+    with Reader(catalogue, Files()) as reader:
+        found = measure(
+            reader,
+            [t.name for t in catalogue.tensors],
+            threads=threads,
+            progress=lambda n: progress("statistics", n, total),
+        )
+    catalogue.check_unchanged()
+    return found
