@@ -275,3 +275,9 @@ def _apart(x: Array, y: Array, kind: DType, other: DType) -> tuple[Array, Array,
         apart = np.abs(u - v)
     apart[(u == v) | (np.isnan(u) & np.isnan(v))] = 0.0
     return apart, np.abs(v), u, v
+
+
+def num_bytes(pair: Pair, a: Half, b: Half) -> int:
+    """What `compare` will tell `progress` of a pair."""
+    half, place = (a, pair.a) if pair.a is not None else (b, pair.b)
+    return 0 if place is None else numel(place.shape) * half.dtype(place).itemsize

@@ -51,11 +51,15 @@ class Fill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A source tensor or object that the target does not hold, and why."""
+    """A source tensor or object that the target does not hold, and why.
+
+    `is_lost` is false where nothing is lost by it: an empty object, a copy of another tensor.
+    """
 
     name: str
     reason: str
     num_bytes: int = 0
+    is_lost: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

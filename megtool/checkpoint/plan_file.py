@@ -165,7 +165,7 @@ def _describe(plan: Plan, columns: Columns) -> dict[str, Any]:
         "num_sources": len(plan.sources),
         "small": list(target.small),
         "last": list(target.last),
-        "dropped": [(d.name, d.reason, d.num_bytes) for d in plan.dropped],
+        "dropped": [(d.name, d.reason, d.num_bytes, d.is_lost) for d in plan.dropped],
     }
 
 
@@ -194,7 +194,9 @@ def _rebuild(meta: dict[str, Any], columns: Stored, reopen: Reopen | None) -> Pl
             Boxes(columns["steps.lo"], columns["steps.hi"]),
             columns["steps.first"],
         ),
-        dropped=[Dropped(name=n, reason=r, num_bytes=b) for n, r, b in meta["dropped"]],
+        dropped=[
+            Dropped(name=n, reason=r, num_bytes=b, is_lost=x) for n, r, b, x in meta["dropped"]
+        ],
         fingerprint=meta["fingerprint"],
     )
 

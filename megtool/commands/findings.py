@@ -20,11 +20,12 @@ Kind = Literal["missing", "shape", "dtype", "values", "digest", "replica"]
 class Difference:
     """One tensor that is not what it should be; `text` says how, in words.
 
-    Where numbers differ: how many of them, by how much at most (absolute, and relative to B where
-    that is not 0), and at which index of the canonical tensor.
+    `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
+    (absolute, and relative to B where that is not 0), and at which index of the tensor.
     """
 
     tensor: str
+    stored: str
     kind: Kind
     text: str
     num_elements: int | None = None
@@ -48,9 +49,7 @@ class DigestCheck:
         """The three counts."""
         if not self.holding and not self.differing:
             return f"none: all {len(self.unverified)} tensors are unverified"
-        return (
-            f"{self.holding} hold, {self.differing} differ, {len(self.unverified)} unverified"
-        )
+        return f"{self.holding} hold, {self.differing} differ, {len(self.unverified)} unverified"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +57,9 @@ class VerifyReport:
     """What was checked and what differs.
 
     `matched_by` says whether tensors met under the `canonical` names of a family, or under the
-    names they are `stored` by. `num_tensors` and `num_bytes` count what was compared with B, or
-    held against digests; `within` is the largest difference that the tolerance let pass. `notes`
-    say what is odd, and no difference.
+    names they are `stored` by. `num_tensors` were compared with those of B, or, of a single
+    checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
+    largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
     """
 
     a: str
@@ -105,7 +104,8 @@ class VerifyReport:
         for name, text in self._facts():
             yield f"  {name:<12}{text}"
         for d in self.differences[:_SHOWN]:
-            yield f"  {d.kind:<12}{d.tensor}: {d.text}"
+            where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
+            yield f"  {d.kind:<12}{where}: {d.text}"
         if len(self.differences) > _SHOWN:
             kinds = Counter(d.kind for d in self.differences)
             counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
@@ -113,20 +113,19 @@ class VerifyReport:
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         rate = f" ({format_bytes(self.num_bytes / self.seconds)}/s)" if self.seconds else ""
-        what = "compared" if self.b is not None else "read"
         yield (
-            what,
+            "read" if self.b is None else "compared",
             f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)} "
             f"in {self.seconds:.2f} s{rate}",
         )
         if self.matched_by == "canonical":
             yield "names", f"canonical{f', of family {self.family}' if self.family else ''}"
         else:
-            yield "names", "as stored: no model is known"
+            yield "names", "as stored"
         if self.atol or self.rtol:
             yield (
                 "tolerance",
-                f"{self.atol:g} + {self.rtol:g} × |B|; largest difference within it "
+                f"{self.atol:g} + {self.rtol:g} × |B|; the largest difference within it is "
                 f"{self.within:.3g}",
             )
         for check in self.digests:

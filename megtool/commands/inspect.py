@@ -148,7 +148,9 @@ def _cells(t: TensorLine) -> Iterator[str]:
     yield from (t.name, shown(t.shape), t.dtype, format_bytes(t.num_bytes), str(t.num_shards))
     if s := t.statistics:
         for value in (s.min, s.max, s.mean, s.std):
-            yield "-" if value is None else f"{value:.4g}" if isinstance(value, float) else f"{value}"
+            yield (
+                "-" if value is None else f"{value:.4g}" if isinstance(value, float) else f"{value}"
+            )
         yield from (str(n) for n in (s.zeros, s.nan, s.inf))
 
 

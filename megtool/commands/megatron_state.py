@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.pickle_writer import namespace
-from megtool.checkpoint.pickled import Inert, inert_global
+from megtool.checkpoint.pickled import Inert, inert_global, references
 from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.zipped import load_object
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
 from megtool.convert.megatron_args import args_from_config
@@ -41,19 +43,74 @@ def divisible_by(catalogue: Catalogue) -> int:
 
 
 def carried_objects(
-    catalogue: Catalogue, parallel: ParallelConfig
+    catalogue: Catalogue, parallel: ParallelConfig, *, megatron: bool
 ) -> tuple[dict[str, bytes], list[Dropped]]:
     """Objects that travel as they are, byte for byte, and the rest with the reason it is left."""
     kept: dict[str, bytes] = {}
     lost: list[Dropped] = []
     same = source_layout(catalogue)
     for name, held in catalogue.objects.items():
+        if not megatron and is_empty_state(catalogue, name):
+            lost.append(Dropped(name=name, reason=EMPTY, is_lost=False))
+            continue
         reason = _object_reason(name, same, parallel)
         if reason is None and held.extent is not None:
             kept[name] = _bytes(catalogue, held.extent)
         else:
             lost.append(Dropped(name=name, reason=reason or "it has no bytes of its own"))
     return kept, lost
+
+
+EMPTY = "an extra state that holds nothing"
+_EXTRA_STATE = "._extra_state/shard_"
+_EMPTY_BYTES = 2048
+
+
+def is_empty_state(catalogue: Catalogue, name: str) -> bool:
+    """The object is the `_extra_state` of a layer that has none (None, or a tensor of 0 bytes)."""
+    held = catalogue.objects[name].extent
+    if _EXTRA_STATE not in name or held is None or held[2] > _EMPTY_BYTES:
+        return False
+    file, offset, length = held
+    with open(catalogue.path(file), "rb") as f:
+        tree = load_object(f.fileno(), offset, length, file=catalogue.path(file))
+    held_value = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+    return held_value is None or not any(p.data for p in references(held_value))
+
+
+def extra_states(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[str, None]:
+    """The `_extra_state` objects Megatron asks for: one per layer and linear module, and None.
+
+    Megatron's default strictness refuses a checkpoint that lacks one it asks for, and ignores one
+    it does not. So every site that some version asks for is named: the linear modules, attention
+    itself (before core 0.15), and the norms of Transformer Engine.
+    """
+    names: dict[str, None] = {}
+    for t in tensors:
+        if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
+            continue
+        module = t.name.removesuffix(".weight")
+        site = module.rsplit(".", 1)[-1]
+        layers = t.shape[0] if _STACKED.match(t.name) and t.shape else 1
+        sites = [module] if site in _SITES else []
+        if site == "linear_qkv":
+            sites.append(module.replace("linear_qkv", "core_attention"))
+        for found in sites:
+            for layer in range(layers):
+                names[f"{found}._extra_state/shard_{layer}_{layers}"] = None
+    return {n: None for n in names if n not in have}
+
+
+_STACKED = re.compile(r"(?:module\.)*decoder\.layers\.(?!\d)")
+_SITES = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "q_layernorm",
+    "k_layernorm",
+    "final_layernorm",
+)
 
 
 def _object_reason(name: str, have: Mapping[str, int], want: ParallelConfig) -> str | None:

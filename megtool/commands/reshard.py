@@ -84,7 +84,8 @@ class ReshardReport:
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
         out["dropped"] = [
-            {"name": d.name, "reason": d.reason, "num_bytes": d.num_bytes} for d in self.dropped
+            {"name": d.name, "reason": d.reason, "num_bytes": d.num_bytes, "is_lost": d.is_lost}
+            for d in self.dropped
         ]
         return out
 
@@ -99,10 +100,12 @@ class ReshardReport:
             yield from (f"  {line}" for line in self.plan.lines())
         else:
             yield from self._done()
-        for drop in self.dropped[:8]:
-            yield f"  {'dropped':<12}{drop.name}: {drop.reason}"
-        if len(self.dropped) > 8:
-            yield f"  {'dropped':<12}and {len(self.dropped) - 8} more (--json lists them)"
+        reasons: dict[str, list[str]] = {}
+        for drop in self.dropped:
+            reasons.setdefault(drop.reason, []).append(drop.name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield f"  {'dropped':<12}{names[0]}{more}: {reason}"
 
     def _done(self) -> Iterator[str]:
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
@@ -194,11 +197,10 @@ def reshard(
         dropped=target.dropped,
         options=repr((__version__, mode.value)),
     )
-    if strict and plan.dropped:
+    if strict and (lost := [d for d in plan.dropped if d.is_lost]):
         raise CoverageError(
-            f"{len(plan.dropped)} tensors or objects would be dropped, the first: "
-            f"{plan.dropped[0].reason}",
-            tensor=plan.dropped[0].name,
+            f"{len(lost)} tensors or objects would be dropped, the first because {lost[0].reason}",
+            tensor=lost[0].name,
             hint="without --strict they are dropped and listed",
         )
     if threads is None:

@@ -16,9 +16,12 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
 from megtool.checkpoint.plan import Dropped, Fill
 from megtool.commands.megatron_state import (
+    EMPTY,
     carried_objects,
     common_state,
     divisible_by,
+    extra_states,
+    is_empty_state,
     lost_state,
     source_layout,
 )
@@ -183,10 +186,18 @@ def _fill(stored: str, placement: Any, value: float) -> Fill:
 
 
 def _dropped_tensors(source: Opened, side: TargetSide) -> list[Dropped]:
-    """Stored tensors that the target does not hold, each with its reason."""
+    """Stored tensors that the target does not hold, each with its reason.
+
+    What a family's table leaves out (a tied copy, rotary frequencies) is no loss.
+    """
     catalogue = source.catalogue
     out = [
-        Dropped(name=name, reason=reason, num_bytes=catalogue[name].num_bytes)
+        Dropped(
+            name=name,
+            reason=reason,
+            num_bytes=catalogue[name].num_bytes,
+            is_lost="optimizer." in name,
+        )
         for name, reason in source.side.dropped
     ]
     used = {source.side.placements[c].stored for c in side.placements}
@@ -213,10 +224,10 @@ def _lay_out_safetensors(
         small=small,
         single_file=single,
     )
-    out.dropped += [
-        Dropped(name=name, reason=f"{out.format!r} holds tensors and small files alone")
-        for name in source.catalogue.objects
-    ]
+    for name in source.catalogue.objects:
+        empty = is_empty_state(source.catalogue, name)
+        reason = EMPTY if empty else f"{out.format!r} holds tensors and small files alone"
+        out.dropped.append(Dropped(name=name, reason=reason, is_lost=not empty))
     out.dropped += lost_state(source.catalogue, out.format)
 
 
@@ -231,10 +242,14 @@ def _lay_out_ranks(source: Opened, out: Target, dtype: DType | None) -> None:
         shards = rows_over_ranks(out.side.tensors, parallel.dp)
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
     small = files_beside_ranks(source, dtype)
-    objects, lost = carried_objects(source.catalogue, parallel)
+    objects: dict[str, Any]
+    objects, lost = carried_objects(source.catalogue, parallel, megatron=megatron)
     out.dropped += lost
+    if megatron and source.catalogue.format != "torch_dist":
+        objects |= extra_states(out.side.tensors, objects)
     iteration = source.catalogue.metadata.get("iteration")
-    iteration = iteration if isinstance(iteration, int) else None
+    if not isinstance(iteration, int) or source.catalogue.root.name == folder_name(None):
+        iteration = None
     common = common_state(source, parallel, out.side.tensors, dtype) if megatron else None
     if not megatron:
         out.dropped += lost_state(source.catalogue, out.format)
@@ -246,6 +261,7 @@ def _lay_out_ranks(source: Opened, out: Target, dtype: DType | None) -> None:
         common=common,
         iteration=iteration,
         small=small,
+        key_paths=source.catalogue.metadata.get("planner_data"),
         megatron=megatron,
     )
     if megatron:

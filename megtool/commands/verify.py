@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.compare import Delta, Half, Pair, compare
-from megtool.checkpoint.digest import TensorDigest
+from megtool.checkpoint.compare import Delta, Half, Pair, compare, num_bytes
 from megtool.checkpoint.files import Files
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.findings import Difference, DigestCheck, VerifyReport
-from megtool.commands.opened import Opened, open_model
-from megtool.convert.binding import missing, summarise
-from megtool.convert.canonical import VOCABULARY
-from megtool.convert.canonical import Model as CanonicalModel
-from megtool.convert.dialects import read_side
-from megtool.dtypes import DType, dtype
-from megtool.errors import MappingError
+from megtool.commands.findings import Difference, Kind, VerifyReport
+from megtool.commands.kept import Kept
+from megtool.commands.match import Choice, open_both, open_one
+from megtool.commands.opened import Opened
+from megtool.convert.binding import missing
+from megtool.convert.canonical import VOCABULARY, Model
 from megtool.log import Progress, silent
 from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
-from megtool.tensors.sharded import GlobalTensor
 
 _TIED = "a copy of the tied embedding"
 _EMBEDDING = "embed.weight"
+_STATELESS = ("hf", "gguf")
+"""Dialects that have no place for optimizer state."""
 
 
 def verify(
@@ -49,41 +48,238 @@ def verify(
     equal in content, whatever their formats and layouts, and that the digests of both hold.
 
     Elements are compared bit by bit, and types must agree; with `atol` or `rtol` they are compared
-    as numbers, of whatever types: `|a - b| <= atol + rtol * |b|`. Optimizer state, padding and
-    copies are compared where both hold them. `iteration` chooses one of a save folder, of `b` too
-    if it is one. Memory is bounded by a few buffers a thread.
+    as numbers, of whatever types: `|a - b| <= atol + rtol * |b|`. Padding is left out, and so is
+    optimizer state that the other format has no place for. `iteration` chooses one of a save
+    folder, of `b` too if it is one. Memory is bounded by a few buffers a thread.
 
     Raises:
         MegtoolError: one cannot be opened or located, or the two have no tensor in common.
     """
     began = time.monotonic()
-    chosen = _Choice(family=family, like=None if like is None else Path(like), iteration=iteration)
-    first = chosen.open(Path(a))
-    if b is None:
-        second = None
-    else:
-        first, second = _both(first, Path(a), Path(b), chosen)
-    sides = [first] if second is None else [first, second]
-    run = _Run(sides=sides, atol=atol, rtol=rtol, threads=usual_threads(threads), report=progress)
-    with Reader(first.catalogue, Files()) as reader:
-        if second is None:
-            found = run.check([_Side.of(first, reader)])
+    choice = Choice(family=family, like=None if like is None else Path(like), iteration=iteration)
+    opened = [open_one(Path(a), choice)] if b is None else [*open_both(Path(a), Path(b), choice)]
+    found = _Found()
+    kept = [Kept(o) for o in opened]
+    with ExitStack() as stack:
+        readers = [stack.enter_context(Reader(o.catalogue, Files())) for o in opened]
+        for reader in readers:  # finds every shard, whether or not its bytes will be read
+            reader.locator.offsets(np.arange(len(reader.catalogue.shards)))
+        halves = [k.half(r) for k, r in zip(kept, readers, strict=True)]
+        if b is None:
+            found.differences += _incomplete(opened[0])
+            pairs = list(kept[0].alone())
         else:
-            with Reader(second.catalogue, Files()) as other:
-                found = run.check([_Side.of(first, reader), _Side.of(second, other)])
-    for opened in sides:
-        opened.catalogue.check_unchanged()
-    named = next((s.model.family for s in sides if s.model and s.model.family), None)
+            pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found))
+        tasks = [_Task(pairs, halves[0], halves[-1], lambda d: found.values(pairs, halves, d))]
+        for side in range(len(opened)):
+            tasks += _asides(opened[side], kept[side], readers[side], found, stack)
+        total = sum(task.num_bytes for task in tasks)
+        progress("verify", 0, total)
+        for number, task in enumerate(tasks):
+            deltas = compare(
+                task.pairs,
+                task.a,
+                task.b,
+                atol=0.0 if number else atol,
+                rtol=0.0 if number else rtol,
+                threads=usual_threads(threads),
+                progress=lambda n: progress("verify", n, total),
+            )
+            task.settle(deltas)
+    for k, half in zip(kept, halves, strict=True):
+        k.hold(half)
+        k.opened.catalogue.check_unchanged()
+    families = [o.model.family.name for o in opened if o.model and o.model.family]
     return VerifyReport(
         a=str(a),
         b=None if b is None else str(b),
-        a_format=first.catalogue.format,
-        b_format=None if second is None else second.catalogue.format,
-        family=named.name if named and first.is_canonical else None,
-        matched_by="canonical" if first.is_canonical else "stored",
+        a_format=opened[0].catalogue.format,
+        b_format=None if b is None else opened[1].catalogue.format,
+        family=families[0] if families and opened[0].is_canonical else None,
+        matched_by="canonical" if opened[0].is_canonical else "stored",
         atol=atol,
         rtol=rtol,
-        num_replicas=sum(len(s.catalogue.replicas) for s in sides),
+        num_tensors=sum(b is None or (p.a is not None and p.b is not None) for p in pairs),
+        num_bytes=tasks[0].num_bytes,
+        num_replicas=sum(len(o.catalogue.replicas) for o in opened),
         seconds=time.monotonic() - began,
-        **found,
+        within=found.within,
+        digests=tuple(k.check() for k in kept),
+        differences=(*found.differences, *(d for k in kept for d in k.differences)),
+        notes=(*found.notes, *(n for k in kept for n in k.notes)),
     )
+
+
+class _Found:
+    """What has been found so far."""
+
+    def __init__(self) -> None:
+        self.differences: list[Difference] = []
+        self.notes: list[str] = []
+        self.within = 0.0
+
+    def values(self, pairs: Sequence[Pair], halves: Sequence[Half], deltas: Deltas) -> None:
+        """Take in the tensors that differ, in the order of the pairs."""
+        for pair in pairs:
+            delta = deltas.get(pair.name)
+            if delta is None or pair.a is None:
+                continue
+            self.within = max(self.within, delta.within)
+            if delta.num_differing:
+                self.differences.append(_difference(pair.name, pair.a, delta))
+
+
+Deltas = Mapping[str, Delta]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Some pairs to be compared, and what to do with the outcome."""
+
+    pairs: list[Pair]
+    a: Half
+    b: Half
+    settle: Callable[[Deltas], None]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the progress will count."""
+        return sum(num_bytes(pair, self.a, self.b) for pair in self.pairs)
+
+
+def _difference(name: str, place: Placement, delta: Delta, kind: Kind = "values") -> Difference:
+    shape = place.shape
+
+    def index(flat: int | None) -> tuple[int, ...] | None:
+        return None if flat is None else tuple(int(i) for i in np.unravel_index(flat, shape))
+
+    total = numel(shape)
+    text = f"{delta.num_differing:,} of {total:,} elements differ"
+    if delta.num_nan:
+        text += f", {delta.num_nan:,} of them NaN on one side alone"
+    if delta.largest_abs:
+        text += f", by {delta.largest_abs:.4g} at most, at {_at(index(delta.abs_at))}"
+    elif delta.largest_abs is not None and not delta.num_nan:
+        text += " in their bits alone (-0.0 and 0.0, or two kinds of NaN)"
+    if delta.largest_rel:
+        text += f", relative to B by {delta.largest_rel:.4g}, at {_at(index(delta.rel_at))}"
+    return Difference(
+        tensor=name,
+        stored=place.stored,
+        kind=kind,
+        text=text,
+        num_elements=total,
+        num_differing=delta.num_differing,
+        largest_abs=delta.largest_abs,
+        largest_abs_at=index(delta.abs_at),
+        largest_rel=delta.largest_rel,
+        largest_rel_at=index(delta.rel_at),
+    )
+
+
+def _at(index: tuple[int, ...] | None) -> str:
+    return str(list(index or ()))
+
+
+def _incomplete(opened: Opened) -> Iterator[Difference]:
+    """Tensors that the model should have and the checkpoint has not."""
+    model, side = opened.model, opened.side
+    if not opened.is_canonical or model is None:
+        return
+    more = model.family.vocabulary if model.family else {}
+    for name in missing(side.canonical, Model(model.config, {**VOCABULARY, **more}))[0]:
+        yield Difference(tensor=name, stored=name, kind="missing", text="the model has it")
+
+
+def _matched(
+    a: Opened, b: Opened, halves: Sequence[Half], loosely: bool, found: _Found
+) -> Iterator[Pair]:
+    """Pairs of tensors to compare; those that cannot be compared are differences, and are paired
+    with nothing, so that their digests are checked all the same."""
+    alone: Counter[tuple[str, str, str]] = Counter()
+    x, y = a.side, b.side
+    for name in (*x.placements, *(n for n in y.placements if n not in x.placements)):
+        p, q = x.placements.get(name), y.placements.get(name)
+        if p is None or q is None:
+            has, lacks, place = (a, b, p) if p is not None else (b, a, q)
+            state = name.rpartition(":")[0] if has.is_canonical else ""
+            if state and lacks.side.dialect in _STATELESS:
+                alone[state, str(has.path), lacks.catalogue.format] += 1
+            elif place is not None:
+                text = f"is not in {lacks.path}"
+                found.differences.append(
+                    Difference(tensor=name, stored=place.stored, kind="missing", text=text)
+                )
+        elif x.canonical[name].shape != y.canonical[name].shape:
+            one, other = list(x.canonical[name].shape), list(y.canonical[name].shape)
+            text = f"{one} in {a.path}, {other} in {b.path}"
+            found.differences.append(
+                Difference(tensor=name, stored=p.stored, kind="shape", text=text)
+            )
+        elif not loosely and halves[0].dtype(p) != halves[1].dtype(q):
+            text = f"{halves[0].dtype(p)} in {a.path}, {halves[1].dtype(q)} in {b.path}"
+            found.differences.append(
+                Difference(tensor=name, stored=p.stored, kind="dtype", text=text)
+            )
+        else:
+            yield Pair(name=name, a=p, b=q)
+            continue
+        if name in halves[0].sizes and p is not None:
+            yield Pair(name=name, a=p, b=None)
+        if name in halves[1].sizes and q is not None:
+            yield Pair(name=name, a=None, b=q)
+    for (state, path, kind), n in alone.items():
+        found.notes.append(
+            f"{state} of {n} tensors is in {path} alone, for {kind!r} has no place for it"
+        )
+
+
+def _asides(
+    opened: Opened, kept: Kept, reader: Reader, found: _Found, stack: ExitStack
+) -> Iterator[_Task]:
+    """What is checked in each checkpoint by itself: digests of tensors that are not compared as
+    they are, replicas, and copies of the tied embedding."""
+    pairs, half = kept.rest(reader)
+    yield _Task(pairs, half, half, lambda deltas: kept.hold(half))
+    if opened.catalogue.replicas:
+        one, other = (
+            Half(reader=stack.enter_context(Reader(c, Files()))) for c in as_pair(opened.catalogue)
+        )
+        yield _replicas(one, other, found)
+    yield _tied_copies(opened, Half(reader=reader), found)
+
+
+def _replicas(one: Half, other: Half, found: _Found) -> _Task:
+    tensors = one.reader.catalogue.tensors
+    places = {t.name: Placement.identity(t.name, t.shape) for t in tensors}
+
+    def settle(deltas: Deltas) -> None:
+        found.differences += [
+            _difference(name, places[name], d, "replica") for name, d in sorted(deltas.items())
+        ]
+
+    return _Task([Pair(name=n, a=p, b=p) for n, p in places.items()], one, other, settle)
+
+
+def _tied_copies(opened: Opened, half: Half, found: _Found) -> _Task:
+    """Output matrices that are no part of the model, because they repeat its embedding: do they?"""
+    pairs = []
+    place = opened.side.placements.get(_EMBEDDING)
+    for stored, reason in opened.side.dropped:
+        tensor = opened.catalogue[stored]
+        if reason != _TIED or place is None:
+            found.notes.append(f"{stored} of {opened.path} is not compared: {reason}")
+            continue
+        want = opened.side.canonical[_EMBEDDING]
+        if tensor.dtype != want.dtype or tensor.shape[1:] != want.shape[1:]:
+            found.notes.append(f"{stored} of {opened.path} is not like the embedding it repeats")
+            continue
+        copy = Placement.identity(_EMBEDDING, want.shape, stored=stored)
+        pairs.append(Pair(name=stored, a=place, b=copy))
+
+    def settle(deltas: Deltas) -> None:
+        for name, delta in deltas.items():
+            text = _difference(name, pairs[0].a or copy, delta).text
+            found.notes.append(f"{name} of {opened.path} does not repeat the embedding: {text}")
+
+    return _Task(pairs, half, half, settle)

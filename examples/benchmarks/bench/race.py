@@ -99,6 +99,15 @@ def copy_seconds(source: Path, target: Path, *, fsync: bool) -> float:
     return time.perf_counter() - began
 
 
+def free_space(folder: Path) -> int:
+    """Bytes free once the file system is done with what was removed, which XFS does late."""
+    free = -1
+    while free != (free := shutil.disk_usage(folder).free):
+        os.sync()
+        time.sleep(0.1)
+    return free
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
     """A job that races: `options` lack only the destination. `ideal_bytes` is what it must move."""
@@ -195,9 +204,8 @@ def race(
             result.after.append(last)
     for result in results:
         entrant = result.entrant
-        job, free = options(entrant), shutil.disk_usage(scratch).free
+        job, free = options(entrant), free_space(scratch)
         result.watched = run_job(entrant.kind, job, watch=True)
-        os.sync()
-        result.new_space = free - shutil.disk_usage(scratch).free
+        result.new_space = free - free_space(scratch)
     clear()
     return results

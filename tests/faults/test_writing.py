@@ -1,0 +1,449 @@
+"""Writing faults W1-W10: whatever fails or is killed, the destination is absent or complete.
+
+Every fault is injected into a real reshard at the n-th system call; the source stays as it is, and
+the same command then ends with the same bytes as a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.files import Files
+from megtool.commands.reshard import reshard
+from megtool.errors import (
+    CheckpointError,
+    DestinationError,
+    MegtoolError,
+    SourceChangedError,
+    StorageError,
+)
+from tests.checkpoint.faulty_files import FaultyFiles, Killed
+from tests.commands import tiny_llama
+from tests.commands.tiny_llama import contents, left_overs, state
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"num_hidden_layers": 1, "vocab_size": 5}
+OLD = {"old.bin": b"old", "deep/older.bin": b"older"}
+FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, "short", "kill", "torn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A reshard in a folder of its own, and what it makes of a sound machine."""
+
+    root: Path
+    options: dict[str, Any]
+    expected: dict[str, bytes]
+    source: dict[str, tuple[bytes, int, int]]
+    name: str = "out"
+
+    @property
+    def out(self) -> Path:
+        return self.root / self.name
+
+    def run(self, files: Files | None = None, **more: Any) -> Any:
+        return reshard(self.root / "source", self.out, files=files, **self.options, **more)
+
+    def put_old(self) -> dict[str, bytes]:
+        """Put something at the destination that is to be replaced."""
+        Files().remove(self.out)
+        if "" in self.expected:
+            self.out.write_bytes(b"old")
+            return {"": b"old"}
+        for name, data in OLD.items():
+            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.out / name).write_bytes(data)
+        return OLD
+
+    def check_end(self, where: object = None) -> None:
+        assert contents(self.out) == self.expected, where
+        assert sorted(p.name for p in self.root.iterdir()) == sorted([self.name, "source"]), where
+        assert state(self.root / "source") == self.source, where
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "to torch_dist": {"to": "torch_dist", "tp": 2},
+    "every byte digested": {"to": "torch_dist", "pp": 1, "digest": "all"},
+    "many shards": {"max_shard_size": "2KB"},
+    "cast": {"dtype": "float32", "digest": "none"},
+    "one file": {"to": "safetensors"},
+}
+
+
+def make(root: Path, options: dict[str, Any]) -> Job:
+    tiny_llama.save(root / "source", **SMALL)
+    name = "out.safetensors" if options.get("to") == "safetensors" else "out"
+    job = Job(
+        root=root,
+        options={"threads": 1, **options},
+        expected={},
+        source=state(root / "source"),
+        name=name,
+    )
+    job.run()
+    expected = contents(job.out)
+    assert expected
+    Files().remove(job.out)
+    return Job(
+        root=root, options=job.options, expected=expected, source=job.source, name=name
+    )
+
+
+def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bool = False) -> None:
+    """Strike at every n-th call; the destination is as promised, and a second run ends it."""
+    before = job.put_old() if old else None
+    calm = FaultyFiles()
+    job.run(calm, overwrite=old)
+    for n in range(1, len(calm.calls) + 1, every):
+        where = (n, calm.calls[n - 1])
+        if old:
+            job.put_old()
+        else:
+            Files().remove(job.out)
+        files = FaultyFiles(n, fault, lasting=lasting)
+        try:
+            job.run(files, overwrite=old)
+            assert contents(job.out) == job.expected, where
+        except (MegtoolError, Killed) as e:
+            assert fault not in ("short", errno.EINTR), where
+            assert isinstance(e, Killed | StorageError | DestinationError), (where, e)
+            assert isinstance(e, Killed) or e.file, (where, e)
+            assert contents(job.out) in (before, job.expected), where
+        assert files.hit, where
+        assert state(job.root / "source") == job.source, where
+        if contents(job.out) == job.expected and not old:
+            with pytest.raises(DestinationError, match="exists"):
+                job.run()
+        else:
+            job.run(overwrite=old)
+        job.check_end(where)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_at_every_call(tmp_path: Path, fault: int | str) -> None:  # W1, W2
+    strike(make(tmp_path, SCENARIOS["to torch_dist"]), fault, old=False)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, "kill", "torn"])
+def test_the_old_checkpoint_is_valid_until_the_new_one_is(
+    tmp_path: Path, fault: int | str
+) -> None:  # W5
+    strike(make(tmp_path, SCENARIOS["to torch_dist"]), fault, old=True)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("fault", [errno.EIO, "short", "kill", "torn"])
+@pytest.mark.parametrize("scenario", list(SCENARIOS)[1:])
+def test_faults_in_other_jobs(tmp_path: Path, scenario: str, fault: int | str, old: bool) -> None:
+    every = 1 if scenario == "one file" else 7
+    strike(make(tmp_path, SCENARIOS[scenario]), fault, old=old, every=every)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_stays_full_or_broken(tmp_path: Path, code: int) -> None:
+    strike(make(tmp_path, SCENARIOS["to torch_dist"]), code, old=False, every=3, lasting=True)
+
+
+@pytest.mark.parametrize("first", [20, 60, 100, 130])
+def test_run_after_run_is_killed(tmp_path: Path, first: int) -> None:  # W6
+    job = make(tmp_path, SCENARIOS["every byte digested"])
+    done = []
+    for n in range(first, first + 60, 9):
+        try:
+            done.append(job.run(FaultyFiles(n, "torn")))
+            break
+        except Killed:
+            assert not job.out.exists()
+    report = done[0] if done else job.run()
+    job.check_end()
+    assert report.resumed_units > 0 or first == 20
+
+
+def test_resuming_writes_only_what_is_missing(tmp_path: Path) -> None:  # W6
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    calm = FaultyFiles()
+    job.run(calm)
+    Files().remove(job.out)
+    last = len(calm.calls) - calm.calls[::-1].index("fsync") - 2
+    with pytest.raises(Killed):
+        job.run(FaultyFiles(last, "kill"))
+    again = FaultyFiles()
+    report = job.run(again)
+    assert (report.resumed_units, report.repaired_units) == (report.resumed_units, 0)
+    assert report.resumed_units > 0
+    assert "copy_file_range" not in again.calls
+    job.check_end()
+
+
+def test_what_a_crash_tore_is_repaired(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    stopped = FaultyFiles()
+    job.run(stopped)
+    Files().remove(job.out)
+    with pytest.raises(Killed):
+        job.run(FaultyFiles(stopped.calls.index("fsync") + 1, "kill"))
+    tree = tmp_path / ".out.megtool" / "tree"
+    for file in tree.rglob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        file.write_bytes(data)
+    assert job.run().repaired_units > 0
+    job.check_end()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tp": 1}, {"digest": "all"}, {"dtype": "float32"}, {"exclude": ["lm_head*"]}],
+    ids=str,
+)
+def test_other_options_do_not_resume(tmp_path: Path, change: dict[str, Any]) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    calm = FaultyFiles()
+    options = job.options | change
+    reshard(tmp_path / "source", tmp_path / "out", files=calm, **options)
+    expected = contents(job.out)
+    Files().remove(job.out)
+    with pytest.raises(Killed):
+        job.run(FaultyFiles(len(calm.calls) - 30, "kill"))
+    report = reshard(tmp_path / "source", tmp_path / "out", **options)
+    assert report.resumed_units == 0
+    assert contents(job.out) == expected
+
+
+# ---- real processes
+
+
+def command(job: Job, *more: str) -> list[str]:
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in job.options.items()]
+    paths = [str(job.root / "source"), str(job.out)]
+    return [sys.executable, "-m", "megtool", "reshard", *paths, *options, "-q", *more]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_process_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    more = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 32}
+    tiny_llama.save(tmp_path / "source", vocab_size=20_000, **more)
+    before = state(tmp_path / "source")
+    options = {"to": "torch_dist", "tp": 2, "threads": 2, "digest": "all"}
+    reference = tmp_path / "reference"
+    reshard(tmp_path / "source", reference, **options)
+    expected = contents(reference)
+    shutil.rmtree(reference)
+    job = Job(root=tmp_path, options=options, expected=expected or {}, source=before)
+    staging = tmp_path / ".out.megtool"
+    killed = 0
+    for _ in range(3):
+        process = subprocess.Popen(command(job), cwd=ROOT)
+        while process.poll() is None and not staging.exists():
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        assert contents(job.out) in (None, expected)
+        if job.out.exists():
+            break
+    assert state(tmp_path / "source") == before
+    if not job.out.exists() or staging.exists():
+        subprocess.run([*command(job), "--overwrite"], cwd=ROOT, check=True)
+    job.check_end()
+
+
+def test_interrupting_leaves_a_stage_that_resumes(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["every byte digested"])
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(progress=interrupt)
+    assert not job.out.exists()
+    job.run()
+    job.check_end()
+
+
+# ---- W3: a failed fsync
+
+
+def test_a_failed_flush_is_never_made_good_by_a_second_one(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    calm = FaultyFiles()
+    job.run(calm)
+    rename = calm.calls.index("rename")
+    flushes = [n for n, name in enumerate(calm.calls, 1) if name == "fsync"]
+    assert len([n for n in flushes if n < rename]) > 8
+    for n in flushes:
+        Files().remove(job.out)
+        with pytest.raises(StorageError) as e:
+            job.run(FaultyFiles(n, errno.EIO))
+        assert "flush" in e.value.message
+        assert (contents(job.out) is None) == (n < rename), n
+        if n < rename:
+            # What the kernel dropped looks whole in its cache: nothing of it may be relied on.
+            data = FaultyFiles()
+            report = job.run(data)
+            is_data = n < flushes[len([m for m in flushes if m < rename]) - 2]
+            assert report.resumed_units == 0 or not is_data, n
+        else:
+            with pytest.raises(DestinationError, match="exists"):
+                job.run()
+        job.check_end(n)
+
+
+# ---- W4, W5: places
+
+
+def test_a_rename_that_the_system_refuses(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    calm = FaultyFiles()
+    job.run(calm)
+    Files().remove(job.out)
+    for code in (errno.EXDEV, errno.EPERM, errno.EBUSY):
+        with pytest.raises(StorageError, match="rename"):
+            job.run(FaultyFiles(calm.calls.index("rename") + 1, code))
+        assert not job.out.exists()
+    assert job.run().resumed_units > 0
+    job.check_end()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
+def test_the_destination_on_another_device(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    place = Path("/dev/shm") / f"megtool-{os.getpid()}"
+    place.mkdir()
+    try:
+        (tmp_path / "link").symlink_to(place / "out")
+        reshard(tmp_path / "source", tmp_path / "link", **job.options)
+        assert contents(place / "out") == job.expected
+        assert [p.name for p in place.iterdir()] == ["out"]
+    finally:
+        shutil.rmtree(place)
+
+
+# ---- W7: two writers
+
+
+def test_a_second_writer_fails_at_once(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    refused = []
+
+    def second(what: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(DestinationError) as e:
+                job.run()
+            refused.append(e.value)
+
+    job.run(progress=second)
+    assert f"process {os.getpid()}" in refused[0].message
+    assert refused[0].hint
+    job.check_end()
+
+
+def test_a_lock_left_behind_locks_nobody_out(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    (tmp_path / ".out.megtool").mkdir()
+    (tmp_path / ".out.megtool" / "lock").write_text("1 elsewhere\n")
+    job.run()
+    job.check_end()
+
+
+# ---- W8: durability
+
+
+def test_every_file_and_folder_is_flushed_before_the_rename(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    flushed: list[Path] = []
+    renamed: list[int] = []
+
+    class Watching(Files):
+        def fsync(self, path: Path) -> None:
+            flushed.append(path)
+            super().fsync(path)
+
+        def rename(self, source: Path, target: Path, *, replace: bool = True) -> None:
+            renamed.append(len(flushed))
+            super().rename(source, target, replace=replace)
+
+    job.run(Watching())
+    tree = tmp_path / ".out.megtool" / "tree"
+    wanted = {tree, *(tree / p.relative_to(job.out) for p in job.out.rglob("*"))}
+    assert wanted <= set(flushed[: renamed[-1]])
+    assert tmp_path in flushed[renamed[-1] :]
+    Files().remove(job.out)
+    without = FaultyFiles()
+    job.run(without, fsync=False)
+    assert "fsync" not in without.calls
+    job.check_end()
+
+
+# ---- W10: the source changes
+
+
+def grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b" ")
+
+
+def shrink(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def rewrite(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def replace(file: Path) -> None:
+    other = file.with_name("other")
+    shutil.copy2(file, other)
+    other.replace(file)
+
+
+@pytest.mark.parametrize("digest", ["all", "buffered"])
+@pytest.mark.parametrize("change", [grow, shrink, rewrite, replace, Path.unlink])
+def test_a_source_that_changes_meanwhile(
+    tmp_path: Path, change: Callable[[Path], object], digest: str
+) -> None:
+    job = make(tmp_path, {"to": "torch_dist", "digest": digest})
+    file = tmp_path / "source" / "model.safetensors"
+    told = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if not told:
+            told.append(done)
+            change(file)
+
+    with pytest.raises(CheckpointError) as e:
+        job.run(progress=progress)
+    assert isinstance(e.value, SourceChangedError) or change in (shrink, Path.unlink)
+    assert str(file) in str(e.value)
+    assert e.value.hint or isinstance(e.value, SourceChangedError)
+    assert not job.out.exists()
+
+
+def test_an_edited_source_starts_anew(tmp_path: Path) -> None:
+    job = make(tmp_path, SCENARIOS["to torch_dist"])
+    calm = FaultyFiles()
+    job.run(calm)
+    Files().remove(job.out)
+    with pytest.raises(Killed):
+        job.run(FaultyFiles(len(calm.calls) - 20, "kill"))
+    shutil.rmtree(tmp_path / "source")
+    tiny_llama.save(tmp_path / "source", seed=1, **SMALL)
+    assert job.run().resumed_units == 0
+    fresh = tmp_path / "fresh"
+    reshard(tmp_path / "source", fresh, **job.options)
+    assert contents(job.out) == contents(fresh) != job.expected
+    assert left_overs(tmp_path) == []
