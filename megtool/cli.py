@@ -234,6 +234,7 @@ def _reshard(
 def _verify(
     a: Annotated[Path, _place("A checkpoint of any format.", "A")],
     b: Annotated[Path | None, _place("Another, in any format and layout.", "B")] = None,
+    iteration: Iteration = None,
     family: Family = None,
     like: Like = None,
     atol: Annotated[
@@ -258,7 +259,16 @@ def _verify(
     def work(progress: Progress) -> Report:
         from megtool.commands.verify import verify
 
-        return verify(a, b, atol=atol, rtol=rtol, family=family, like=like, progress=progress)
+        return verify(
+            a,
+            b,
+            atol=atol,
+            rtol=rtol,
+            family=family,
+            like=like,
+            iteration=iteration,
+            progress=progress,
+        )
 
     return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
 

@@ -239,14 +239,20 @@ class Stage:
         """Make what was written so far survive the end of the machine, not of the process alone.
 
         Costs an fsync of every file: for long runs, now and then. Units finished while it runs are
-        not covered, so call it when none is under way.
+        not covered, so call it when none is under way. When it fails, what is staged is discarded.
         """
         files, folders = self.files.tree(self.tree)
-        with ThreadPoolExecutor(max(1, threads)) as pool:
-            for _ in pool.map(self.files.fsync, files):
-                pass
-        for folder in reversed(folders):
-            self.files.fsync_dir(folder)
+        try:
+            with ThreadPoolExecutor(max(1, threads)) as pool:
+                for _ in pool.map(self.files.fsync, files):
+                    pass
+            for folder in reversed(folders):
+                self.files.fsync_dir(folder)
+        except StorageError:
+            # What did not reach the disk may still look whole in memory, and a second fsync would
+            # succeed: nothing that is staged can be relied on.
+            self._finished, self.resumed = 0, set()
+            raise
         self._entered().durable()
 
     def _entered(self) -> journal.Journal:

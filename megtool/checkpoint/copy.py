@@ -18,7 +18,7 @@ from megtool.checkpoint.side import Locator
 from megtool.checkpoint.strided import Peak
 from megtool.checkpoint.units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.worker import Run, Worker
-from megtool.errors import DigestError
+from megtool.errors import CheckpointError, DigestError
 from megtool.tensors.box import numel
 
 
@@ -96,8 +96,13 @@ def execute(
         )
         todo = list(enumerate(units(plan, target, tiled_only=digest is DigestMode.ALL)))
         alone = [u for u in todo if isinstance(u[1], Tiled) and u[1].woven]
-        _work(run, stage, todo[: len(todo) - len(alone)], threads)
-        _work(run, stage, alone, 1)
+        try:
+            _work(run, stage, todo[: len(todo) - len(alone)], threads)
+            _work(run, stage, alone, 1)
+        except CheckpointError:
+            for source in plan.sources:
+                source.check_unchanged()  # the reason behind it, perhaps
+            raise
     for source in plan.sources:
         source.check_unchanged()
     _digest_empty(plan, run)

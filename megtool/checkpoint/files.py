@@ -21,12 +21,16 @@ class Files(Transfer):
 
     def open_read(self, path: Path) -> int:
         """Open a file or a folder for reading."""
-        return self.do(path, "open", os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def open_write(self, path: Path) -> int:
         """Open a file for reading and writing; one that is missing is made, none is emptied."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        return self.do(path, "open", os.open, path, flags, 0o666)
+        return self._open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _open(self, path: Path, *how: int) -> int:
+        fd = self.do(path, "open", os.open, path, *how)
+        self._paths[fd] = path
+        return fd
 
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Give an open file its size; what is new reads as zeros."""

@@ -125,7 +125,7 @@ class Traffic:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block, int, int]]:
+    def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block | Rows, int, int]]:
         """The blocks under a tile, with their files and what to add to their offsets."""
         if memory is not self._memory or not self._follows(lo, memory.shape):
             self._work_out(lo, memory)

@@ -54,6 +54,7 @@ class Transfer:
     def __init__(self) -> None:
         self._ways: dict[tuple[int, int], int] = {}  # (device, device) -> first way that may work
         self._scratch = threading.local()
+        self._paths: dict[int, Path] = {}  # of open files: a failed close has no name any more
 
     def system(self, function: Callable[..., T], /, *args: Any) -> T:
         """Make one system call."""
@@ -235,12 +236,13 @@ class Transfer:
 
     def close(self, fd: int) -> None:
         """Close a descriptor; network file systems tell failed writes here."""
+        path = self._paths.pop(fd, None)
         try:
             self.system(os.close, fd)
         except InterruptedError:
             return  # Linux has closed it all the same
         except OSError as e:
-            raise in_words(e, fd, "close") from e
+            raise in_words(e, path or fd, "close") from e
 
 
 def name_of(place: Place) -> Path | None:

@@ -28,16 +28,18 @@ def eight_bit(name: str) -> NDArray[np.float32]:
     """The 256 values of an 8-bit float type, by their bits."""
     bits = np.arange(256)
     if name == "float8_e8m0fnu":  # a power of two, without sign or mantissa
-        out = np.ldexp(np.ones(256), bits - 127)
-        out[255] = np.nan
-        return out.astype(np.float32)
+        powers: NDArray[np.float64] = np.ldexp(np.ones(256), bits - 127)
+        powers[255] = np.nan
+        return powers.astype(np.float32)
     exponent_bits = 4 if "e4m3" in name else 5
     mantissa_bits = 7 - exponent_bits
     bias = (1 << (exponent_bits - 1)) - (0 if name.endswith("fnuz") else 1)
     exponent = bits >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = bits & (1 << mantissa_bits) - 1
     leading = (exponent > 0).astype(int) << mantissa_bits  # absent from subnormal numbers
-    out = np.ldexp((leading + mantissa) * 1.0, np.maximum(exponent, 1) - bias - mantissa_bits)
+    out: NDArray[np.float64] = np.ldexp(
+        (leading + mantissa) * 1.0, np.maximum(exponent, 1) - bias - mantissa_bits
+    )
     out[128:] *= -1
     if name.endswith("fnuz"):
         out[128] = np.nan  # what would be minus zero is the only NaN

@@ -129,9 +129,9 @@ def _demo(weights: Path, folder: Path, progress: Progress, *, kept: bool) -> Dem
     report = json.loads(
         _run(["verify", str(folder / "hf"), str(folder / "hf-again"), "--json", "-q"], (0, 7))
     )
-    equal = bool(report["equal"])
+    equal = report["verdict"] == "equal"
     verdict = (
-        f"hf and hf-again are equal: {report['compared']} tensors, "
+        f"hf and hf-again are equal: {report['num_tensors']} tensors, "
         f"{format_bytes(report['num_bytes'])} compared"
         if equal
         else "hf and hf-again DIFFER"

@@ -125,12 +125,12 @@ class VerifyReport:
         if self.atol or self.rtol:
             yield (
                 "tolerance",
-                f"{self.atol:g} + {self.rtol:g} × |B|; the largest difference within it is "
+                f"{self.atol:g} + {self.rtol:g} * |B|; the largest difference within it is "
                 f"{self.within:.3g}",
             )
         for check in self.digests:
-            of = f" of {check.path}" if len(self.digests) > 1 else ""
-            yield "digests", f"{check.words()}{of}"
+            of = f"{check.path}: " if len(self.digests) > 1 else ""
+            yield "digests", f"{of}{check.words()}"
         if len(self.digests) == 1 and (self.digests[0].holding or self.digests[0].differing):
             for name, n in fold_names(self.digests[0].unverified)[:_GROUPS]:
                 yield "unverified", f"{name}{f' ({n} tensors)' if n > 1 else ''}"

@@ -12,8 +12,8 @@ from megtool.checkpoint.files import Files
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.statistics import Statistics, measure
 from megtool.checkpoint.sweep import usual_threads
+from megtool.commands.megatron_state import source_layout
 from megtool.commands.opened import Opened, open_model
-from megtool.commands.target import source_layout
 from megtool.commands.tree import Fold, columns, count, draw, fold, fold_names, shown
 from megtool.log import Progress, format_bytes, silent
 from megtool.tensors.sharded import GlobalTensor
@@ -123,9 +123,14 @@ class InspectReport:
         if len(self.left_out) > 4:
             yield "left out", f"and {len(self.left_out) - 4} more (--json lists them)"
         if self.objects:
-            names = [f"{n} × {k}" if k > 1 else n for n, k in self.objects[:8]]
-            more = f", and {len(self.objects) - 8} more" if len(self.objects) > 8 else ""
-            yield "objects", f"{', '.join(names)}{more} ({format_bytes(self.object_bytes)})"
+            yield (
+                "objects",
+                f"{sum(n for _, n in self.objects)}, {format_bytes(self.object_bytes)}",
+            )
+        for name, n in self.objects[:8]:
+            yield "", f"{name}{f' ({n})' if n > 1 else ''}"
+        if len(self.objects) > 8:
+            yield "", f"and {len(self.objects) - 8} more kinds (--json lists them)"
         if self.attachments:
             more = f", and {len(self.attachments) - 8} more" if len(self.attachments) > 8 else ""
             yield "beside", ", ".join(self.attachments[:8]) + more
@@ -202,7 +207,7 @@ def inspect(
         reason=_reason(opened) if chosen is None else None,
         iteration=_iteration(catalogue.metadata.get("iteration")),
         layout=source_layout(catalogue),
-        num_files=len({int(f) for f in set(catalogue.extents.file.tolist())}),
+        num_files=len(set(catalogue.extents.file.tolist())),
         num_shards=len(catalogue.shards),
         num_replicas=len(catalogue.replicas),
         num_tensors=len(catalogue.tensors),
@@ -236,7 +241,7 @@ def _line(t: GlobalTensor, num_shards: int, statistics: Statistics | None) -> Te
 
 def _num_shards(opened: Opened, number: int) -> int:
     rows = opened.catalogue.shards.of(number)
-    return rows.stop - rows.start
+    return int(rows.stop - rows.start)
 
 
 def _iteration(value: Any) -> int | str | None:

@@ -53,7 +53,7 @@ def fold(tensors: Iterable[GlobalTensor]) -> list[Fold]:
     groups: dict[tuple[object, ...], list[tuple[GlobalTensor, tuple[str, ...]]]] = defaultdict(list)
     for t in tensors:
         parts = tuple(t.name.split("."))
-        pattern = tuple("\0" if _is_number(p) else p for p in parts)
+        pattern = tuple(None if _is_number(p) else p for p in parts)
         groups[pattern, t.shape, t.dtype.name, t.packing].append((t, parts))
     return [_fold(members) for members in groups.values()]
 
@@ -121,7 +121,7 @@ def draw(folds: Iterable[Fold]) -> Iterator[str]:
             node = node.children.setdefault(part, _Node())
         node.folds.append(f)
     rows = list(_rows(root, 0))
-    yield from columns([(label, *_facts(f)) if f else (label,) for label, f in rows], left=2)
+    yield from columns([(label, *_facts(f)) if f else (label,) for label, f in rows], left=3)
 
 
 def _rows(node: _Node, depth: int) -> Iterator[tuple[str, Fold | None]]:
@@ -139,35 +139,27 @@ def _rows(node: _Node, depth: int) -> Iterator[tuple[str, Fold | None]]:
 
 
 def _facts(f: Fold) -> tuple[str, ...]:
-    times = (f"× {f.count}",) if f.count > 1 else ()
+    times = (f"x {f.count}",) if f.count > 1 else ()
     return (shown(f.shape), f.dtype, format_bytes(f.num_bytes), *times)
 
 
 def shown(shape: Sequence[int]) -> str:
-    """A shape for people: `576×64`."""
-    return "×".join(str(n) for n in shape) or "scalar"
+    """A shape for people: `[576, 64]`."""
+    return str(list(shape))
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
-    """Rows as aligned text: the first `left` columns and words to the left, numbers to the right.
+    """Rows as aligned text: the first `left` columns to the left, all others to the right.
 
     Rows may be of different lengths.
     """
     width = [0] * max((len(row) for row in rows), default=0)
-    number = [k >= left for k in range(len(width))]
     for row in rows:
         for k, text in enumerate(row):
             width[k] = max(width[k], len(text))
-            number[k] = number[k] and (not text or not text[0].isalpha() or text in _NOT_FINITE)
     for row in rows:
-        cells = (
-            text.rjust(width[k]) if number[k] else text.ljust(width[k])
-            for k, text in enumerate(row)
-        )
+        cells = (t.ljust(width[k]) if k < left else t.rjust(width[k]) for k, t in enumerate(row))
         yield "  ".join(cells).rstrip()
-
-
-_NOT_FINITE = ("nan", "inf")
 
 
 def count(number: int) -> str:

@@ -107,7 +107,9 @@ def plan(options: Options, phase: Phases) -> Options:
         opened = open_model(Path(options["source"]))
     with phase("plan"):
         target = make_target(opened, Request(destination=Path("unused"), **options["layout"]))
-        placements = {n: p for n, p in opened.side.placements.items() if n in target.side.placements}
+        placements = {
+            n: p for n, p in opened.side.placements.items() if n in target.side.placements
+        }
         made = build(
             [Source(catalogue=opened.catalogue, placements=placements)],
             target.destination,

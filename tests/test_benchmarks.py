@@ -1,0 +1,116 @@
+"""The benchmark scripts run, and what of their figures does not depend on the machine holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+FOLDER = Path("examples/benchmarks")
+OPTIONS = {
+    "reshard_speed.py": ["--gib", "0.05", "--rounds", "1", "--sizes", "0.05,0.2"],
+    "peers_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
+    "startup.py": ["--rounds", "1"],
+}
+
+pytestmark = pytest.mark.slow
+
+Measure = Callable[..., tuple[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def measure(checkout: Path, tmp_path: Path) -> Measure:
+    """Run a script at a tiny size; what it printed, and its figures."""
+
+    def run(name: str, *more: str) -> tuple[str, list[dict[str, Any]]]:
+        figures = tmp_path / "figures.json"
+        command = [sys.executable, str(checkout / FOLDER / name), *OPTIONS[name], *more]
+        done = subprocess.run(
+            [*command, "--dir", str(tmp_path), "--json", str(figures)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            check=False,
+        )
+        assert not done.returncode, done.stderr
+        left = {p.name for p in tmp_path.iterdir()} - {figures.name}
+        assert not left, "the script leaves nothing behind"
+        return done.stdout, json.loads(figures.read_text()) if figures.exists() else []
+
+    return run
+
+
+def test_every_script_is_run_here(checkout: Path) -> None:
+    assert {path.name for path in (checkout / FOLDER).glob("*.py")} == set(OPTIONS)
+
+
+def test_a_copy_moves_its_bytes_once(measure: Measure) -> None:
+    _, figures = measure("reshard_speed.py", "--only", "column")
+    moved = [f for f in figures if "amplification" in f]
+    assert {f["threads"] for f in moved} == {1, 2}
+    assert [f for f in moved if not 0.999 <= f["amplification"] <= 1.02] == []
+    assert [f for f in moved if f["peak_bytes"] > 64 * MIB] == []
+
+
+def test_memory_is_flat_over_size_and_bounded(measure: Measure) -> None:
+    printed, figures = measure("reshard_speed.py")
+    table = {f["job"]: f["peaks"] for f in figures if "peaks" in f}
+    assert len(table) == 3
+    for job, peaks in table.items():
+        assert max(peaks) <= 256 * MIB, job
+        assert max(peaks) - min(peaks) <= 16 * MIB, job
+    assert [f for f in figures if f.get("peak_bytes", 0) > 256 * MIB] == []
+    plain = [f for f in figures if "amplification" in f and "fp32" not in f["job"]]
+    assert len(plain) >= 10
+    assert [f for f in plain if not 0.999 <= f["amplification"] <= 1.02] == []
+    preloaded = [f for f in figures if "amplification" in f and "before" in f["job"]]
+    assert [f for f in preloaded if f["amplification"] > 1.02] == []
+    assert "### Time, without fsync" in printed
+
+
+@pytest.mark.peers
+def test_peers_do_the_same_job_in_more_memory(measure: Measure) -> None:
+    _, figures = measure("peers_speed.py")
+    assert {"torch", "transformers"} == {f["job"].split()[0] for f in figures}
+    assert [f for f in figures if f["memory_share"] > 0.3] == []
+    assert [f for f in figures if f["peak_bytes"] > 64 * MIB] == []
+
+
+def test_shared_blocks_take_no_new_space(measure: Measure) -> None:
+    printed, figures = measure("reflink_speed.py")
+    if printed.startswith("skipped: "):
+        pytest.skip(printed.strip())
+    assert len(figures) == 6
+    assert [f for f in figures if f["new_space"] > 0.05 * f["num_bytes"]] == []
+
+
+def test_a_reflink_script_says_why_it_skips(checkout: Path, tmp_path: Path) -> None:
+    empty = {"PATH": str(tmp_path), "PYTHONPATH": str(checkout)}
+    command = [sys.executable, str(checkout / FOLDER / "reflink_speed.py"), "--dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=empty, check=True)
+    assert done.stdout.startswith("skipped: ")
+    assert shutil.which("mkfs.xfs", path=str(tmp_path)) is None
+
+
+def test_opening_and_planning_read_headers_alone(measure: Measure) -> None:
+    _, figures = measure("plan_scale.py")
+    by_phase = {f["job"]: f for f in figures}
+    assert set(by_phase) == {"open", "plan"}
+    assert max(by_phase["open"]["read"]) < 64 * MIB
+    assert max(by_phase["plan"]["read"]) < 8 * MIB
+    assert max(f["peak_bytes"] for f in figures) < 512 * MIB
+
+
+def test_help_imports_nothing_heavy(measure: Measure) -> None:
+    _, figures = measure("startup.py")
+    assert [f["heavy"] for f in figures] == [[], []]
