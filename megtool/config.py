@@ -58,6 +58,13 @@ class ModelConfig:
             _check_int(name, getattr(self, name), 1)
         for name in _NATURAL:
             _check_int(name, getattr(self, name), 0)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise MappingError(f"{name} is {getattr(self, name)!r}", hint="true or false")
+        for name in ("norm_eps", "rope_base"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise MappingError(f"{name} is {value!r}", hint="a positive number")
         if self.num_heads % self.num_kv_heads:
             raise MappingError(
                 f"num_kv_heads is {self.num_kv_heads}, which does not divide "
@@ -105,6 +112,15 @@ _NATURAL = (
     "num_experts_per_token",
     "moe_ffn_hidden_size",
     "shared_ffn_hidden_size",
+)
+_FLAGS = (
+    "tied_embeddings",
+    "gated",
+    "qkv_bias",
+    "attn_out_bias",
+    "mlp_bias",
+    "qk_norm",
+    "attn_output_gate",
 )
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
 

@@ -86,7 +86,7 @@ def against_transformers(table: Table, root: Path, given: argparse.Namespace) ->
 def main() -> None:
     """Measure and print."""
     given = parser(__doc__ or "").parse_args()
-    head = ("peer", "our threads", "fsync", "peer s", "our s", "× faster (min/min, limit 3)")
+    head = ("peer", "our threads", "fsync", "peer s", "our s", "x faster (min/min, limit 3)")
     head = (*head, "(median)", "whole process", "peer MiB", "our MiB", "our share (limit 0.1)")
     table = Table(title="Against peers", head=head)
     with workplace(given) as folder:

@@ -58,7 +58,7 @@ def run(*command: str) -> None:
 def main() -> None:
     """Measure and print."""
     given = parser(__doc__ or "").parse_args()
-    head = ("job", "threads", "s", "cp s", "× cp (min/min)", "limit", "× cp (median)", "spread")
+    head = ("job", "threads", "s", "cp s", "x cp (min/min)", "limit", "x cp (median)", "spread")
     table = Table(title="Shared blocks on XFS, without fsync", head=(*head, "new space"))
     jobs = {
         "HF → torch_dist PP2": {"to": "torch_dist", "pp": 2},
@@ -90,7 +90,7 @@ def main() -> None:
                         f"{result.least:.4f}",
                         verdict(result.least, LIMIT),
                         f"{result.median:.4f}",
-                        f"{times(min(result.pairs))}–{times(max(result.pairs))}",
+                        f"{times(min(result.pairs))}-{times(max(result.pairs))}",
                         f"{result.new_space / made.num_bytes:.1%}",
                         job=result.entrant.name,
                         least=result.least,

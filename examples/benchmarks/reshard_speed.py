@@ -120,7 +120,7 @@ def entrant(job: Job, threads: int, durable: bool, ideal_bytes: int) -> Entrant:
 def speed_table(durable: bool) -> Table:
     """An empty table of times."""
     what = "with fsync on both sides" if durable else "without fsync"
-    head = ("job", "digest", "threads", "s", "cp s", "× cp (min/min)", "limit", "× cp (median)")
+    head = ("job", "digest", "threads", "s", "cp s", "x cp (min/min)", "limit", "x cp (median)")
     return Table(title=f"Time, {what}", head=(*head, "spread", "whole process s"))
 
 
@@ -136,7 +136,7 @@ def add_speed(table: Table, result: Result) -> None:
         times(result.least),
         verdict(result.least, job.limit),
         times(result.median),
-        f"{times(min(result.pairs))}–{times(max(result.pairs))}",
+        f"{times(min(result.pairs))}-{times(max(result.pairs))}",
         f"{min(result.process_seconds):.2f}",
         job=job.name,
         threads=job.options["threads"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -39,10 +40,6 @@ class Digests:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        from awscrt import checksums  # here, for most of megtool never digests
-
-        self._crc32c = checksums.crc32c
-        self._combine = checksums.combine_crc32c
         self._sizes = sizes
         self._parts: dict[str, tuple[int, int]] = {}  # name -> (xor, bytes)
         self._lock = threading.Lock()
@@ -54,7 +51,7 @@ class Digests:
 
     def piece(self, data: bytes | Buffer) -> int:
         """The linear CRC of some bytes, for `add_piece`."""
-        return int(self._crc32c(data, _ONES)) ^ _ONES
+        return int(_checksums().crc32c(data, _ONES)) ^ _ONES
 
     def add_piece(self, name: str, offset: int, num_bytes: int, linear: int) -> None:
         """Add bytes by what `piece` gave for them.
@@ -98,10 +95,18 @@ class Digests:
 
     def _shift(self, linear: int, num_bytes: int) -> int:
         """The linear CRC after so many more zero bytes."""
-        return int(self._combine(linear, 0, num_bytes))
+        return int(_checksums().combine_crc32c(linear, 0, num_bytes))
 
 
 _ONES = 0xFFFFFFFF
+
+
+@functools.cache
+def _checksums() -> Any:
+    """The library, imported with the first byte: where the kernel copies all, none is digested."""
+    from awscrt import checksums
+
+    return checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

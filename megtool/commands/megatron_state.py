@@ -43,16 +43,13 @@ def divisible_by(catalogue: Catalogue) -> int:
 
 
 def carried_objects(
-    catalogue: Catalogue, parallel: ParallelConfig, *, megatron: bool
+    catalogue: Catalogue, parallel: ParallelConfig
 ) -> tuple[dict[str, bytes], list[Dropped]]:
     """Objects that travel as they are, byte for byte, and the rest with the reason it is left."""
     kept: dict[str, bytes] = {}
     lost: list[Dropped] = []
     same = source_layout(catalogue)
     for name, held in catalogue.objects.items():
-        if not megatron and is_empty_state(catalogue, name):
-            lost.append(Dropped(name=name, reason=EMPTY, is_lost=False))
-            continue
         reason = _object_reason(name, same, parallel)
         if reason is None and held.extent is not None:
             kept[name] = _bytes(catalogue, held.extent)

@@ -146,7 +146,21 @@ def _sidecar(catalogue: Catalogue) -> Sidecar | None:
 
 
 def _model(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
-    """The model by what was given, then by what the checkpoint says; None if nothing does."""
+    """The model by what was given, then by what the checkpoint says; None if nothing does.
+
+    What others wrote may hold values of any type: what arithmetic on them raises is their fault.
+    """
+    try:
+        return _described(catalogue, family_name, like)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        raise MappingError(
+            f"the model's configuration makes no sense: {e}",
+            file=like or catalogue.root,
+            hint="--like FOLDER takes it from the config.json of a Hugging Face folder",
+        ) from e
+
+
+def _described(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
     named = family(family_name) if family_name else None
     hf_config = read_config(like) if like is not None else _own_config(catalogue)
     if hf_config is not None:

@@ -32,6 +32,9 @@ def _tokenizer_files(source: Opened) -> dict[str, bytes]:
     from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
 
     warnings: list[str] = []
+    if "tokenizer.ggml.tokens" not in source.catalogue.metadata["gguf"]:
+        _LOG.warning("the file holds no tokenizer: --like FOLDER takes one from elsewhere")
+        return {}
     try:
         found = tokenizer_files(source.path, warnings=warnings)
     except MissingPackageError as e:

@@ -242,7 +242,7 @@ def _lay_out_ranks(source: Opened, out: Target, dtype: DType | None) -> None:
         shards = rows_over_ranks(out.side.tensors, parallel.dp)
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
     small = files_beside_ranks(source, dtype)
-    carried, lost = carried_objects(source.catalogue, parallel, megatron=megatron)
+    carried, lost = carried_objects(source.catalogue, parallel)
     out.dropped += lost
     objects: dict[str, Any] = dict(carried)
     if megatron and source.catalogue.format != "torch_dist":

@@ -92,8 +92,13 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
     Raises:
         MappingError: nothing says it, or no family is called so.
     """
-    architectures = tuple(metadata.get("architectures") or ())
-    kind, gguf = metadata.get("model_type"), metadata.get("general.architecture")
+    said_so = metadata.get("architectures")
+    listed = said_so if isinstance(said_so, list | tuple) else ()
+    architectures = tuple(x for x in listed if isinstance(x, str))
+    kind, gguf = (
+        x if isinstance(x := metadata.get(key), str) else None
+        for key in ("model_type", "general.architecture")
+    )
     known = families()
     for found in known:
         if set(architectures) & set(found.architectures):

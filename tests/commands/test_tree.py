@@ -66,7 +66,7 @@ def test_a_tensor_may_be_the_beginning_of_another() -> None:
     assert [line.split("  [")[0].rstrip() for line in lines] == ["a", "  b", "  c"]
 
 
-@given(st.lists(st.text(alphabet="ab.0{}\0\x1b١", max_size=12), unique=True, max_size=30))
+@given(st.lists(st.text(alphabet="ab.0{}\0\x1b\u0661", max_size=12), unique=True, max_size=30))
 def test_every_tensor_is_on_a_line_whatever_its_name(names: list[str]) -> None:
     folds = fold([tensor(n) for n in names])
     assert sum(f.count for f in folds) == len(names)

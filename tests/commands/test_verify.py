@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats import open_checkpoint
@@ -126,25 +130,44 @@ def test_two_unknown_models_meet_under_stored_names(tmp_path: Path) -> None:
         verify(tmp_path / "a.safetensors", tmp_path / "c.safetensors")
 
 
+def test_optimizer_state_is_noted_where_the_other_format_has_no_place_for_it(
+    made: Path, tmp_path: Path
+) -> None:
+    catalogue = open_checkpoint(made / "megatron")
+    held = {t.name: torch.empty(t.shape, dtype=torch.bfloat16) for t in catalogue.tensors}
+    dcp.load(held, checkpoint_id=catalogue.root)
+    name = "decoder.final_layernorm.weight"
+    with_state = held | {f"optimizer.state.exp_avg.{name}": held[name].float()}
+    dcp.save(held, checkpoint_id=tmp_path / "without")
+    dcp.save(with_state, checkpoint_id=tmp_path / "with")
+    like = made / "hf"
+    report = verify(tmp_path / "with", made / "hf", like=like)
+    assert (report.verdict, report.matched_by) == ("equal", "canonical")
+    assert "exp_avg of 1 tensors" in report.notes[0]
+    report = verify(tmp_path / "without", tmp_path / "with", like=like)
+    assert [(d.tensor, d.kind) for d in report.differences] == [("exp_avg:norm.weight", "missing")]
+
+
 # ---- damage to one
 
 
 @pytest.mark.parametrize(
     ("stored", "hit"),
-    [("decoder.final_layernorm.weight", None), ("decoder.layers.mlp.linear_fc2.weight", "layers.")],
+    [
+        ("embedding.word_embeddings.weight", "embed.weight"),
+        ("decoder.layers.mlp.linear_fc2.weight", "layers."),
+    ],
 )
 def test_a_flipped_bit_is_found_by_the_digest(
-    copy: Callable[[str], Path], stored: str, hit: str | None
+    copy: Callable[[str], Path], stored: str, hit: str
 ) -> None:
     folder = copy("megatron")
-    if hit is None:
-        stored = "embedding.word_embeddings.weight"
     flip(folder, stored)
     report = verify(folder)
     assert (report.verdict, report.exit_status) == ("different", 7)
     (found,) = report.differences
     assert (found.kind, found.stored) == ("digest", stored)
-    assert found.tensor.startswith(hit or "embed.weight")
+    assert found.tensor.startswith(hit)
     assert report.digests[0].holding == len(SHAPES) - 1
     assert any(found.tensor in line for line in report.lines())
 
@@ -202,6 +225,28 @@ def test_digests_of_a_tensor_that_is_gone_or_another(tmp_path: Path) -> None:
     ]
     check = report.digests[0]
     assert (check.holding, check.differing, check.unverified) == (1, 2, ("d",))
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_replicas_are_compared(tmp_path: Path, differs: bool) -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    dcp.save({"x": x}, checkpoint_id=tmp_path)
+    torch.save(x + differs, tmp_path / "again.distcp")
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    index = MetadataIndex("y", torch.Size([0, 0]), 0)
+    metadata.storage_data[index] = _StorageInfo(
+        relative_path="again.distcp",
+        offset=0,
+        length=(tmp_path / "again.distcp").stat().st_size,
+    )
+    data = pickle.dumps(metadata, protocol=4).replace(b"\x8c\x01y", b"\x8c\x01x")
+    (tmp_path / ".metadata").write_bytes(data)
+    report = verify(tmp_path)
+    assert report.num_replicas == 1
+    assert [(d.kind, d.num_differing) for d in report.differences] == (
+        [("replica", 12)] if differs else []
+    )
+    assert f"{1 - differs} equal, {int(differs)} differ" in "\n".join(report.lines())
 
 
 # ---- two that differ

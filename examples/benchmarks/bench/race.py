@@ -48,8 +48,10 @@ def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Ru
     """
     command = [sys.executable, str(JOB), kind, json.dumps(options)]
     began = time.perf_counter()
+    # Byte code is kept, as that of an installed package is.
+    keeping = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=keeping
     ) as process:
         memory: list[tuple[float, int]] = []
         if watch:

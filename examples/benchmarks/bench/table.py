@@ -89,7 +89,7 @@ def conditions(folder: Path, given: argparse.Namespace) -> str:
     gib = f"{given.gib:g} GiB, " if hasattr(given, "gib") else ""
     return (
         f"{time.strftime('%Y-%m-%d %H:%M')}, megtool {__version__}, Python "
-        f"{platform.python_version()}; {os.cpu_count()} × {cpu}, {memory:.0f} GiB memory, "
+        f"{platform.python_version()}; {os.cpu_count()} x {cpu}, {memory:.0f} GiB memory, "
         f"Linux {platform.release()}, {file_system(folder)}; {gib}{given.rounds} rounds, "
         f"load at the end {load}{', SCHED_RR' if given.realtime else ''}."
     )
@@ -119,5 +119,5 @@ def mib(num_bytes: float) -> str:
 def verdict(value: float, limit: float | None) -> str:
     """A limit and whether it is kept."""
     if limit is None:
-        return "–"
+        return "-"
     return f"≤ {limit:g} {'✓' if value <= limit else '✗'}"
