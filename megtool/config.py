@@ -9,6 +9,7 @@ from typing import Any
 
 from megtool.errors import LayoutError, MappingError
 
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
 
 
@@ -58,6 +59,11 @@ class ModelConfig:
             _check_int(name, getattr(self, name), 1)
         for name in _NATURAL:
             _check_int(name, getattr(self, name), 0)
+        if self.num_layers > MOST_LAYERS or self.num_layers * self.num_experts > MOST_EXPERTS:
+            raise MappingError(
+                f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
+                hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
+            )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise MappingError(f"{name} is {getattr(self, name)!r}", hint="true or false")

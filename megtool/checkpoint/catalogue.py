@@ -92,7 +92,7 @@ class StoredObject:
     """A small thing that is not a tensor: its bytes' place, or its value when already decoded.
 
     `extent` is `(file index, offset, length)`; `value` holds inert decoded data (see
-    `checkpoint.pickled`), or raw bytes.
+    `containers.pickled`), or raw bytes.
     """
 
     name: str

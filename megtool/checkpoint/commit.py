@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from megtool.checkpoint import journal
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.lock import Lock
 from megtool.checkpoint.place import Place
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from megtool.checkpoint.digest import Digests
 from megtool.checkpoint.read import Reader, TensorView
-from megtool.checkpoint.side import row_dims
-from megtool.checkpoint.strided import Array
 from megtool.checkpoint.sweep import TILE_BYTES, each, parts, within
+from megtool.checkpoint.transport.side import row_dims
+from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError

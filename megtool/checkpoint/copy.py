@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megtool.checkpoint.cast import one_torch_thread
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.open_files import OpenFiles
 from megtool.checkpoint.plan import Op, Plan
-from megtool.checkpoint.side import Locator
-from megtool.checkpoint.strided import Peak
-from megtool.checkpoint.units import Schedule, Tiled, Unit, units
-from megtool.checkpoint.worker import Run, Worker
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.cast import one_torch_thread
+from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.strided import Peak
+from megtool.checkpoint.transport.units import Schedule, Tiled, Unit, units
+from megtool.checkpoint.transport.worker import Run, Worker
 from megtool.errors import CheckpointError, DigestError
 from megtool.tensors.box import numel
 

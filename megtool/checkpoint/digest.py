@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.transfer import Buffer
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.transfer import Buffer
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
 

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import StorageError
 
 VERSION = 1

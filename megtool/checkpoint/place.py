@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError
 
 

@@ -8,11 +8,11 @@ from contextlib import closing
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.open_files import OpenFiles
-from megtool.checkpoint.side import Locator
-from megtool.checkpoint.strided import Array, Buffers
-from megtool.checkpoint.tile import Intake, tile_bytes
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.strided import Array, Buffers
+from megtool.checkpoint.transport.tile import Intake, tile_bytes
 from megtool.dtypes import DType, dtype
 from megtool.tensors.box import numel, strides
 from megtool.tensors.relation import Placement, pieces

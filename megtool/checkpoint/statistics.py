@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.read import Reader
-from megtool.checkpoint.strided import Array
 from megtool.checkpoint.sweep import TILE_BYTES, each, parts, whole_rows, within
+from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
 from megtool.tensors.relation import Placement

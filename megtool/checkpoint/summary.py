@@ -9,7 +9,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Op, Plan
-from megtool.checkpoint.worker import SLOTS
+from megtool.checkpoint.transport.worker import SLOTS
 from megtool.log import format_bytes
 from megtool.tensors.box import Ints, numel
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from megtool.checkpoint.side import row_dims
-from megtool.checkpoint.tile import cut
+from megtool.checkpoint.transport.side import row_dims
+from megtool.checkpoint.transport.tile import cut
 from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor

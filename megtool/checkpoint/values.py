@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.strided import Array
+from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
 
 

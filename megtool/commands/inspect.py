@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.statistics import Statistics, measure
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.megatron_state import source_layout
 from megtool.commands.opened import Opened, open_model

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.pickled import Inert, inert_global, references
+from megtool.checkpoint.containers.zipped import load_object
 from megtool.checkpoint.formats.header import read_exact
-from megtool.checkpoint.pickle_writer import namespace
-from megtool.checkpoint.pickled import Inert, inert_global, references
 from megtool.checkpoint.plan import Dropped
-from megtool.checkpoint.zipped import load_object
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
 from megtool.convert.megatron_args import args_from_config

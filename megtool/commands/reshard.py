@@ -22,9 +22,9 @@ from megtool.checkpoint.digest import (
     TensorDigest,
     write_sidecar,
 )
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.plan import Dropped, Op, Plan, Source
 from megtool.checkpoint.planner import build
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import PlanSummary, summarise
 from megtool.commands.opened import Opened, open_model, selector
 from megtool.commands.target import Request, Target, make_target

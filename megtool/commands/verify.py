@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from megtool.checkpoint.compare import Delta, Half, Pair, compare, num_bytes
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.findings import Difference, Kind, VerifyReport
 from megtool.commands.kept import Kept

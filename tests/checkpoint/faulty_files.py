@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from megtool.checkpoint import sweep
 from megtool.checkpoint.catalogue import Replica, StoredFile
 from megtool.checkpoint.compare import Half, Pair, compare, num_bytes
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor

@@ -13,15 +13,16 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint import copy, units
+from megtool.checkpoint import copy
 from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.plan import Fill, Op, Source
 from megtool.checkpoint.planner import build
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport import units
 from megtool.dtypes import dtype
-from megtool.errors import DigestError, FormatError, SourceChangedError, StorageError
+from megtool.errors import DigestError, SourceChangedError, StorageError
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -186,7 +187,7 @@ def test_any_layout_reaches_any_other(
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
     monkeypatch.setattr(copy, "usual_tile_bytes", lambda: 1000)
     monkeypatch.setattr(units, "UNIT_BYTES", 3000)
-    monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 3000)
+    monkeypatch.setattr("megtool.checkpoint.transport.plain.UNIT_BYTES", 3000)
     rng = random.Random(there + here)
     job = Job(raw, tmp_path, rng, there=there, here=here, rows=60, cols=31)
     with job.stage() as stage:
@@ -219,7 +220,7 @@ class Stopping(Files):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, here, error):
     monkeypatch.setattr(units, "UNIT_BYTES", 500)
-    monkeypatch.setattr("megtool.checkpoint.plain.UNIT_BYTES", 500)
+    monkeypatch.setattr("megtool.checkpoint.transport.plain.UNIT_BYTES", 500)
     job = Job(raw, tmp_path, random.Random(3), there=there, here=here, rows=40, cols=50)
     expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
     counting = Stopping(0)

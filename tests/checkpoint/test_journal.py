@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint import journal
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.journal import Journal, Record, read
+from megtool.checkpoint.storage.files import Files
 
 
 def written(path: Path, units: int) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError
 
 

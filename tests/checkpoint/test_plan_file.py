@@ -14,8 +14,8 @@ from megtool.checkpoint import copy, plan_file, planner
 from megtool.checkpoint.catalogue import Catalogue, Located, Replica, StoredObject
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
+from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import summarise
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, SourceChangedError, StorageError

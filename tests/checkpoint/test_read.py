@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
-from megtool.checkpoint.files import Files
 from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards

@@ -122,7 +122,9 @@ def test_torch_loads_what_is_written(tmp_path: Path, to: str) -> None:
     if to == "dcp":
         reshard(tmp_path / "m", tmp_path / "plain", to="dcp")
         folder = tmp_path / "plain"
-    held = {n: np.frombuffer(d, np.float32).reshape(s) for n, (_, s, d) in tensors(original).items()}
+    held = {
+        n: np.frombuffer(d, np.float32).reshape(s) for n, (_, s, d) in tensors(original).items()
+    }
     qkv = []
     for layer in range(4):
         q, k, v = (held[f"model.layers.{layer}.self_attn.{x}_proj.weight"] for x in "qkv")
@@ -135,7 +137,9 @@ def test_torch_loads_what_is_written(tmp_path: Path, to: str) -> None:
         "embedding.word_embeddings.weight": embedding,
         "decoder.layers.mlp.linear_fc1.weight": np.stack(
             [
-                np.concatenate([held[f"model.layers.{n}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+                np.concatenate(
+                    [held[f"model.layers.{n}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+                )
                 for n in range(4)
             ]
         ),
@@ -204,7 +208,9 @@ def test_moments_come_back_to_the_same_bytes(tmp_path: Path, hf: Path, known: bo
     reshard(saved, tmp_path / "a.safetensors", to="safetensors", **more)
     reshard(at, tmp_path / "b.safetensors", to="safetensors")
     assert tensors(tmp_path / "a.safetensors") == tensors(tmp_path / "b.safetensors")
-    assert len(tensors(tmp_path / "a.safetensors")) == 4 * len(open_checkpoint(tmp_path / "bare").tensors)
+    assert len(tensors(tmp_path / "a.safetensors")) == 4 * len(
+        open_checkpoint(tmp_path / "bare").tensors
+    )
 
 
 def test_casts_touch_weights_alone(tmp_path: Path, hf: Path) -> None:
@@ -268,7 +274,9 @@ def test_dtype_casts_as_torch_does(tmp_path: Path, kind: str, code: str) -> None
 def test_selected_excluded_and_renamed(tmp_path: Path, hf: Path) -> None:
     before = tensors(hf)
     reshard(hf, tmp_path / "a", select=["*.layers.1.*", "lm_head.*"], exclude=["*.mlp.*"])
-    wanted = {n for n in before if (".layers.1." in n and ".mlp." not in n) or n == "lm_head.weight"}
+    wanted = {
+        n for n in before if (".layers.1." in n and ".mlp." not in n) or n == "lm_head.weight"
+    }
     assert tensors(tmp_path / "a") == {n: before[n] for n in wanted}
     one = tmp_path / "b.safetensors"
     reshard(
@@ -438,7 +446,11 @@ def test_the_report(tmp_path: Path, hf: Path) -> None:
     )
     data = json.loads(json.dumps(report.to_json()))
     assert data["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "dp": 1}
-    assert (data["family"], data["target_format"], data["dry_run"]) == ("llama", "torch_dist", False)
+    assert (data["family"], data["target_format"], data["dry_run"]) == (
+        "llama",
+        "torch_dist",
+        False,
+    )
     assert data["num_bytes"] == open_checkpoint(tmp_path / "out").num_bytes
     assert data["dropped"] == []
     assert data["digested"] + data["inherited"] + data["unverified"] == len(tensors(hf))

@@ -61,7 +61,9 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def save(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", parts: int = 1, **more: Any) -> Path:
+def save(
+    folder: Path, *, seed: int = 0, dtype: str = "bfloat16", parts: int = 1, **more: Any
+) -> Path:
     """Make a Hugging Face folder of random weights in `parts` files."""
     import torch
 

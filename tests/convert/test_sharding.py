@@ -200,7 +200,12 @@ def test_key_value_heads_may_be_cut() -> None:
         ({"num_heads": 12, "num_kv_heads": 4}, {"tp": 6}, "num_kv_heads=4", "1, 2, 4"),
         ({"ffn_hidden_size": 36}, {"tp": 8}, "ffn_hidden_size=36", "1, 2, 4"),
         ({}, {"pp": 3}, "pp=3 does not divide num_layers=8", "1, 2, 4, 8"),
-        ({}, {"pp": 4, "vpp": 4}, "vpp=4 does not divide the 2 layers of each of pp=4 stages", "1, 2"),
+        (
+            {},
+            {"pp": 4, "vpp": 4},
+            "vpp=4 does not divide the 2 layers of each of pp=4 stages",
+            "1, 2",
+        ),
         ({}, {"ep": 2}, "no experts", "leave"),
         (
             {"num_experts": 6, "moe_ffn_hidden_size": 8},

@@ -272,9 +272,7 @@ def cuts(size: int, header: int, every: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("every", [41, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*FORMATS, "gguf"])
-def test_every_truncation_is_refused(
-    copied: Callable[[str], Path], kind: str, every: int
-) -> None:
+def test_every_truncation_is_refused(copied: Callable[[str], Path], kind: str, every: int) -> None:
     path = copied(kind)
     for file in files_of(path):
         if file.name == "latest_checkpointed_iteration.txt":
@@ -516,7 +514,9 @@ def test_compressed_items_are_refused(copied: Callable[[str], Path]) -> None:
 # ---- R9: paths
 
 
-@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../out.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "a\0b"]
+)
 def test_an_index_that_leads_out_is_refused(copied: Callable[[str], Path], name: str) -> None:
     path = copied("hf")
     index = path / "model.safetensors.index.json"

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint import plain, units
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport import plain, units
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     DestinationError,
@@ -97,9 +97,7 @@ def make(root: Path, options: dict[str, Any]) -> Job:
     expected = contents(job.out)
     assert expected
     Files().remove(job.out)
-    return Job(
-        root=root, options=job.options, expected=expected, source=job.source, name=name
-    )
+    return Job(root=root, options=job.options, expected=expected, source=job.source, name=name)
 
 
 def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bool = False) -> None:

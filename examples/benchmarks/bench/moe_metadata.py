@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
-from megtool.checkpoint.pickle_writer import namespace
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes, split
 from megtool.tensors.sharded import GlobalTensor, Shards

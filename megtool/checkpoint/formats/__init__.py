@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, UsageError
 
 

@@ -30,8 +30,8 @@ def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
     """Files to carry along, by path relative to `folder`; what should go but cannot is warned of.
 
     Left out in silence: dot files, our own digests, subfolders (but for chat templates), and files
-    of tensors or of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`, and links
-    that leave the folder.
+    of tensors or of an index to them. Left out with a warning: files over `MAX_ATTACHMENT_BYTES`,
+    and links that leave the folder.
     """
     out: dict[str, Path] = {}
     names = names_in(folder)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint import pickled
+from megtool.checkpoint.containers import pickled
 from megtool.checkpoint.formats.dcp_stand_ins import (
     MAX_NDIM,
     STAND_INS,

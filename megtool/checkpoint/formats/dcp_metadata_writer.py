@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.pickle_writer import integer, text
+from megtool.checkpoint.containers.pickle_writer import integer, text
 from megtool.tensors.box import Ints
 from megtool.tensors.sharded import GlobalTensor, Shards
 

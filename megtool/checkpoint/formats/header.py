@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
 
 _FILES = Files()

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint import pickled, zipped, zipped_tensor
 from megtool.checkpoint.catalogue import (
     Catalogue,
     Extents,
@@ -23,6 +22,7 @@ from megtool.checkpoint.catalogue import (
     StoredFile,
     StoredObject,
 )
+from megtool.checkpoint.containers import pickled, zipped, zipped_tensor
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
 from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, stays_inside
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_iteration
@@ -50,8 +50,9 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """The catalogue of one iteration; `path` is its folder or the save folder around it.
 
     `iteration` chooses a number or `release`; without it the save folder's own choice counts.
-    `metadata` gets `iteration` (a release has none), `args` (a dict), `checkpoint_version`, `content_metadata`,
-    `common` (the inert tree, fit to be written again) and `planner_data`, each where present.
+    `metadata` gets `iteration` (a release has none), `args` (a dict), `checkpoint_version`,
+    `content_metadata`, `common` (the inert tree, fit to be written again) and `planner_data`, each
+    where present.
 
     Raises:
         FormatError: the save is unfinished, files are missing, or what they say cannot be true.

@@ -16,9 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile, StoredObject
+from megtool.checkpoint.containers.zip_writer import (
+    TensorFrame,
+    TensorItem,
+    object_item,
+    tensor_frame,
+)
 from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
-from megtool.checkpoint.zip_writer import TensorFrame, TensorItem, object_item, tensor_frame
 from megtool.errors import UsageError
 from megtool.tensors.box import Ints
 from megtool.tensors.sharded import GlobalTensor, Shards

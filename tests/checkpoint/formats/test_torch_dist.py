@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megtool.checkpoint import zipped
 from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.containers import zipped
+from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.zip_writer import archive
 from megtool.checkpoint.formats import torch_dist
 from megtool.checkpoint.formats.torch_dist import lay_out, open_checkpoint
-from megtool.checkpoint.pickle_writer import namespace
-from megtool.checkpoint.zip_writer import archive
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import split

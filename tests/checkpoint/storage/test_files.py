@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.open_files import OpenFiles
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.errors import FormatError, StorageError
 from tests.checkpoint.faulty_files import FaultyFiles
 

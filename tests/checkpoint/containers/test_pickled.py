@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import pickle_guard, pickled
-from megtool.checkpoint.pickle_writer import encode, namespace
+from megtool.checkpoint.containers import pickle_guard, pickled
+from megtool.checkpoint.containers.pickle_writer import encode, namespace
 from megtool.errors import FormatError
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megtool.checkpoint import pickled
-from megtool.checkpoint.pickle_writer import encode, integer, text
+from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers.pickle_writer import encode, integer, text
 from megtool.dtypes import DType
 from megtool.tensors.box import strides
 

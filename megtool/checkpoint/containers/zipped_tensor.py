@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint import pickled
-from megtool.checkpoint.zipped import Archive
+from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers.zipped import Archive
 from megtool.dtypes import DType, dtype, from_storage
 from megtool.errors import FormatError
 from megtool.tensors.box import strides as row_major

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from megtool.checkpoint.transfer import Transfer, in_words
+from megtool.checkpoint.storage.transfer import Transfer, in_words
 from megtool.errors import FormatError, StorageError
 
 

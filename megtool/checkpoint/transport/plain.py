@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megtool.checkpoint.plan import Plan, common_runs
-from megtool.checkpoint.side import Locator
-from megtool.checkpoint.strided import runs
-from megtool.checkpoint.units import UNIT_BYTES, Plain
+from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.strided import runs
+from megtool.checkpoint.transport.units import UNIT_BYTES, Plain
 from megtool.tensors.box import Ints
 
 _BLOCK = 4096  # file systems share whole blocks only

@@ -18,9 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import pickled, zipped
-from megtool.checkpoint.zip_writer import archive, object_item, tensor_item
-from megtool.checkpoint.zipped_tensor import LocatedTensor, locate_tensor_item
+from megtool.checkpoint.containers import pickled, zipped
+from megtool.checkpoint.containers.zip_writer import archive, object_item, tensor_item
+from megtool.checkpoint.containers.zipped_tensor import LocatedTensor, locate_tensor_item
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
 

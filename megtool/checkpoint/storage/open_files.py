@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 
 
 class OpenFiles:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from megtool.checkpoint.pickled import Inert, Persistent, inert_global, is_global
+from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_global, is_global
 
 _BATCH = 1000
 

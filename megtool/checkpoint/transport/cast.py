@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megtool.checkpoint.strided import Array
+from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError, MissingPackageError
 from megtool.packing import gguf

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.open_files import OpenFiles
-from megtool.checkpoint.side import Side
-from megtool.checkpoint.strided import Buffers, Peak, way_to_assign
-from megtool.checkpoint.tile import Traffic, cut, halved, tile_bytes
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.side import Side
+from megtool.checkpoint.transport.strided import Buffers, Peak, way_to_assign
+from megtool.checkpoint.transport.tile import Traffic, cut, halved, tile_bytes
 
 
 @given(

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from megtool.checkpoint.pickle_guard import guarded
+from megtool.checkpoint.containers.pickle_guard import guarded
 from megtool.errors import FormatError
 
 _MAX_GLOBALS = 4096

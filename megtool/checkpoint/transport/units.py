@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megtool.checkpoint.plan import Entry, Plan
-from megtool.checkpoint.side import Locator, row_dims
-from megtool.checkpoint.strided import SIEVE_RUN_BYTES, grow, sieved
-from megtool.checkpoint.tile import Index, cut
+from megtool.checkpoint.transport.side import Locator, row_dims
+from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, grow, sieved
+from megtool.checkpoint.transport.tile import Index, cut
 from megtool.tensors.box import Ints
 from megtool.tensors.relation import lattice
 

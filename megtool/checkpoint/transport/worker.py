@@ -10,16 +10,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megtool.checkpoint.cast import element
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.open_files import OpenFiles
-from megtool.checkpoint.plain import copies
 from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
-from megtool.checkpoint.side import Locator, Side
-from megtool.checkpoint.strided import Array, Buffers, Peak
-from megtool.checkpoint.tile import Index, Intake, Traffic, cut, halved, shaped, tile_bytes
-from megtool.checkpoint.units import Plain, Slab, Tiled, Unit
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.cast import element
+from megtool.checkpoint.transport.plain import copies
+from megtool.checkpoint.transport.side import Locator, Side
+from megtool.checkpoint.transport.strided import Array, Buffers, Peak
+from megtool.checkpoint.transport.tile import (
+    Index,
+    Intake,
+    Traffic,
+    cut,
+    halved,
+    shaped,
+    tile_bytes,
+)
+from megtool.checkpoint.transport.units import Plain, Slab, Tiled, Unit
 from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint import pickled
+from megtool.checkpoint.containers import pickled
 from megtool.errors import FormatError
 
 _LOCAL = struct.Struct("<4s5H3I2H")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 
 Array = NDArray[Any]
 

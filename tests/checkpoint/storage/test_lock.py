@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.files import Files
-from megtool.checkpoint.lock import Lock
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import DestinationError
 from tests.checkpoint.faulty_files import FaultyFiles
 
@@ -38,15 +38,15 @@ def test_a_second_run_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
 def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\n"
-        "from megtool.checkpoint.lock import Lock\n"
-        "from megtool.checkpoint.files import Files\n"
+        "from megtool.checkpoint.storage.lock import Lock\n"
+        "from megtool.checkpoint.storage.files import Files\n"
         "lock = Lock(Files(), pathlib.Path(sys.argv[1]), lambda: None)\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     path = tmp_path / "lock"
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=Path(__file__).resolve().parents[3],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from megtool.checkpoint.files import Files
+from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
 
 

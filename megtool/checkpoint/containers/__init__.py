@@ -1,0 +1,1 @@
+"""What others wrap bytes in: zip archives and pickles, read without running them."""

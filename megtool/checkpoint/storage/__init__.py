@@ -1,0 +1,1 @@
+"""System calls: open files, reads, writes, copies, names, locks; the one place of each."""

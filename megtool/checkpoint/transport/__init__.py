@@ -1,0 +1,1 @@
+"""How bytes move: units of work, tiles, strided blocks, casts."""
