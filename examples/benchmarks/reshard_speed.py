@@ -82,7 +82,8 @@ def cut_over_ranks(root: Path, gib: float, parts: tuple[str, ...], *, tp: int) -
 
 def measure(given: argparse.Namespace, root: Path) -> list[Table]:
     """All races, with and without fsync."""
-    tables = [speed_table(durable) for durable in (False, True)]
+    modes = {"no": (False,), "yes": (True,), "both": (False, True)}[given.fsync]
+    tables = [speed_table(durable) for durable in modes]
     moved = Table(
         title="Bytes moved and anonymous memory",
         head=("job", "digest", "threads", "(read + written) / payload", "limit", "MiB", "limit"),
@@ -90,7 +91,7 @@ def measure(given: argparse.Namespace, root: Path) -> list[Table]:
     for name, source, num_bytes, share, jobs in groups(root, given.gib):
         if given.only and given.only not in name:
             continue
-        for durable, table in zip((False, True), tables, strict=True):
+        for durable, table in zip(modes, tables, strict=True):
             entrants = [
                 entrant(job, threads, durable, int(num_bytes * (1 + share)))
                 for job in jobs
@@ -100,7 +101,7 @@ def measure(given: argparse.Namespace, root: Path) -> list[Table]:
             for result in found:
                 add_speed(table, result)
             add_digest_cost(table, found)
-            if not durable:
+            if durable == modes[0]:
                 for result in found:
                     add_moved(moved, result)
     return [*tables, moved]
@@ -210,6 +211,7 @@ def main() -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
     options.add_argument("--only", help="races whose group holds this word; no memory over size")
+    options.add_argument("--fsync", choices=("no", "yes", "both"), default="both")
     options.add_argument("--sizes", default="1,4,16", help="GiB of the checkpoints of holes")
     given = options.parse_args()
     with workplace(given) as folder:

@@ -171,15 +171,13 @@ def race(
     *,
     rounds: int,
     fsync: bool,
-    copied: Path | None = None,
 ) -> list[Result]:
-    """Run all entrants `rounds` times, with a copy of `copied` (or `source`) between any two.
+    """Run all entrants `rounds` times, with a copy of `source` between any two.
 
     Results are removed, and the disk left in peace, before anything is timed. One more run of each,
     not timed, is watched for memory and bytes.
     """
     results = [Result(entrant=e) for e in entrants]
-    copied = copied or source
 
     def clear() -> Path:
         place = scratch / "out"
@@ -189,7 +187,7 @@ def race(
         return place
 
     def copy() -> float:
-        return copy_seconds(copied, clear(), fsync=fsync)
+        return copy_seconds(source, clear(), fsync=fsync)
 
     def options(entrant: Entrant) -> dict[str, Any]:
         return {"source": str(source), "destination": str(clear()), **entrant.options}
