@@ -1,6 +1,6 @@
-"""Reshard: a checkpoint for two tensor-parallel ranks, as Megatron-Core loads it.
+"""Reshard: a checkpoint for three tensor-parallel ranks, as Megatron-Core loads it.
 
-python examples/reshard_tp.py ./SmolLM2-135M-Instruct ./megatron-tp2
+python examples/reshard_tp.py ./SmolLM2-135M-Instruct ./megatron-tp3
 """
 
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 from megtool.commands.reshard import reshard
 
 source, destination = map(Path, sys.argv[1:3])
-plan = reshard(source, destination, to="torch_dist", tp=2, dry_run=True)
+plan = reshard(source, destination, to="torch_dist", tp=3, dry_run=True)
 print("\n".join(plan.lines()))
 
-report = reshard(source, destination, to="torch_dist", tp=2)
+report = reshard(source, destination, to="torch_dist", tp=3)
 print("\n".join(report.lines()))

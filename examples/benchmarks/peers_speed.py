@@ -46,7 +46,7 @@ def duel(table: Table, peer: Result, ours: Result) -> None:
 
 
 def against_dcp(table: Table, root: Path, given: argparse.Namespace) -> None:
-    """Checkpoints of four ranks' rows become one rank's: torch loads all tensors and saves them."""
+    """The rows of four ranks become a file per thread: torch loads all tensors and saves them."""
     made = llama(root / "hf", given.gib)
     source = root / "ranks"
     places = {"source": str(made.folder), "destination": str(source)}
@@ -57,9 +57,9 @@ def against_dcp(table: Table, root: Path, given: argparse.Namespace) -> None:
         entrants = []
         for threads in (1, 2):
             both = {"fsync": fsync, "threads": threads}
-            name = f"torch DCP load + save, thread_count={threads}: {RANKS} ranks → 1"
+            name = f"torch DCP load + save, thread_count={threads}: {RANKS} files → {threads}"
             entrants.append(Entrant(name=name, kind="dcp", options=both, ideal_bytes=ideal))
-            options = {**both, "to": "dcp", "dp": 1}
+            options = {**both, "to": "dcp", "dp": threads}
             entrants.append(Entrant(name="megtool", options=options, ideal_bytes=ideal))
         found = race(entrants, source, root / "scratch", rounds=given.rounds, fsync=fsync)
         for i in range(0, len(found), 2):

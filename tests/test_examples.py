@@ -1,0 +1,39 @@
+"""The example scripts run on a small model and print what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import tiny_llama
+
+ARGUMENTS = {
+    "inspect_checkpoint.py": (["hf"], "family      llama"),
+    "reshard_tp.py": (["hf", "out"], "tp=3 pp=1"),
+    "verify_roundtrip.py": (["hf", "scratch"], "equal"),
+}
+
+
+def test_every_example_is_run_here(checkout: Path) -> None:
+    assert {p.name for p in (checkout / "examples").glob("*.py")} == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_example_runs(name: str, checkout: Path, tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 48}
+    tiny_llama.save(tmp_path / "hf", **shape)
+    arguments, promise = ARGUMENTS[name]
+    done = subprocess.run(
+        [sys.executable, str(checkout / "examples" / name), *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert promise in done.stdout
