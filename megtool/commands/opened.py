@@ -40,7 +40,10 @@ class Model:
 
 @dataclass(slots=True, kw_only=True)
 class Opened:
-    """An open checkpoint. `reason` says why no model is known, where `model` is None."""
+    """An open checkpoint. `reason` says why no model is known, where `model` is None.
+
+    `left_out` counts the stored tensors that were not selected.
+    """
 
     path: Path
     catalogue: Catalogue
@@ -49,6 +52,7 @@ class Opened:
     side: Side
     sidecar: Sidecar | None
     like: Path | None
+    left_out: int = 0
 
     @property
     def is_canonical(self) -> bool:
@@ -87,6 +91,7 @@ def open_model(
     """
     catalogue = open_checkpoint(path, iteration=_iteration(iteration))
     sidecar = _sidecar(catalogue)
+    stored = len(catalogue.tensors)
     if keep is not None:
         catalogue = catalogue.select(keep)
         if not catalogue.tensors:
@@ -128,6 +133,7 @@ def open_model(
         side=side,
         sidecar=sidecar,
         like=like,
+        left_out=stored - len(catalogue.tensors),
     )
 
 

@@ -51,6 +51,7 @@ _UNITS = {
 class ReshardReport:
     """What was done, or with `dry_run` what would be.
 
+    `left_out` counts source tensors that --select and --exclude left out.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
     libraries and mapped files included.
@@ -66,6 +67,7 @@ class ReshardReport:
     num_bytes: int
     plan: PlanSummary
     dropped: tuple[Dropped, ...]
+    left_out: int
     dry_run: bool
     seconds: float = 0.0
     kernel_bytes: int = 0
@@ -100,6 +102,8 @@ class ReshardReport:
             yield from (f"  {line}" for line in self.plan.lines())
         else:
             yield from self._done()
+        if self.left_out:
+            yield f"  {'left out':<12}{self.left_out} tensors, by --select and --exclude"
         reasons: dict[str, list[str]] = {}
         for drop in self.dropped:
             reasons.setdefault(drop.reason, []).append(drop.name)
@@ -303,6 +307,7 @@ def _report(
         num_bytes=plan.target.catalogue.num_bytes,
         plan=summary,
         dropped=tuple(plan.dropped),
+        left_out=opened.left_out,
         **facts,
     )
 

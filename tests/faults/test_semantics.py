@@ -5,6 +5,7 @@ What is tried is drawn at random: shapes, biases, padding, layouts, options and 
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(drawn=models, way=st.lists(layouts, min_size=1, max_size=4))
+@given(drawn=models, way=st.lists(layouts, min_size=1, max_size=3))
 def test_any_way_there_and_back_changes_nothing(
     workshop: Any, drawn: dict[str, Any], way: list[dict[str, Any]]
 ) -> None:  # S1, S3, S6
@@ -86,15 +87,13 @@ def test_any_way_there_and_back_changes_nothing(
     model = dict(drawn)
     model["num_attention_heads"], model["num_key_value_heads"] = model.pop("heads")
     original = tiny_llama.save(root / "hf", **model)
-    before, at = state(original), original
+    before, at, megatron = state(original), original, False
     for number, layout in enumerate(way):
         out = root / str(number)
         options = dict(layout)
         if options["to"] == "hf":
             options = {k: v for k, v in options.items() if k in ("to", "digest", "threads")}
-        by_ranks = options["to"] == "torch_dist" or (
-            options["to"] == "dcp" and open_checkpoint(at).format != "hf"
-        )
+        by_ranks = options["to"] == "torch_dist" or (options["to"] == "dcp" and megatron)
         if options["to"] == "dcp" and not by_ranks:
             options = {k: v for k, v in options.items() if k not in ("tp", "pp", "vpp")}
         if by_ranks and not fits(model, layout):
@@ -103,13 +102,14 @@ def test_any_way_there_and_back_changes_nothing(
             assert e.value.hint
             assert not out.exists()
             continue
+        megatron = by_ranks
         report = reshard(at, out, fsync=False, **options)
         assert not [d for d in report.dropped if d.is_lost]
         assert report.plan.num_bytes.total == report.num_bytes
-        for a, b in ((at, out), (original, out), (out, at)):
-            compared = verify(a, b)
-            assert compared.verdict == "equal", [*compared.lines()]
+        compared = verify(at, out)
+        assert compared.verdict == "equal", [*compared.lines()]
         at = out
+    assert verify(at, original).verdict == "equal"
     reshard(at, root / "back", to="hf", fsync=False)
     assert tensors(root / "back") == tensors(original)
     assert state(original) == before
@@ -142,7 +142,7 @@ def test_the_plan_covers_every_byte_once(
         held.setdefault(file, []).append((start, start + size))
     for spans in held.values():
         spans.sort()
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     sizes = {t.name: 0 for t in catalogue.tensors}
     volumes = catalogue.shards.boxes.volume().tolist()
     for tensor, volume in zip(catalogue.shards.tensor.tolist(), volumes, strict=True):

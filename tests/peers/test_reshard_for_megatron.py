@@ -1,0 +1,73 @@
+"""What megatron-core saved is resharded, and megatron-core loads it under the new layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.errors import LayoutError
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.peers
+
+SCRIPT = Path(__file__).with_name("megatron_world.py")
+
+
+def run_world(action: str, folder: Path, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), action, str(folder), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("megatron") / "save"
+    run_world("save", folder, layouts=[{"tp": 2}])
+    return folder
+
+
+LAYOUTS: list[dict[str, int]] = [{"tp": 1}, {"tp": 1, "pp": 2}, {"tp": 1, "pp": 2, "vpp": 2}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_megatron_loads_what_was_resharded(
+    saved: Path, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    report = reshard(saved, tmp_path / "out", **layout)
+    assert report.layout | layout == report.layout
+    assert not [d for d in report.dropped if d.is_lost]
+    assert verify(saved, tmp_path / "out").verdict == "equal"
+    args = open_checkpoint(tmp_path / "out").metadata["args"]
+    assert args["tensor_model_parallel_size"] == layout["tp"]
+    assert args["num_layers"] == 4
+    out = run_world("load", tmp_path / "out", layouts=[layout, {"tp": 2}])
+    assert out.count("loaded") == 2
+
+
+def test_there_and_back(saved: Path, tmp_path: Path) -> None:
+    reshard(saved, tmp_path / "a", tp=1, pp=4)
+    reshard(tmp_path / "a", tmp_path / "b", tp=2, pp=1)
+    assert verify(saved, tmp_path / "b").verdict == "equal"
+    assert run_world("load", tmp_path / "b", layouts=[{"tp": 2}]).count("loaded") == 1
+
+
+def test_a_layout_that_megatron_could_not_load_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(LayoutError):
+        reshard(saved, tmp_path / "out", tp=3)
+    assert not (tmp_path / "out").exists()
