@@ -149,18 +149,29 @@ def _reshard(
         list[str] | None,
         _input("Write under another name; repeatable.", "--rename", metavar="OLD=NEW"),
     ] = None,
-    tp: Annotated[int | None, _layout("Tensor-parallel ranks.", "--tp")] = None,
+    tp: Annotated[
+        int | None,
+        _layout("Tensor-parallel ranks; like the other axes, the source's unless given.", "--tp"),
+    ] = None,
     pp: Annotated[int | None, _layout("Pipeline-parallel ranks.", "--pp")] = None,
     vpp: Annotated[int | None, _layout("Virtual pipeline stages per rank.", "--vpp")] = None,
     ep: Annotated[int | None, _layout("Expert-parallel ranks.", "--ep")] = None,
     dp: Annotated[int | None, _layout("Data-parallel ranks.", "--dp")] = None,
     to: Annotated[
         str | None,
-        _output("hf or torch_dist; default: the source's format.", "--to", metavar="FORMAT"),
+        _output(
+            "hf, safetensors, torch_dist or dcp; default: the source's own (hf for GGUF).",
+            "--to",
+            metavar="FORMAT",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        _output("Cast model weights, never optimizer state.", "--dtype", metavar="NAME"),
+        _output(
+            "Cast model weights (bfloat16, float16, float32, ...), never optimizer state.",
+            "--dtype",
+            metavar="NAME",
+        ),
     ] = None,
     max_shard_size: Annotated[
         str, _output("Largest safetensors file.", "--max-shard-size", metavar="SIZE")
@@ -174,7 +185,8 @@ def _reshard(
         _output("Copying threads; default: one a core.", "--threads", metavar="N", min=1),
     ] = None,
     memory: Annotated[
-        str, _output("Most memory for buffers.", "--memory", metavar="SIZE")
+        str,
+        _output("Most memory for buffers (384 KiB a thread is least).", "--memory", metavar="SIZE"),
     ] = "128MiB",
     strict: Annotated[bool, _output("Fail if a tensor would be dropped.", "--strict")] = False,
     dry_run: Annotated[
@@ -290,7 +302,7 @@ def _demo(
     def work(progress: Progress) -> Report:
         from megtool.commands.demo import demo
 
-        return demo(folder, progress=progress)
+        return demo(folder)
 
     return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
 

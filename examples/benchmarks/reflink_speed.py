@@ -80,7 +80,8 @@ def main() -> None:
                     for threads in (1, 2)
                 ]
                 scratch = root / "scratch"
-                found = race(entrants, made.folder, scratch, rounds=given.rounds, fsync=False)
+                settings = {"rounds": given.rounds, "fsync": False, "space": True}
+                found = race(entrants, made.folder, scratch, **settings)
                 for result in found:
                     table.add(
                         result.entrant.name,

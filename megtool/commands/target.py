@@ -28,7 +28,7 @@ from megtool.commands.megatron_state import (
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks, hugging_face_files
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import TargetSide, write_side
+from megtool.convert.dialects import TargetSide, detect_dialect, write_side
 from megtool.convert.megatron import is_megatron
 from megtool.convert.megatron_args import megatron_limits
 from megtool.dtypes import DType
@@ -136,7 +136,8 @@ def _dialect(source: Opened, kind: str) -> str:
         wanted = "hf" if own == "gguf" else own
     if own != "identity":
         return wanted
-    if kind == "dcp" or kind == "safetensors" or _is_megatron(source) == (wanted == "megatron"):
+    named_so = detect_dialect([t.name for t in source.catalogue.tensors])
+    if kind in ("dcp", "safetensors") or named_so == wanted:
         return "identity"
     reason = source.reason
     raise MappingError(

@@ -22,6 +22,7 @@ from megtool.commands.match import Choice, open_both, open_one
 from megtool.commands.opened import Opened
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, Model
+from megtool.errors import UsageError
 from megtool.log import Progress, silent
 from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
@@ -56,6 +57,8 @@ def verify(
         MegtoolError: one cannot be opened or located, or the two have no tensor in common.
     """
     began = time.monotonic()
+    if b is None and (atol or rtol):
+        raise UsageError("a tolerance needs two checkpoints", hint="megtool verify A B --atol X")
     choice = Choice(family=family, like=None if like is None else Path(like), iteration=iteration)
     opened = [open_one(Path(a), choice)] if b is None else [*open_both(Path(a), Path(b), choice)]
     found = _Found()

@@ -18,9 +18,7 @@ from megtool.cli import main
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
-from megtool.errors import (
-    FormatError,
-)
+from megtool.errors import FormatError, MappingError
 from tests.commands import tiny_llama
 from tests.commands.tiny_llama import contents, left_overs, tensors
 from tests.faults.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, put
@@ -223,3 +221,14 @@ def test_the_command_line_tells_damage_in_one_line(
     assert file.name in told.err
     assert not out.exists()
     assert left_overs(path.parent) == []
+
+
+def test_names_of_another_dialect_never_land_in_a_hugging_face_folder(
+    copied: Callable[[str], Path],
+) -> None:
+    path = copied("gguf")
+    put(path, path.read_bytes().replace(b"\0llama", b"\0parrt", 1))
+    error = attempt(path)
+    assert isinstance(error, MappingError)
+    assert "'parrt'" in error.message
+    assert "llama" in (error.hint or "")

@@ -126,7 +126,7 @@ def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bo
             with pytest.raises(DestinationError, match="exists"):
                 job.run()
         else:
-            job.run(overwrite=old)
+            job.run(overwrite=old, fsync=False)
         job.check_end(where)
 
 

@@ -100,5 +100,5 @@ def named(name: str) -> Format:
     for one in FORMATS:
         if name in one.names:
             return one
-    known = ", ".join(n for f in FORMATS for n in f.names)
+    known = ", ".join(n for f in FORMATS for n in f.names if f.writable)
     raise UsageError(f"unknown format {name!r}", hint=f"known: {known}")

@@ -49,7 +49,11 @@ class Lock:
                 self.release()
                 raise
             self.release()
-        raise DestinationError("other runs come and go on this destination", file=path.parent)
+        raise DestinationError(
+            "cannot keep a staging folder here",
+            file=path.parent,
+            hint="other runs come and go on this destination, or nothing can be written here",
+        )
 
     def _take(self) -> bool:
         """Lock the open file; False when it was removed meanwhile."""
