@@ -239,7 +239,7 @@ def _reshard(
             progress=progress,
         )
 
-    return run(work, as_json=as_json, quiet=quiet, verbose=verbose, resumes=not dry_run)
+    return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
 @app.command("verify")

@@ -64,6 +64,10 @@ def test_every_command_prints_what_the_readme_shows(readme, checkout, tmp_path):
     assert ran >= 5
 
 
+def test_nothing_is_left_to_fill_in(readme):
+    assert "@@" not in readme
+
+
 def test_the_python_example_runs(readme, checkout, tmp_path):
     script = "\n".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL))
     weights = (

@@ -113,7 +113,9 @@ class InspectReport:
         yield "tensors", f"{self.num_tensors}, {count(self.parameters)} parameters"
         kinds = sorted(self.dtypes.items(), key=lambda item: -item[1])
         shares = ", ".join(f"{k} {format_bytes(n)}" if len(kinds) > 1 else k for k, n in kinds)
-        yield "bytes", f"{format_bytes(self.num_bytes)}{' of ' if kinds else ''}{shares}"
+        packed = any(":" in kind for kind, _ in kinds)
+        disk = f"; decoded, {format_bytes(self.file_bytes)} on disk" if packed else ""
+        yield "bytes", f"{format_bytes(self.num_bytes)}{' of ' if kinds else ''}{shares}{disk}"
         if self.states:
             yield "optimizer", ", ".join(self.states)
         if self.padding:

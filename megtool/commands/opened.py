@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -75,15 +74,14 @@ def open_model(
     family_name: str | None = None,
     like: Path | None = None,
     keep: Callable[[str], bool] | None = None,
-    renames: Sequence[str] = (),
     model: Model | None = None,
     lenient: bool = False,
 ) -> Opened:
     """Open a checkpoint and find its model, from headers and small files alone.
 
-    `keep` selects tensors by their stored names, `renames` are `OLD=NEW` patterns. `model` is used
-    where the checkpoint says nothing of its own. With `lenient`, tensors that do not fit the model
-    keep their own names and `reason` says why.
+    `keep` selects tensors by their stored names. `model` is used where the checkpoint says nothing
+    of its own. With `lenient`, tensors that do not fit the model keep their own names and `reason`
+    says why.
 
     Raises:
         FormatError: no checkpoint, or a broken one.
@@ -96,8 +94,6 @@ def open_model(
         catalogue = catalogue.select(keep)
         if not catalogue.tensors:
             raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
-    if renames:
-        _rename(catalogue, renames)
     reason: MappingError | None = None
     try:
         model = _model(catalogue, family_name, like) or model
@@ -233,26 +229,3 @@ def selector(select: Sequence[str], exclude: Sequence[str]) -> Callable[[str], b
         return wanted and not any(fnmatchcase(name, g) for g in exclude)
 
     return keep
-
-
-def _rename(catalogue: Catalogue, renames: Sequence[str]) -> None:
-    """Give tensors new names: in `OLD=NEW` each `*` of OLD is put for the same `*` of NEW."""
-    names = [t.name for t in catalogue.tensors]
-    for text in renames:
-        old, equals, new = text.partition("=")
-        if not equals or not old or not new or new.count("*") > old.count("*"):
-            raise UsageError(f"rename {text!r}", hint="OLD=NEW, with no more * in NEW than in OLD")
-        pattern = re.compile("(.*)".join(re.escape(part) for part in old.split("*")))
-        hits = [(i, m) for i, n in enumerate(names) if (m := pattern.fullmatch(n))]
-        if not hits:
-            raise UsageError(f"rename {text!r} matches no tensor")
-        for i, m in hits:
-            parts, out = new.split("*"), ""
-            for k, part in enumerate(parts):
-                out += part + (m[k + 1] if k + 1 < len(parts) else "")
-            names[i] = out
-    twice = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
-    if twice:
-        raise UsageError(f"renaming gives two tensors the name {min(twice)!r}")
-    catalogue.tensors = [replace(t, name=n) for t, n in zip(catalogue.tensors, names, strict=True)]
-    catalogue._index = {}

@@ -152,7 +152,8 @@ def reshard(
 
     `to` is a format (default: the source's own, `hf` for GGUF). Axes of the layout that are None
     stay as the source has them, 1 where it does not say. `dtype` casts model weights, never
-    optimizer state. `select`, `exclude` and the left sides of `rename` are globs on stored names.
+    optimizer state. `select` and `exclude` are globs on the source's names,
+    `rename` patterns `OLD=NEW` on the target's.
     A run that was interrupted resumes when it is called again with the same arguments.
 
     Raises:
@@ -167,7 +168,6 @@ def reshard(
         family_name=family,
         like=None if like is None else Path(like),
         keep=selector(select, exclude),
-        renames=rename,
     )
     request = Request(
         to=to,
@@ -178,6 +178,7 @@ def reshard(
         dp=dp,
         dtype=None if dtype is None else _target_dtype(dtype),
         max_shard_bytes=parse_size(max_shard_size, "max shard size"),
+        renames=tuple(rename),
         destination=destination,
     )
     mode = _digest_mode(digest)
@@ -213,7 +214,12 @@ def reshard(
     if dry_run:
         stage.check()
         return _report(opened, target, plan, summary, destination, dry_run=True)
-    written = _write(opened, target, plan, stage, mode, threads, memory_bytes, fsync, progress)
+    try:
+        written = _write(opened, target, plan, stage, mode, threads, memory_bytes, fsync, progress)
+    except BaseException:
+        if stage.describe_resume() in stage.messages:  # something was kept
+            _LOG.warning("%s", stage.describe_resume())
+        raise
     return _report(
         opened,
         target,
@@ -222,7 +228,7 @@ def reshard(
         destination,
         dry_run=False,
         seconds=time.monotonic() - began,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss_bytes=_peak_rss_bytes(),
         warnings=tuple(stage.messages),
         **written,
     )
@@ -245,8 +251,6 @@ def _write(
         for message in stage.messages:
             _LOG.info("%s", message)
         stage.require_space(sum(f.size for f in plan.target.catalogue.files))
-        if stage.resumed:
-            _LOG.info("resuming: %d finished pieces are there and are verified", len(stage.resumed))
         progress("reshard", 0, total)
         copied = execute(
             plan,
@@ -363,6 +367,15 @@ def _target_dtype(text: str) -> DType:
     if not found.is_float:
         raise UsageError(f"dtype {text!r} is no floating-point type", hint="for example bfloat16")
     return found
+
+
+def _peak_rss_bytes() -> int:
+    """This process's largest resident set so far (not its parent's, which getrusage inherits)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _digest_mode(text: str) -> DigestMode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from megtool.commands.megatron_state import (
     lost_state,
     source_layout,
 )
+from megtool.commands.names import renamed
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks, hugging_face_files
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import TargetSide, detect_dialect, write_side
+from megtool.convert.dialects import TargetSide, detect_dialect, is_optimizer_state, write_side
 from megtool.convert.megatron import is_megatron
 from megtool.convert.megatron_args import megatron_limits
 from megtool.dtypes import DType
@@ -52,6 +53,7 @@ class Request:
     dp: int | None = None
     dtype: DType | None = None
     max_shard_bytes: int = 5_000_000_000
+    renames: Sequence[str] = ()
     destination: Path = Path()
 
 
@@ -106,6 +108,8 @@ def make_target(source: Opened, request: Request) -> Target:
         parallel=cut,
         divisible_by=divisible_by(source.catalogue),
     )
+    if request.renames:
+        side = _renamed(side, request.renames)
     if source.model is not None and kind == "torch_dist" and source.side.dialect != "megatron":
         for limit in megatron_limits(source.model.config):
             _LOG.warning("%s", limit)
@@ -180,6 +184,26 @@ def _parallel(source: Opened, request: Request, kind: str) -> ParallelConfig | N
     return ParallelConfig(**{k: v for k, v in merged.items() if v is not None})
 
 
+def _renamed(side: TargetSide, renames: Sequence[str]) -> TargetSide:
+    """The same tensors under the names the user gives them."""
+    new = dict(
+        zip(
+            (t.name for t in side.tensors),
+            renamed([t.name for t in side.tensors], renames),
+            strict=True,
+        )
+    )
+    return replace(
+        side,
+        tensors=[replace(t, name=new[t.name]) for t in side.tensors],
+        placements={n: replace(p, stored=new[p.stored]) for n, p in side.placements.items()},
+        fills=[
+            replace(f, placement=replace(f.placement, stored=new[f.placement.stored]))
+            for f in side.fills
+        ],
+    )
+
+
 def _fill(stored: str, placement: Any, value: float) -> Fill:
     lo = tuple(placement.base)
     hi = tuple(b + n for b, n in zip(placement.base, placement.shape, strict=True))
@@ -197,7 +221,7 @@ def _dropped_tensors(source: Opened, side: TargetSide) -> list[Dropped]:
             name=name,
             reason=reason,
             num_bytes=catalogue[name].num_bytes,
-            is_lost="optimizer." in name,
+            is_lost=is_optimizer_state(name),
         )
         for name, reason in source.side.dropped
     ]

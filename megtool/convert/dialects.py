@@ -305,6 +305,20 @@ def _identity(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> Si
     )
 
 
+_OPTIMIZERS = frozenset({"optim", "optims", "optimizer", "optimizers", "optimizer_state"})
+_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step"})
+
+
+def is_optimizer_state(name: str) -> bool:
+    """The stored name says optimizer state: Megatron's spelling, or a part of its path."""
+    parts = name.split(".")
+    return (
+        megatron.split_state(name)[0] != ""
+        or parts[-1] in _STATES
+        or not _OPTIMIZERS.isdisjoint(parts)
+    )
+
+
 def _same_names(
     source: Side,
     config: ModelConfig | None,
@@ -333,7 +347,7 @@ def _same_names(
             rest = (shape[0] - t.shape[0], *shape[1:])
             base = (t.shape[0], *(0 for _ in shape[1:]))
             fills.append(Fill(placement=replace(whole, shape=rest, base=base)))
-        is_weight = megatron.split_state(name)[0] == "" and not name.startswith("optimizer.")
+        is_weight = not is_optimizer_state(name)
         kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
     shards = shard(tensors, parallel, config=config) if parallel is not None else None
