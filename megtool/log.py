@@ -110,7 +110,7 @@ def _rich_bar() -> RichProgress:
 
     return RichProgress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=20),
         Bytes(),
         TextColumn("left", markup=False),
         TimeRemainingColumn(),
