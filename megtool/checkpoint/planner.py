@@ -334,8 +334,12 @@ def _fingerprint(plan: Plan, options: str) -> str:
         for array in (s.tensor, s.boxes.lo, s.boxes.hi, e.file, e.offset, e.length):
             mix(array.shape)
             h.update(np.ascontiguousarray(array).data)
-    for number, offset, data in plan.target.fragments:
-        h.update(f"{number}:{offset}:{len(data)}:".encode() + data)
+    fragments = plan.target.fragments
+    mix(len(fragments))
+    places = [x for number, offset, data in fragments for x in (number, offset, len(data))]
+    h.update(np.array(places, np.int64).data)
+    for start in range(0, len(fragments), 4096):  # few calls: a million headers are hashed here
+        h.update(b"".join([data for _, _, data in fragments[start : start + 4096]]))
     for path, data in plan.target.all_small():
         mix(path, len(data))
         h.update(data)
