@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import one_torch_thread
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import Peak
+from megtool.checkpoint.transport.threads import run_in_threads
 from megtool.checkpoint.transport.units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
 from megtool.errors import CheckpointError, DigestError
@@ -138,7 +138,6 @@ def usual_tile_bytes() -> int:
 def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int) -> None:
     """Do all units; the first error, or Ctrl-C, stops every thread and is raised."""
     schedule = Schedule(todo)
-    errors: list[BaseException] = []
 
     def work() -> None:
         worker = Worker(run)
@@ -149,31 +148,7 @@ def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int
             if not run.stopped.is_set():
                 stage.finish(number)
 
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as e:
-            errors.append(e)
-            run.stopped.set()
-
-    if threads == 1 or len(todo) < 2:
-        work()
-        return
-    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(min(threads, len(todo)))]
-    try:
-        for thread in pool:
-            thread.start()
-        for thread in pool:
-            while thread.is_alive():
-                thread.join(0.2)
-    except BaseException:
-        run.stopped.set()
-        for thread in pool:
-            if thread.ident is not None:
-                thread.join()
-        raise
-    if errors:
-        raise errors[0]
+    run_in_threads(work, min(threads, len(todo)), run.stopped)
 
 
 def _computes(plan: Plan) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megtool.checkpoint.transport.side import row_dims
+from megtool.checkpoint.transport.threads import run_in_threads
 from megtool.checkpoint.transport.tile import cut
 from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement
@@ -58,7 +59,6 @@ def usual_threads(threads: int | None) -> int:
 def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
     """Do `work` on every job, in about their order; the first error, or Ctrl-C, ends it."""
     stopped, lock = threading.Event(), threading.Lock()
-    errors: list[BaseException] = []
     queue = iter(jobs)
 
     def loop() -> None:
@@ -69,28 +69,4 @@ def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> N
                 return
             work(taken)
 
-    def guarded() -> None:
-        try:
-            loop()
-        except BaseException as e:
-            errors.append(e)
-            stopped.set()
-
-    if threads == 1 or len(jobs) < 2:
-        loop()
-        return
-    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(min(threads, len(jobs)))]
-    try:
-        for thread in pool:
-            thread.start()
-        for thread in pool:
-            while thread.is_alive():
-                thread.join(0.2)
-    except BaseException:
-        stopped.set()
-        for thread in pool:
-            if thread.ident is not None:
-                thread.join()
-        raise
-    if errors:
-        raise errors[0]
+    run_in_threads(loop, min(threads, len(jobs)), stopped)

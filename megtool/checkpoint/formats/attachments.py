@@ -46,10 +46,17 @@ def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
             or not path.is_file()
         ):
             continue
-        if not stays_inside(folder, name):
-            warnings.append(f"{name} is left out: a link that leaves the folder")
-        elif path.stat().st_size > MAX_ATTACHMENT_BYTES:
-            warnings.append(f"{name} is left out: larger than {MAX_ATTACHMENT_BYTES >> 20} MiB")
-        else:
+        if travels(folder, name, warnings):
             out[name] = path
     return out
+
+
+def travels(folder: Path, name: str, warnings: list[str]) -> bool:
+    """Whether a file may be carried along: it is small, and no link out; a warning says if not."""
+    if not stays_inside(folder, name):
+        warnings.append(f"{name} is left out: a link that leaves the folder")
+    elif (folder / name).stat().st_size > MAX_ATTACHMENT_BYTES:
+        warnings.append(f"{name} is left out: larger than {MAX_ATTACHMENT_BYTES >> 20} MiB")
+    else:
+        return True
+    return False

@@ -23,8 +23,9 @@ from megtool.checkpoint.catalogue import (
     StoredObject,
 )
 from megtool.checkpoint.containers import pickled, zipped, zipped_tensor
+from megtool.checkpoint.formats.attachments import travels
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
-from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, stays_inside
+from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_iteration
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
 from megtool.errors import FormatError
@@ -36,7 +37,6 @@ NAMES = ("torch_dist", "dcp")
 
 MAX_METADATA_BYTES = 4 << 30
 _MAX_SMALL_BYTES = 1 << 30
-_MAX_ATTACHMENT_BYTES = 64 << 20
 _ATTACHMENT_FOLDERS = ("hf", "tokenizer")
 _ATTACHMENT_FILES = ("run_config.yaml",)
 
@@ -174,11 +174,7 @@ def _attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
         if not path.is_file():
             continue
         name = path.relative_to(folder).as_posix()
-        if not stays_inside(folder, name):
-            warnings.append(f"{name} is left out: a link that leaves the folder")
-        elif path.stat().st_size > _MAX_ATTACHMENT_BYTES:
-            warnings.append(f"{name} is left out: larger than {_MAX_ATTACHMENT_BYTES >> 20} MiB")
-        else:
+        if travels(folder, name, warnings):
             out[name] = path
     return out
 
