@@ -1,6 +1,6 @@
 """Llama 2 and 3, Mistral, SmolLM, and whatever else has exactly their layout."""
 
-from megtool.convert import Default, Dropped, Family, Key, Only, Permuted, Rope, Row
+from megtool.convert import Default, Dropped, Family, Key, Only, Permuted, Rope, Row, Window
 
 FAMILY = Family(
     name="llama",
@@ -24,6 +24,7 @@ FAMILY = Family(
         Key("mlp_bias", "mlp_bias", False),
         Only("hidden_act", "silu"),
         Rope(10000.0),
+        Window(),
     ),
     hf=(
         Row("model.embed_tokens.weight", "embed.weight"),

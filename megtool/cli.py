@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal
 
 import typer
 
 from megtool import __version__
+from megtool.cli_options import (
+    AccountForEmbedding,
+    AccountForLoss,
+    Cp,
+    Dp,
+    Ep,
+    Etp,
+    Family,
+    FirstStageLayers,
+    Iteration,
+    Json,
+    LastStageLayers,
+    Layers,
+    Like,
+    PipelineLayout,
+    Pp,
+    Quiet,
+    Source,
+    Threads,
+    Tp,
+    Verbose,
+    Vpp,
+    dangerous,
+    option,
+    output,
+    place,
+    source_option,
+)
+from megtool.cli_run import Report, put, run
 from megtool.errors import MegtoolError
-from megtool.log import Bar, Progress, printable, say, set_up
+from megtool.log import Progress, say
 
 app = typer.Typer(
     name="megtool",
@@ -33,52 +59,9 @@ app = typer.Typer(
 )
 
 
-def _option(panel: str, what: str, *flags: str, metavar: str | None = None, **extra: Any) -> Any:
-    """An option in one of the panels into which --help sorts them."""
-    return typer.Option(*flags, help=what, metavar=metavar, rich_help_panel=panel, **extra)
-
-
-def _input(what: str, *flags: str, metavar: str) -> Any:
-    return _option("Input", what, *flags, metavar=metavar)
-
-
-def _layout(what: str, *flags: str) -> Any:
-    return _option("Parallel layout", what, *flags, metavar="N", min=1)
-
-
-def _output(what: str, *flags: str, metavar: str | None = None, **extra: Any) -> Any:
-    return _option("Output", what, *flags, metavar=metavar, **extra)
-
-
-def _dangerous(what: str, *flags: str) -> Any:
-    return _option("Dangerous", what, *flags)
-
-
-def _place(what: str, metavar: str) -> Any:
-    return typer.Argument(help=what, metavar=metavar, show_default=False)
-
-
-Source = Annotated[Path, _place("A checkpoint: a folder, a save folder, or a single file.", "SRC")]
-Family = Annotated[
-    str | None,
-    _input("The model family, if the checkpoint names none.", "--family", metavar="NAME"),
-]
-Like = Annotated[
-    Path | None,
-    _input("A Hugging Face folder to take config and tokenizer from.", "--like", metavar="FOLDER"),
-]
-Iteration = Annotated[
-    str | None,
-    _input("Iteration of a save folder; default: the latest.", "--iteration", metavar="N"),
-]
-Json = Annotated[bool, _output("Print the report as JSON.", "--json")]
-Quiet = Annotated[bool, _output("No progress and no warnings.", "--quiet", "-q")]
-Verbose = Annotated[bool, _output("More messages, and tracebacks.", "--verbose", "-v")]
-
-
 def _version(asked: bool) -> None:
     if asked:
-        print(f"megtool {__version__}")
+        put(f"megtool {__version__}")
         raise typer.Exit
 
 
@@ -99,12 +82,13 @@ def _inspect(
     family: Family = None,
     like: Like = None,
     tensors: Annotated[
-        bool, _output("List every tensor instead of folding the layers.", "--tensors")
+        bool, output("List every tensor instead of folding the layers.", "--tensors")
     ] = False,
     stats: Annotated[
         bool,
-        _output("Read the data: min, max, mean, std, zeros, NaN, Inf of each tensor.", "--stats"),
+        output("Read the data: min, max, mean, std, zeros, NaN, Inf of each tensor.", "--stats"),
     ] = False,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -124,6 +108,7 @@ def _inspect(
             iteration=iteration,
             family=family,
             like=like,
+            threads=threads,
             progress=progress,
         )
 
@@ -133,73 +118,102 @@ def _inspect(
 @app.command("reshard")
 def _reshard(
     source: Source,
-    destination: Annotated[Path, _place("The folder to write; it appears when complete.", "DST")],
+    destination: Annotated[Path, place("The folder to write; it appears when complete.", "DST")],
     iteration: Iteration = None,
     family: Family = None,
     like: Like = None,
     select: Annotated[
         list[str] | None,
-        _input("Only tensors of these names; repeatable.", "--select", metavar="GLOB"),
+        source_option("Only tensors of these names; repeatable.", "--select", metavar="GLOB"),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        _input("No tensors of these names; repeatable.", "--exclude", metavar="GLOB"),
+        source_option("No tensors of these names; repeatable.", "--exclude", metavar="GLOB"),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        _input("Write under another name; repeatable.", "--rename", metavar="OLD=NEW"),
+        source_option("Write under another name; repeatable.", "--rename", metavar="OLD=NEW"),
     ] = None,
-    tp: Annotated[
-        int | None,
-        _layout("Tensor-parallel ranks; like the other axes, the source's unless given.", "--tp"),
-    ] = None,
-    pp: Annotated[int | None, _layout("Pipeline-parallel ranks.", "--pp")] = None,
-    vpp: Annotated[int | None, _layout("Virtual pipeline stages per rank.", "--vpp")] = None,
-    ep: Annotated[int | None, _layout("Expert-parallel ranks.", "--ep")] = None,
-    dp: Annotated[int | None, _layout("Data-parallel ranks.", "--dp")] = None,
+    only_optimizer: Annotated[
+        bool,
+        source_option("Optimizer state without the weights.", "--optimizer-only", metavar=None),
+    ] = False,
+    layers: Layers = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    vpp: Vpp = None,
+    ep: Ep = None,
+    etp: Etp = None,
+    cp: Cp = None,
+    dp: Dp = None,
+    first_stage_layers: FirstStageLayers = None,
+    last_stage_layers: LastStageLayers = None,
+    account_for_embedding: AccountForEmbedding = False,
+    account_for_loss: AccountForLoss = False,
+    pipeline_layout: PipelineLayout = None,
     to: Annotated[
         str | None,
-        _output(
-            "hf, safetensors, torch_dist or dcp; default: the source's own (hf for GGUF).",
+        output(
+            "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr or tensorstore; "
+            "default: the source's own (hf for GGUF).",
             "--to",
             metavar="FORMAT",
         ),
     ] = None,
+    optimizer: Annotated[
+        Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None,
+        output(
+            "Format of optimizer state, none to leave it out; default: one that loads at any "
+            "layout.",
+            "--optimizer",
+        ),
+    ] = None,
+    core_version: Annotated[
+        str | None,
+        output(
+            "Write for one version of megatron-core; default: what old and new ones load.",
+            "--core-version",
+            metavar="VERSION",
+        ),
+    ] = None,
+    bridge: Annotated[bool, output("Add run_config.yaml for Megatron-Bridge.", "--bridge")] = False,
     dtype: Annotated[
         str | None,
-        _output(
+        output(
             "Cast model weights (bfloat16, float16, float32, ...), never optimizer state.",
             "--dtype",
             metavar="NAME",
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, _output("Largest safetensors file.", "--max-shard-size", metavar="SIZE")
-    ] = "5GB",
+        str | None,
+        output("Largest file of an hf folder; default: 5GB.", "--max-shard-size", metavar="SIZE"),
+    ] = None,
     digest: Annotated[
         Literal["all", "buffered", "none"],
-        _output("Digest all bytes, or those that pass a buffer, or none.", "--digest"),
+        output("Digest all bytes, or those that pass a buffer, or none.", "--digest"),
     ] = "buffered",
-    threads: Annotated[
-        int | None,
-        _output("Copying threads; default: one a core.", "--threads", metavar="N", min=1),
-    ] = None,
+    threads: Threads = None,
     memory: Annotated[
         str,
-        _output("Most memory for buffers (384 KiB a thread is least).", "--memory", metavar="SIZE"),
+        output("Most memory for buffers (384 KiB a thread is least).", "--memory", metavar="SIZE"),
     ] = "128MiB",
-    strict: Annotated[bool, _output("Fail if a tensor would be dropped.", "--strict")] = False,
+    prove_all: Annotated[
+        bool,
+        output("Compare every master weight with its weight, not some of each.", "--verify"),
+    ] = False,
+    strict: Annotated[bool, output("Fail if a tensor would be dropped.", "--strict")] = False,
     dry_run: Annotated[
-        bool, _output("Print the plan and write nothing.", "--dry-run", "-n")
+        bool, output("Print the plan and write nothing.", "--dry-run", "-n")
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     overwrite: Annotated[
-        bool, _dangerous("Replace DST, which stays valid until the new one is.", "--overwrite")
+        bool, dangerous("Replace DST, which stays valid until the new one is.", "--overwrite")
     ] = False,
     fsync: Annotated[
-        bool, _dangerous("Make the result survive a power cut.", "--fsync/--no-fsync")
+        bool, dangerous("Make the result survive a power cut.", "--fsync/--no-fsync")
     ] = True,
 ) -> int:
     """Copy a checkpoint into another format, parallel layout or dtype.
@@ -220,7 +234,20 @@ def _reshard(
             pp=pp,
             vpp=vpp,
             ep=ep,
+            etp=etp,
+            cp=cp,
             dp=dp,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            account_for_embedding=account_for_embedding,
+            account_for_loss=account_for_loss,
+            pipeline_layout=pipeline_layout,
+            optimizer=optimizer,
+            optimizer_only=only_optimizer,
+            layers=layers,
+            prove_all=prove_all,
+            core_version=core_version,
+            bridge=bridge,
             dtype=dtype,
             family=family,
             like=like,
@@ -244,19 +271,20 @@ def _reshard(
 
 @app.command("verify")
 def _verify(
-    a: Annotated[Path, _place("A checkpoint of any format.", "A")],
-    b: Annotated[Path | None, _place("Another, in any format and layout.", "B")] = None,
+    a: Annotated[Path, place("A checkpoint of any format.", "A")],
+    b: Annotated[Path | None, place("Another, in any format and layout.", "B")] = None,
     iteration: Iteration = None,
     family: Family = None,
     like: Like = None,
     atol: Annotated[
         float,
-        _option("Tolerance", "Absolute difference that counts as equal.", "--atol", min=0),
+        option("Tolerance", "Absolute difference that counts as equal.", "--atol", min=0),
     ] = 0.0,
     rtol: Annotated[
         float,
-        _option("Tolerance", "Difference relative to B that counts as equal.", "--rtol", min=0),
+        option("Tolerance", "Difference relative to B that counts as equal.", "--rtol", min=0),
     ] = 0.0,
+    threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -279,6 +307,7 @@ def _verify(
             family=family,
             like=like,
             iteration=iteration,
+            threads=threads,
             progress=progress,
         )
 
@@ -288,7 +317,7 @@ def _verify(
 @app.command("demo")
 def _demo(
     folder: Annotated[
-        Path | None, _place("Where to work; a temporary folder unless given.", "FOLDER")
+        Path | None, place("Where to work; a temporary folder unless given.", "FOLDER")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -307,50 +336,6 @@ def _demo(
     return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-class Report(Protocol):
-    """What every command returns. It may also have an `exit_status`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-
-    def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
-
-
-def run(
-    work: Callable[[Progress], Report],
-    *,
-    as_json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
-    resumes: bool = False,
-) -> int:
-    """Do `work` under the common manners and return the exit status.
-
-    The report goes to stdout, everything else to stderr. `resumes` says that an interrupted run
-    goes on when it is started again.
-    """
-    set_up(quiet=quiet, verbose=verbose)
-    try:
-        with Bar(shown=not quiet) as progress:
-            report = work(progress)
-        if as_json:
-            _print(json.dumps(_plain(report.to_json()), indent=2))
-        else:
-            _print("\n".join(printable(line) for line in report.lines()))
-    except MegtoolError as error:
-        if verbose:
-            traceback.print_exception(error)
-        say("error", str(error))
-        return error.exit_status
-    except KeyboardInterrupt:
-        say("error", "interrupted")
-        if resumes:
-            say("hint", "the same command resumes where this one stopped")
-        return 130
-    return int(getattr(report, "exit_status", 0))
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line on `args` (the process's own unless given) and return its status."""
     sys.excepthook = _unexpected
@@ -366,27 +351,12 @@ def main(args: Sequence[str] | None = None) -> int:
             say("error", message)
             say("hint", f"{context.command_path if context else 'megtool'} --help")
         return error.exit_code
+    except MegtoolError as error:
+        say("error", str(error))
+        return error.exit_status
     except typer.Abort:
         return 130
     return int(status or 0)
-
-
-def _plain(value: Any) -> Any:
-    """`value` with numbers that JSON cannot hold as strings: `"nan"`, `"inf"`, `"-inf"`."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough (`| head`): that is no failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unexpected(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +12,7 @@ from megtool.errors import LayoutError, MappingError
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
+POSITIONS = ("rope", "learned", "relative", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +22,16 @@ class ModelConfig:
     Sizes count elements, `num_*` count things. Three flags (`qkv_bias`, `attn_out_bias`,
     `mlp_bias`) and `qk_norm` say which optional tensors exist; reading a checkpoint sets them from
     what it holds. `moe_layer_freq` is Megatron's: an int n makes every n-th layer (from the first)
-    a mixture of experts, a tuple says so layer by layer. `extra` keeps the keys of the
-    configuration it was read from that nothing else here says, verbatim.
+    a mixture of experts, a tuple says so layer by layer. A token attends to `window_size` tokens,
+    itself included (0: to all before it); `window_skip_freq` n lets every n-th layer attend to all,
+    a tuple has a 1 for every layer with a window, and None gives one to all. `extra` keeps the keys
+    of the configuration it was read from that nothing else here says, verbatim.
+
+    Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
+    qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
+    `router_pre_softmax` says that scores are normalised before the choice of experts, not among
+    the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
+    prediction); each is like the last one.
 
     Raises:
         MappingError: a value is impossible; the message names the field.
@@ -38,6 +48,8 @@ class ModelConfig:
     tied_embeddings: bool = False
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
+    zero_centered_norm: bool = False
+    parallel_residual: bool = False
     gated: bool = True
     activation: str = "silu"
     qkv_bias: bool = False
@@ -45,13 +57,35 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     attn_output_gate: bool = False
+    position_embedding: str = "rope"
+    rotary_percent: float = 1.0
+    rope_interleaved: bool = False
     rope_base: float = 10000.0
+    rope_local_base: float | None = None
     rope_scaling: Mapping[str, Any] | None = None
+    window_size: int = 0
+    window_skip_freq: int | tuple[int, ...] | None = None
+    num_token_types: int = 0
     num_experts: int = 0
     num_experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
+    router_score: str = "softmax"
+    router_pre_softmax: bool = False
+    router_scaling: float = 1.0
+    router_num_groups: int = 0
+    router_topk_groups: int = 0
+    router_bias: bool = False
+    router_expert_bias: bool = False
+    shared_expert_gate: bool = False
+    attn_sinks: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    num_mtp_layers: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,7 +93,8 @@ class ModelConfig:
             _check_int(name, getattr(self, name), 1)
         for name in _NATURAL:
             _check_int(name, getattr(self, name), 0)
-        if self.num_layers > MOST_LAYERS or self.num_layers * self.num_experts > MOST_EXPERTS:
+        num_layers = self.num_layers + self.num_mtp_layers
+        if num_layers > MOST_LAYERS or num_layers * self.num_experts > MOST_EXPERTS:
             raise MappingError(
                 f"num_layers is {self.num_layers}, num_experts {self.num_experts}",
                 hint=f"at most {MOST_LAYERS:,} layers, with {MOST_EXPERTS:,} experts in all",
@@ -67,7 +102,7 @@ class ModelConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise MappingError(f"{name} is {getattr(self, name)!r}", hint="true or false")
-        for name in ("norm_eps", "rope_base"):
+        for name in ("norm_eps", "rope_base", "rotary_percent"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise MappingError(f"{name} is {value!r}", hint="a positive number")
@@ -78,6 +113,17 @@ class ModelConfig:
             )
         if self.norm not in NORMS:
             raise MappingError(f"norm is {self.norm!r}", hint=f"known: {', '.join(NORMS)}")
+        if self.position_embedding not in POSITIONS:
+            raise MappingError(
+                f"position_embedding is {self.position_embedding!r}",
+                hint=f"known: {', '.join(POSITIONS)}",
+            )
+        latent = (self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim)
+        if self.kv_lora_rank and not all(latent):
+            raise MappingError(
+                f"kv_lora_rank is {self.kv_lora_rank}, but query and value heads have {latent}",
+                hint="latent attention needs the sizes of its heads",
+            )
         freq = self.moe_layer_freq
         if (isinstance(freq, int) and freq < 1) or (
             isinstance(freq, tuple) and len(freq) != self.num_layers
@@ -99,8 +145,10 @@ class ModelConfig:
 
     @property
     def is_homogeneous(self) -> bool:
-        """All layers hold the same tensors, so that they can be stacked on one axis."""
-        return len(self.moe_layers) in (0, self.num_layers)
+        """Megatron stacks the layers on one axis: they hold the same tensors, and no list says so
+        layer by layer (with a list, even of equal entries, Megatron writes one key per layer)."""
+        listed = isinstance(self.moe_layer_freq, tuple) and bool(self.num_experts)
+        return not listed and len(self.moe_layers) in (0, self.num_layers)
 
 
 _POSITIVE = (
@@ -114,10 +162,20 @@ _POSITIVE = (
     "max_positions",
 )
 _NATURAL = (
+    "window_size",
+    "num_token_types",
     "num_experts",
     "num_experts_per_token",
     "moe_ffn_hidden_size",
     "shared_ffn_hidden_size",
+    "router_num_groups",
+    "router_topk_groups",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_mtp_layers",
 )
 _FLAGS = (
     "tied_embeddings",
@@ -127,6 +185,14 @@ _FLAGS = (
     "mlp_bias",
     "qk_norm",
     "attn_output_gate",
+    "router_pre_softmax",
+    "router_bias",
+    "router_expert_bias",
+    "shared_expert_gate",
+    "attn_sinks",
+    "rope_interleaved",
+    "zero_centered_norm",
+    "parallel_residual",
 )
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
 
@@ -138,28 +204,41 @@ def _check_int(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the parallel axes, named as in Megatron.
+    """Sizes of the parallel axes, named as in Megatron, and how layers go to pipeline stages.
 
     `etp`, the tensor-parallel size of experts, is `tp` unless given. `dp` unless given is the
     smallest that leaves room for the experts: `etp * ep` ranks have to divide `tp * cp * dp`.
-    After construction every field is a positive integer.
+    `vpp` unless given is what `pipeline_layout` says, or 1. After construction every size is a
+    positive integer.
+
+    Layers are split evenly over the pipeline stages, unless `first_stage_layers` or
+    `last_stage_layers` gives one of the outer stages a number of its own, or the embedding or the
+    loss is accounted for as if it were a layer, or `pipeline_layout` says it chunk by chunk in
+    Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline`, which knows what
+    divides which number of layers).
 
     Raises:
-        LayoutError: an axis is no positive integer, or the experts' ranks do not fit.
+        LayoutError: an axis is no positive integer, the experts' ranks do not fit, or two ways of
+            splitting layers are mixed.
     """
 
     tp: int = 1
     pp: int = 1
-    vpp: int = 1
+    vpp: int = 0
     ep: int = 1
     etp: int = 0
     cp: int = 1
     dp: int = 0
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    pipeline_layout: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "ep", "cp"):
+        for name in ("tp", "pp", "ep", "cp"):
             self._check(name, 1)
-        for name in ("etp", "dp"):
+        for name in ("vpp", "etp", "dp"):
             self._check(name, 0)
         if not self.etp:
             object.__setattr__(self, "etp", self.tp)
@@ -167,12 +246,15 @@ class ParallelConfig:
         least = experts // math.gcd(experts, dense)
         if not self.dp:
             object.__setattr__(self, "dp", least)
-        if dense * self.dp % experts:
+        if self.dp % least:
+            below, above = self.dp // least * least, -(-self.dp // least) * least
+            near = f"{below} or {above}" if below else f"{above}"
             raise LayoutError(
                 f"etp={self.etp} x ep={self.ep} does not divide "
                 f"tp={self.tp} x cp={self.cp} x dp={self.dp}",
-                hint=f"dp has to be a multiple of {least}",
+                hint=f"dp has to be a multiple of {least}: the nearest is {near}",
             )
+        self._check_split()
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
                 f"vpp={self.vpp} with pp=1", hint="virtual stages need at least two pipeline stages"
@@ -183,6 +265,38 @@ class ParallelConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise LayoutError(f"{name} is {value!r}", hint="parallel sizes are positive integers")
 
+    def _check_split(self) -> None:
+        """One way of splitting layers, and `vpp` from an explicit layout."""
+        uneven = [f for f in ("first_stage_layers", "last_stage_layers") if self._has(f)]
+        for name in uneven:
+            self._check(name, 1)
+        if len(uneven) + 1 > self.pp and uneven:
+            raise LayoutError(
+                f"{' and '.join(uneven)} with pp={self.pp}",
+                hint=f"an uneven split needs at least {len(uneven) + 1} pipeline stages",
+            )
+        accounted = [f for f in ("account_for_embedding", "account_for_loss") if self._has(f)]
+        for name in accounted:
+            if getattr(self, name) is not True:
+                raise LayoutError(f"{name} is {getattr(self, name)!r}", hint="true or false")
+        explicit = ["pipeline_layout"] if self.pipeline_layout is not None else []
+        if len(ways := [w[0] for w in (explicit, uneven, accounted) if w]) > 1:
+            raise LayoutError(f"{ways[0]} with {ways[1]}", hint="they exclude each other")
+        if self.pipeline_layout is not None:
+            chunks = len(pipeline_chunks(self.pipeline_layout))
+            if chunks % self.pp or self.vpp not in (0, chunks // self.pp):
+                vpp = f" x vpp={self.vpp}" if self.vpp else " or a multiple of it"
+                raise LayoutError(
+                    f"pipeline_layout has {chunks} chunks, not pp={self.pp}{vpp}",
+                    hint="'|' parts chunks: one for each stage and virtual stage",
+                )
+            object.__setattr__(self, "vpp", chunks // self.pp)
+        object.__setattr__(self, "vpp", self.vpp or 1)
+
+    def _has(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -192,3 +306,39 @@ class ParallelConfig:
     def expert_dp(self) -> int:
         """Number of replicas of every expert."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
+
+
+_TIMES = (re.compile(r"\(([^()]+)\)\*([0-9]{1,9})"), re.compile(r"(.)\*([0-9]{1,9})"))
+_MOST_CHUNK_TEXT = 4 * MOST_LAYERS
+
+
+def pipeline_chunks(text: str) -> tuple[str, ...]:
+    """The chunks of an explicit pipeline layout: a letter for each layer, `""` for an empty one.
+
+    Letters are `E` embedding, `t` decoder layer, `m` layer of multi-token prediction and `L` loss;
+    `|` parts chunks, `x*3` and `(..)*3` repeat (parentheses do not nest), commas say nothing.
+    Chunks come in the order of layers: all stages of the first virtual stage, then of the next.
+
+    Raises:
+        LayoutError: another letter, or more layers than any model has.
+    """
+    if not isinstance(text, str):
+        raise LayoutError(f"pipeline_layout is {text!r}", hint="for example 'Ett|tt|ttL'")
+    plain = text.replace(",", "")
+    for pattern in _TIMES:
+        length = len(plain) + sum(
+            len(m[1]) * int(m[2]) - len(m[0]) for m in pattern.finditer(plain)
+        )
+        if max(length, len(plain)) > _MOST_CHUNK_TEXT:
+            raise LayoutError(
+                f"pipeline_layout {text[:60]!r} describes {length:,} layers and chunks",
+                hint=f"at most {_MOST_CHUNK_TEXT:,}",
+            )
+        plain = pattern.sub(lambda m: m[1] * int(m[2]), plain)
+    if strange := set(plain) - set("EtmL|"):
+        raise LayoutError(
+            f"pipeline_layout {text[:60]!r} holds {min(strange)!r}",
+            hint="E embedding, t layer, m multi-token prediction, L loss, | next chunk; "
+            "x*3 and (..)*3 repeat",
+        )
+    return tuple(plain.split("|"))

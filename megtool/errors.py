@@ -75,25 +75,17 @@ class StorageError(CheckpointError):
     """The operating system refused a read or a write: full disk, quota, I/O error."""
 
 
-class RecipeError(MegtoolError):
-    """A quantization recipe is wrong."""
-
-    exit_status = 4
-
-
 class MappingError(MegtoolError):
     """Tensors cannot be mapped: unknown family, missing or left-over names, wrong shapes."""
 
     exit_status = 5
 
 
+class UnknownFamilyError(MappingError):
+    """Nothing says which model family this is, or no family is called so."""
+
+
 class MissingPackageError(MegtoolError):
     """An optional package or a device is missing; the hint holds the exact `pip install`."""
 
     exit_status = 6
-
-
-class DifferenceError(MegtoolError):
-    """Two checkpoints differ, or one does not match its digests."""
-
-    exit_status = 7

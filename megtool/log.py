@@ -100,6 +100,7 @@ def _rich_bar() -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
     from rich.text import Text
 
     class Bytes(ProgressColumn):
@@ -110,8 +111,8 @@ def _rich_bar() -> RichProgress:
 
     return RichProgress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        Bytes(),
+        BarColumn(bar_width=12),  # so that the longest line has 76 columns
+        Bytes(Column(no_wrap=True)),
         TextColumn("left", markup=False),
         TimeRemainingColumn(),
         console=Console(stderr=True, markup=False, highlight=False),
@@ -157,7 +158,7 @@ def say(kind: str, text: str) -> None:
     colour = _COLOURS.get(kind, "") if coloured(sys.stderr) else ""
     prefix = f"{colour}{kind}:{_PLAIN if colour else ''} " if kind else ""
     prefix = f"  {prefix}" if kind == "hint" else prefix
-    with contextlib.suppress(BrokenPipeError):  # nobody reads; the work goes on
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full; the work goes on
         print(prefix + printable(text), file=sys.stderr, flush=True)
 
 

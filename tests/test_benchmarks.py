@@ -62,13 +62,25 @@ def test_bytes_move_once_in_memory_that_does_not_grow(measure: Measure) -> None:
         assert max(peaks) <= 256 * MIB, job
         assert max(peaks) - min(peaks) <= 16 * MIB, job
     assert [f for f in figures if f.get("peak_bytes", 0) > 256 * MIB] == []
-    plain = [f for f in figures if "amplification" in f and "fp32" not in f["job"]]
-    assert {f["threads"] for f in plain} == {1, 2}
-    assert len({f["job"] for f in plain}) == 8
-    assert [f for f in plain if not 0.999 <= f["amplification"] <= 1.02] == []
-    preloaded = [f for f in figures if "amplification" in f and "before" in f["job"]]
-    assert [f for f in preloaded if f["amplification"] > 1.02] == []
+    moved = [f for f in figures if "amplification" in f]
+    assert {f["threads"] for f in moved} == {1, 2}
+    assert len({f["job"] for f in moved}) == 9
+    assert [f for f in moved if not 0.999 <= f["amplification"] <= 1.02] == []
     assert "### Time, without fsync" in printed
+
+
+def test_groups_can_be_chosen_and_are_told_one_by_one(measure: Measure, tmp_path: Path) -> None:
+    table = tmp_path.parent / f"{tmp_path.name}.md"
+    chosen = ["--group", "rename", "--group", "rows", "--table", str(table)]
+    printed, figures = measure("reshard_speed.py", *chosen)
+    timed = {f["job"]: set(f["copies"]) for f in figures if "copies" in f}
+    assert [name.split()[0] for name in timed] == ["rename", "torch_dist"]
+    assert all(len(copies) == 3 for copies in timed.values()), "one before all, one after each"
+    assert printed.count("### Time") == 2
+    assert table.read_text().count("### Time") == 1
+    for f in figures:
+        if "copies" in f:
+            assert f["least"] == min(f["seconds"]) / min(f["copies"])
 
 
 @pytest.mark.peers

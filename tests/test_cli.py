@@ -19,7 +19,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from megtool import __version__, cli, errors
-from megtool.cli import main, run
+from megtool.cli import main
+from megtool.cli_run import run
 from megtool.log import Progress
 
 VERBS = ("inspect", "reshard", "verify", "demo")
@@ -151,10 +152,8 @@ def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (errors.DestinationError, 2),
         (errors.FormatError, 3),
         (errors.SourceChangedError, 3),
-        (errors.RecipeError, 4),
         (errors.MappingError, 5),
         (errors.MissingPackageError, 6),
-        (errors.DifferenceError, 7),
     ],
 )
 def test_an_error_brings_its_status_its_place_and_its_hint(
@@ -221,7 +220,7 @@ def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests'); from megtool.cli import run\n"
+        "import sys; sys.path.insert(0, 'tests'); from megtool.cli_run import run\n"
         "class Long:\n"
         "    def lines(self): return iter(['x' * 100] * 100_000)\n"
         "sys.exit(run(lambda progress: Long()))"
@@ -233,6 +232,19 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     os.close(reader)
     _, err = process.communicate()
     assert (process.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize("option", ["inspect", "--version"])
+def test_a_full_disk_under_stdout_is_one_line(option: str, tmp_path: Path) -> None:
+    save_file({"a": np.zeros(3)}, tmp_path / "a.safetensors")
+    arguments = [option, str(tmp_path / "a.safetensors")] if option == "inspect" else [option]
+    command = [sys.executable, "-m", "megtool", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    first, second = done.stderr.splitlines()
+    assert first == "error: cannot write to stdout: No space left on device"
+    assert second.startswith("  hint: ")
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "reshard"])

@@ -268,7 +268,7 @@ def test_gguf_rows_agree_with_transformers(carry: Callable[..., dict[str, np.nda
 
 TOY = '''"""A toy family whose attention is fused as GPT-NeoX fuses it."""
 
-from megtool.convert import Entry, Family, Grouped, Interleaved, Key, Row, Transposed
+from megtool.convert import Weight, Family, Grouped, Interleaved, Key, Row, Transposed
 
 L = "layers.{l}."
 FAMILY = Family(
@@ -276,7 +276,7 @@ FAMILY = Family(
     architectures=("ToyForCausalLM",),
     model_types=("toy",),
     traits={"tied_embeddings": True},
-    vocabulary={"layers.{l}.extra.weight": Entry(("hidden_size",))},
+    vocabulary={"layers.{l}.extra.weight": Weight(("hidden_size",))},
     megatron=(Row("decoder.layers.{l}.extra.weight", "layers.{l}.extra.weight"),),
     config=(
         Key("layers", "num_layers"),
@@ -315,7 +315,7 @@ def test_a_family_is_one_file(
     (tmp_path / "toy.py").write_text(TOY)
     package = importlib.import_module("megtool.converters")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    assert family_names() == ("llama", "toy")
+    assert {"llama", "toy"} <= set(family_names())
     stored = {"layers": 2, "width": 8, "inner": 12, "heads": 4, "head": 4, "words": 30}
     toy = detect_family({"architectures": ["ToyForCausalLM"]})
     config = toy.read_config(stored)
@@ -341,7 +341,7 @@ def test_a_family_is_one_file(
 def test_unknown_families_list_the_known_ones() -> None:
     with pytest.raises(MappingError, match="'Gpt9ForCausalLM'") as error:
         detect_family({"architectures": ["Gpt9ForCausalLM"], "model_type": "gpt9"})
-    assert "known: llama" in str(error.value.hint)
+    assert f"known: {', '.join(family_names())}" in str(error.value.hint)
     assert "converters/NAME.py" in str(error.value.hint)
     with pytest.raises(MappingError, match="nothing says"):
         detect_family({})

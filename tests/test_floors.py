@@ -17,6 +17,7 @@ FLOORS = (
     {"quant"},
     {"train", "export"},
     {"commands"},
+    {"cli_options", "cli_run"},
     {"cli"},
     {"__main__"},
 )

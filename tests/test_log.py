@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -26,10 +30,12 @@ print("done")
 """
 
 
-def on_terminal(code: str, checkout: Path, **env: str) -> str:
+def on_terminal(code: str, checkout: Path, columns: int = 80, **env: str) -> str:
     """What `code` shows on a terminal, escape sequences included."""
     control, terminal = pty.openpty()
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    left = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+    clean = {k: v for k, v in os.environ.items() if k not in left}
     environment = {**clean, "TERM": "xterm-256color", "PYTHONPATH": str(checkout), **env}
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(
@@ -58,6 +64,26 @@ def test_a_terminal_sees_bytes_rate_and_time_left(checkout: Path) -> None:
     assert "left" in shown
     assert "warning:\x1b[0m one shard has no digest" in shown
     assert shown.rstrip().endswith("done")
+
+
+WIDEST = """
+import time
+from megtool.log import Bar
+with Bar() as progress:
+    for step in range(4):
+        progress("statistics", 1000 << 20, 10 * (1000 << 20) + 1023 * (1 << 40))
+        time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_stage_is_one_line_of_the_terminal(checkout: Path, columns: int) -> None:
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(WIDEST, checkout, columns))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", shown) if line.strip()]
+    assert all(line.startswith("statistics") for line in lines), lines
+    assert max(map(len, lines)) <= columns
+    if columns == 80:
+        assert re.search(r"GiB of 1023\.0 TiB  [\d.]+ [KMGT]iB/s left", lines[-1])
 
 
 def test_no_color_is_honoured(checkout: Path) -> None:

@@ -1,10 +1,10 @@
 """Opening and planning a checkpoint of a million shards, from its headers alone.
 
-python examples/benchmarks/plan_scale.py [--layers 64] [--experts 256] [--dir DIR] [--rounds 3]
+python examples/benchmarks/plan_scale.py [--layers 61] [--experts 256] [--dir DIR] [--rounds 3]
 
-The checkpoint is a 671B-parameter mixture of experts with optimizer state, saved at TP8 PP16 EP64;
-its data are holes. The plan is for TP4 PP8 EP32. It has 64 layers instead of 61, which 8 pipeline
-stages do not divide.
+The checkpoint is a 671B-parameter mixture of experts with optimizer state, saved at TP8 PP16 EP64
+with two virtual stages; its data are holes. The plan is for TP4 PP8 EP32. Neither number of stages
+divides 61 layers: the source has an explicit layout, the target lighter outer stages.
 """
 
 from __future__ import annotations
@@ -14,15 +14,25 @@ from pathlib import Path
 from bench.race import run_job
 from bench.table import Table, mib, parser, show, verdict, workplace
 
-LAYOUT = {"tp": 4, "pp": 8, "ep": 32}
+from megtool.parallel.pipeline import splits
+
+TP, PP, EP = 4, 8, 32
 LIMITS = {"open": (10.0, 2048), "plan": (5.0, 1024)}
+
+
+def layout(layers: int) -> dict[str, int]:
+    """The layout to plan for, with fewer layers on the outer stages where it does not divide."""
+    split = [way for way in splits(layers, PP) if way.layout is None][-1]
+    outer = {"first_stage_layers": split.first, "last_stage_layers": split.last}
+    uneven = {k: v for k, v in outer.items() if v is not None and layers % PP}
+    return {"tp": TP, "pp": PP, "ep": EP, **uneven}
 
 
 def main() -> None:
     """Measure and print."""
     options = parser(__doc__ or "", gib=None)
     options.set_defaults(rounds=3)
-    options.add_argument("--layers", type=int, default=64)
+    options.add_argument("--layers", type=int, default=61)
     options.add_argument("--experts", type=int, default=256)
     given = options.parse_args()
     table = Table(
@@ -33,7 +43,7 @@ def main() -> None:
         made = Path(folder) / "moe"
         sizes = {"layers": given.layers, "experts": given.experts}
         run_job("metadata", {"folder": str(made), **sizes})
-        job = {"source": str(made), "layout": LAYOUT}
+        job = {"source": str(made), "layout": layout(given.layers)}
         runs = [run_job("plan", job, watch=True) for _ in range(given.rounds)]
         facts = runs[0].facts
         peaks = {p: max(r.peak_bytes(p) for r in runs) for p in LIMITS}

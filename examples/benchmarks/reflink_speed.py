@@ -58,8 +58,9 @@ def run(*command: str) -> None:
 def main() -> None:
     """Measure and print."""
     given = parser(__doc__ or "").parse_args()
-    head = ("job", "threads", "s", "cp s", "x cp (min/min)", "limit", "x cp (median)", "spread")
-    table = Table(title="Shared blocks on XFS, without fsync", head=(*head, "new space"))
+    head = ("job", "threads", "s", "fastest cp s", "x fastest cp", "limit")
+    head = (*head, "x cp around it (median)", "spread", "new space")
+    table = Table(title="Shared blocks on XFS, without fsync", head=head)
     jobs = {
         "HF → torch_dist PP2": {"to": "torch_dist", "pp": 2},
         "HF → torch_dist PP2, --digest none": {"to": "torch_dist", "pp": 2, "digest": "none"},

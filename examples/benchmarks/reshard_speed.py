@@ -1,100 +1,52 @@
 """How long `megtool reshard` takes, as a multiple of `cp`; what it reads, writes and holds.
 
-python examples/benchmarks/reshard_speed.py [--gib 4] [--dir DIR] [--rounds 5] [--only WORD]
+python examples/benchmarks/reshard_speed.py [--gib 4] [--dir DIR] [--rounds 5] [--group NAME]...
+
+Groups are printed, and written to --table and --json, as soon as each is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from bench.groups import GROUPS, Job
 from bench.race import Entrant, Result, race, run_job
-from bench.synthetic import COLUMNS, ROWS, Synthetic, llama, without_config
+from bench.synthetic import llama
 from bench.table import Table, mib, parser, show, times, verdict, workplace
 
-CONTIGUOUS, STRIDED, CAST = (1.05, 0.6), (1.5, 1.0), (1.5, 1.5)
 MEMORY_LIMIT = 256 << 20
 AMPLIFICATION_LIMIT = 1.02
 DIGEST_LIMIT = 0.4
+NOTE = (
+    "Random bytes, files in the page cache. `s` is the fastest `reshard()` in a fresh process; cp "
+    "is `cp -r --reflink=never` of the source, just before and just after each run. `x fastest "
+    "cp` divides by the fastest of all copies of the race (the jobs with one source), since copies "
+    "come fast and slow; the median is of the runs, each over the mean of the copies around it."
+)
 
-Options = Mapping[str, Any]
-# A group's jobs have one source: (name, options, limits for one and two threads).
-Job = tuple[str, Options, tuple[float, float] | None]
+MEMORY = "memory"  # the group that is no race
 
 
-def groups(root: Path, gib: float) -> Iterator[tuple[str, Path, int, float, list[Job]]]:
-    """Each source in turn: name, folder, bytes, bytes out per byte in, and its jobs.
+def measure(given: argparse.Namespace, root: Path) -> None:
+    """All races, with and without fsync, one group's source on disk at a time.
 
-    One lies on disk at a time, so that all of it stays in the page cache.
+    So all of it stays in the page cache, and a run that is stopped has told all it measured.
     """
-    made = llama(root / "hf", gib)
-    plain = without_config(made, root / "plain")
-    shard = f"{made.num_bytes // 4 // 1000}KB"
-    torch_dist = {"to": "torch_dist", "pp": 2}
-    rename: Job = ("rename", {"rename": ["model.*=student.*"], "max_shard_size": shard}, CONTIGUOUS)
-    yield "rename", plain, made.num_bytes, 1, [rename]
-    hf: list[Job] = [
-        ("HF → torch_dist PP2", torch_dist, CONTIGUOUS),
-        ("HF → torch_dist PP2, --digest none", {**torch_dist, "digest": "none"}, None),
-        ("HF → torch_dist PP2, --digest all", {**torch_dist, "digest": "all"}, None),
-        ("HF → torch_dist TP2, all of a model", {"to": "torch_dist", "tp": 2}, None),
-    ]
-    yield "HF → torch_dist", made.folder, made.num_bytes, 1, hf
-    shutil.rmtree(plain)
-    shutil.rmtree(made.folder)
-    cut = cut_over_ranks(root, gib, ROWS, tp=4)
-    every = {"select": ["*"]}  # a part of a model: these tensors alone
-    job = "torch_dist TP4 → TP2, tensors cut by rows"
-    yield "rows", root / "cut", cut.num_bytes, 1, [(job, {**every, "tp": 2}, CONTIGUOUS)]
-    shutil.rmtree(root / "cut")
-    for before, after in ((4, 2), (2, 4)):
-        cut = cut_over_ranks(root, gib, COLUMNS, tp=before)
-        job = f"torch_dist TP{before} → TP{after}, tensors cut by columns"
-        yield "columns", root / "cut", cut.num_bytes, 1, [(job, {**every, "tp": after}, STRIDED)]
-        shutil.rmtree(root / "cut")
-    made = llama(root / "hf", gib, dtype="float32")
-    options = {"dtype": "bf16", "max_shard_size": f"{made.num_bytes // 8 // 1000}KB"}
-    casts: list[Job] = [
-        ("HF fp32 → bf16", options, CAST),
-        ("HF fp32 → bf16, torch imported before", {**options, "preload": "torch"}, CAST),
-    ]
-    yield "cast", made.folder, made.num_bytes, 0.5, casts
-    shutil.rmtree(made.folder)
-
-
-def cut_over_ranks(root: Path, gib: float, parts: tuple[str, ...], *, tp: int) -> Synthetic:
-    """Write a torch_dist checkpoint of some of a model's tensors to `root/cut`."""
-    made = llama(root / "whole", gib, only=parts)
-    options = {
-        "source": str(made.folder),
-        "destination": str(root / "cut"),
-        "to": "torch_dist",
-        "tp": tp,
-        "select": ["*"],
-    }
-    run_job("reshard", options)
-    shutil.rmtree(made.folder)
-    return made
-
-
-def measure(given: argparse.Namespace, root: Path) -> list[Table]:
-    """All races, with and without fsync."""
     modes = {"no": (False,), "yes": (True,), "both": (False, True)}[given.fsync]
     tables = [speed_table(durable) for durable in modes]
     moved = Table(
         title="Bytes moved and anonymous memory",
         head=("job", "digest", "threads", "(read + written) / payload", "limit", "MiB", "limit"),
     )
-    for name, source, num_bytes, share, jobs in groups(root, given.gib):
-        if given.only and given.only not in name:
-            continue
+    wanted = given.group or [*(g.name for g in GROUPS), MEMORY]
+    for group in [g for g in GROUPS if g.name in wanted]:
+        source, num_bytes = group.make(root / "source", given.gib)
         for durable, table in zip(modes, tables, strict=True):
             entrants = [
-                entrant(job, threads, durable, int(num_bytes * (1 + share)))
-                for job in jobs
+                entrant(job, threads, durable, num_bytes, group.share)
+                for job in group.jobs
                 for threads in (1, 2)
             ]
             found = race(entrants, source, root / "scratch", rounds=given.rounds, fsync=durable)
@@ -104,25 +56,31 @@ def measure(given: argparse.Namespace, root: Path) -> list[Table]:
             if durable == modes[0]:
                 for result in found:
                     add_moved(moved, result)
-    return [*tables, moved]
+            show(given, root, [*tables, moved], NOTE)
+        shutil.rmtree(root / "source")
+    if MEMORY in wanted:
+        show(given, root, [*tables, moved, grow(given, root)], NOTE)
 
 
-def entrant(job: Job, threads: int, durable: bool, ideal_bytes: int) -> Entrant:
-    """A job at a number of threads."""
-    name, options, limits = job
+def entrant(job: Job, threads: int, durable: bool, num_bytes: int, share: float) -> Entrant:
+    """A job at a number of threads, of a source of `num_bytes`."""
+    options = {**job.options, "threads": threads, "fsync": durable}
+    if job.num_files:
+        options["max_shard_size"] = f"{int(num_bytes * share) // job.num_files // 1000}KB"
     return Entrant(
-        name=name,
-        options={**options, "threads": threads, "fsync": durable},
-        ideal_bytes=ideal_bytes,
-        limit=limits[threads - 1] if limits else None,
+        name=job.name,
+        options=options,
+        ideal_bytes=int(num_bytes * (1 + share)),
+        limit=job.limits[threads - 1] if job.limits else None,
     )
 
 
 def speed_table(durable: bool) -> Table:
     """An empty table of times."""
     what = "with fsync on both sides" if durable else "without fsync"
-    head = ("job", "digest", "threads", "s", "cp s", "x cp (min/min)", "limit", "x cp (median)")
-    return Table(title=f"Time, {what}", head=(*head, "spread", "whole process s"))
+    head = ("job", "digest", "threads", "s", "fastest cp s", "x fastest cp", "limit")
+    head = (*head, "x cp around it (median)", "spread", "whole process s")
+    return Table(title=f"Time, {what}", head=head)
 
 
 def add_speed(table: Table, result: Result) -> None:
@@ -144,7 +102,7 @@ def add_speed(table: Table, result: Result) -> None:
         least=result.least,
         median=result.median,
         seconds=result.seconds,
-        copies=[*result.before, *result.after],
+        copies=result.copies,
     )
 
 
@@ -210,20 +168,13 @@ def grow(given: argparse.Namespace, root: Path) -> Table:
 def main() -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
-    options.add_argument("--only", help="races whose group holds this word; no memory over size")
+    names = [*(g.name for g in GROUPS), MEMORY]
+    options.add_argument("--group", action="append", choices=names, help="only this; repeatable")
     options.add_argument("--fsync", choices=("no", "yes", "both"), default="both")
     options.add_argument("--sizes", default="1,4,16", help="GiB of the checkpoints of holes")
     given = options.parse_args()
     with workplace(given) as folder:
-        root = Path(folder)
-        tables = measure(given, root)
-        if not given.only:
-            tables.append(grow(given, root))
-        note = (
-            "Random bytes, files in the page cache. `s` is the fastest `reshard()` in a fresh "
-            "process; cp is `cp -r --reflink=never` just before and just after."
-        )
-        show(given, root, tables, note)
+        measure(given, Path(folder))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, FormatError, SourceChangedError
+from megtool.packing.parts import Part, Span
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
@@ -87,6 +88,19 @@ class Located:
 Locate = Callable[[NDArray[np.int64]], Located]
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Shards whose bytes are encoded in a way that only a library can decode: whole, into memory.
+
+    `held` (bool, one per row of `Shards`) says which they are. `read` gives the raw row-major bytes
+    of one, in which `Catalogue.locate` gives the offset; any thread may call it. Their extents say
+    no more than which file changed if they did, and about how much is read.
+    """
+
+    held: NDArray[np.bool_]
+    read: Callable[[int], NDArray[np.uint8]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
     """A small thing that is not a tensor: its bytes' place, or its value when already decoded.
@@ -111,13 +125,47 @@ class Replica:
     length: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """One array of a packed tensor (`megtool.packing.parts`), row-major at `offset` of a file."""
+
+    part: Part
+    file: int
+    offset: int
+
+    def facts(self) -> list[Any]:
+        """The same as plain values."""
+        p = self.part
+        return [p.role, p.dtype, p.shape, [(s.dim, s.per) for s in p.spans], self.file, self.offset]
+
+    @classmethod
+    def of(cls, facts: Sequence[Any]) -> StoredPart:
+        """What `facts` told."""
+        role, kind, shape, spans, file, offset = facts
+        part = Part(
+            role=role, dtype=kind, shape=tuple(shape), spans=tuple(Span(*s) for s in spans)
+        )
+        return cls(part=part, file=file, offset=offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A stored tensor that has no meaning beside the decoded ones, and why."""
+
+    name: str
+    reason: str
+    num_bytes: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Catalogue:
     """All that a checkpoint says about itself.
 
     `format` is a name of `checkpoint.formats`. `attachments` are small files beside the tensors
     (tokenizer, config) by relative path. `metadata` is the format's own facts, such as
-    `config` (the Hugging Face config), `args` (Megatron's), `iteration`.
+    `config` (the Hugging Face config), `args` (Megatron's), `iteration`. `packed` are the parts of
+    tensors that lie in several arrays, codes first; such a tensor is one shard, whose extent is
+    that of its codes. `set_aside` are stored tensors that are not among `tensors`.
     """
 
     format: str
@@ -130,8 +178,11 @@ class Catalogue:
     attachments: dict[str, Path] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
+    packed: dict[str, tuple[StoredPart, ...]] = field(default_factory=dict)
+    set_aside: list[SetAside] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     locate_contained: Locate | None = None
+    cells: Cells | None = None
     _index: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -157,6 +208,10 @@ class Catalogue:
         name = self.files[file].path
         return self.root / name if name else self.root
 
+    def cell_path(self, shard: int) -> Path:
+        """What a cell is called where files are named by their path; no file has this one."""
+        return self.root / f"{self.files[int(self.extents.file[shard])].path}#{shard}"
+
     def locate(self, shards: NDArray[np.int64]) -> Located:
         """Absolute offsets of the raw bytes of the given shards."""
         if self.extents.contained:
@@ -175,7 +230,7 @@ class Catalogue:
             self.shards.boxes[rows],
             self.shards.owner[rows],
         )
-        e, locate = self.extents, self.locate_contained
+        e, locate, cells = self.extents, self.locate_contained, self.cells
         return Catalogue(
             format=self.format,
             root=self.root,
@@ -196,8 +251,11 @@ class Catalogue:
                 for r in self.replicas
                 if chosen[self.shards.tensor[r.shard]]
             ],
+            packed={name: parts for name, parts in self.packed.items() if keep(name)},
+            set_aside=[s for s in self.set_aside if keep(s.name)],
             warnings=self.warnings,
             locate_contained=(lambda ids: locate(rows[ids])) if locate else None,
+            cells=Cells(cells.held[rows], lambda i: cells.read(int(rows[i]))) if cells else None,
         )
 
     def check(self) -> None:
@@ -262,7 +320,9 @@ class Catalogue:
         if not len(e):
             return
         sizes = np.array([f.size for f in self.files], np.int64)
+        cell = np.zeros(len(e), bool) if self.cells is None else self.cells.held
         bad = (e.offset < 0) | (e.length < 0) | (e.offset > sizes[e.file] - e.length)
+        bad &= ~cell
         for row in np.flatnonzero(bad)[:1].tolist():
             raise FormatError(
                 f"bytes {int(e.offset[row])}+{int(e.length[row])} lie outside a file of "
@@ -274,7 +334,7 @@ class Catalogue:
         plain = np.array([t.packing is None for t in self.tensors], bool)[s.tensor]
         item = np.array([t.dtype.itemsize for t in self.tensors], np.int64)[s.tensor]
         needed = s.boxes.volume() * item
-        for row in np.flatnonzero(plain & (e.length < needed))[:1].tolist():
+        for row in np.flatnonzero(plain & ~cell & (e.length < needed))[:1].tolist():
             raise FormatError(
                 f"{int(e.length[row])} bytes are too few for a shard {_box(s.boxes, row)} of "
                 f"{int(needed[row])} bytes",
@@ -282,7 +342,7 @@ class Catalogue:
                 tensor=self.tensors[s.tensor[row]].name,
                 hint="the file is truncated, or belongs to another checkpoint",
             )
-        used = np.flatnonzero(e.length > 0)
+        used = np.flatnonzero((e.length > 0) & ~cell)
         order = used[np.lexsort((e.offset[used], e.file[used]))]
         same = e.file[order][1:] == e.file[order][:-1]
         over = same & (e.offset[order][1:] < (e.offset + e.length)[order][:-1])

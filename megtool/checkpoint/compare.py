@@ -12,7 +12,7 @@ import numpy as np
 from megtool.checkpoint.digest import Digests
 from megtool.checkpoint.read import Reader, TensorView
 from megtool.checkpoint.sweep import TILE_BYTES, each, parts, within
-from megtool.checkpoint.transport.side import row_dims
+from megtool.checkpoint.transport.side import cut_dims
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
@@ -159,7 +159,7 @@ def _jobs(pair: Pair, a: Half, b: Half) -> Iterator[_Job]:
         stored = half.reader.catalogue[place.stored]
         if stored.packing is not None:
             try:
-                rows = row_dims(place, stored)
+                rows = cut_dims(place, stored)
             except FormatError:
                 rows = 0
             depth = rows if depth is None else min(depth, rows)

@@ -12,12 +12,14 @@ from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.cast import one_torch_thread
+from megtool.checkpoint.transport.cast import needs_torch, one_torch_thread
+from megtool.checkpoint.transport.cells import Readers
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import Peak
 from megtool.checkpoint.transport.threads import run_in_threads
 from megtool.checkpoint.transport.units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
+from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError
 from megtool.tensors.box import numel
 
@@ -71,7 +73,7 @@ def execute(
     paths = [stage.create(f.path, f.size) for f in plan.target.catalogue.files]
     target = Locator(plan.target.catalogue, paths)
     with (
-        OpenFiles(files) as readers,
+        Readers(files, plan.sources) as readers,
         OpenFiles(files, writing=True) as writers,
         one_torch_thread(_computes(plan)),
     ):
@@ -153,9 +155,14 @@ def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int
 
 def _computes(plan: Plan) -> bool:
     """Whether torch will be needed."""
+    decoded = dtype("float32")
     return any(
-        e.op is Op.CAST or (e.op is Op.DECODE and plan.target_tensor(e).dtype.name != "float32")
+        needs_torch(
+            plan.source_tensor(e).dtype if e.op is Op.CAST else decoded,
+            plan.target_tensor(e).dtype,
+        )
         for e in plan.entries
+        if e.op in (Op.CAST, Op.DECODE)
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, MappingError
-from megtool.tensors.box import Boxes, Ints, cover_fault, join
+from megtool.tensors.box import Boxes, Ints, cover_fault, distinct, join
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -133,13 +133,13 @@ def _check_boxes(tensor: GlobalTensor, boxes: Boxes, whole: bool) -> None:
 def _check_classes(tensor: GlobalTensor, claims: Sequence[tuple[_Axis, ...]], whole: bool) -> None:
     classes, members = [], []
     for d, size in enumerate(tensor.shape):
-        distinct = sorted({c[d] for c in claims})
-        begin, masks = _masks(distinct, size, tensor)
+        axes = sorted({c[d] for c in claims})
+        begin, masks = _masks(axes, size, tensor)
         _, first, label = np.unique(
             np.packbits(masks, axis=0), axis=1, return_index=True, return_inverse=True
         )
-        own = [np.unique(label.reshape(-1)[m]) for m in masks]
-        number = {a: k for k, a in enumerate(distinct)}
+        own = [distinct(label.reshape(-1)[m]) for m in masks]
+        number = {a: k for k, a in enumerate(axes)}
         classes.append(begin[first])
         members.append([own[number[c[d]]] for c in claims])
     count = np.zeros([len(c) for c in classes], np.int32)
@@ -157,7 +157,7 @@ def _masks(
     """A dimension cut wherever a claim begins or ends: starts of the segments, and which segments
     each axis claims, bool `[axes, segments]`."""
     runs = [_runs(a) for a in axes]
-    cuts = np.unique(np.concatenate([[0, size], *(np.concatenate([s, s + n]) for s, n in runs)]))
+    cuts = distinct(np.concatenate([[0, size], *(np.concatenate([s, s + n]) for s, n in runs)]))
     masks = np.zeros((len(axes), len(cuts) - 1), bool)
     for row, (start, length) in enumerate(runs):
         delta = np.zeros(len(cuts), np.int64)

@@ -35,7 +35,9 @@ class Place:
         """
         here = self.path
         if not here.name:
-            raise DestinationError(f"{str(here)!r} cannot be a destination", file=here)
+            raise DestinationError(
+                f"{str(here)!r} cannot be a destination", file=here, hint="name a new folder"
+            )
         for source in self.sources:
             real = Path(os.path.realpath(source))
             if self._inside(here, real) or self._inside(real, here):
@@ -49,10 +51,13 @@ class Place:
                 raise DestinationError(
                     f"the source {str(source)!r} is inside the staging folder of the destination",
                     file=self.staging,
+                    hint="choose another destination",
                 )
         above = next(p for p in here.parents if self.files.stat(p) is not None)
         if not stat.S_ISDIR(self._mode(above)):
-            raise DestinationError("is not a folder", file=above)
+            raise DestinationError(
+                "is not a folder", file=above, hint="choose a destination inside a folder"
+            )
         if not os.access(above, os.W_OK | os.X_OK):
             raise DestinationError(
                 "cannot be written to: read-only, or no permission",
@@ -60,7 +65,9 @@ class Place:
                 hint="choose another destination, or check the permissions",
             )
         if self.files.lstat(self.staging) and not stat.S_ISDIR(self._mode(self.staging, True)):
-            raise DestinationError("is in the way of the staging folder", file=self.staging)
+            raise DestinationError(
+                "is in the way of the staging folder", file=self.staging, hint="move it away"
+            )
 
     def check_free(self, *, completed: bool = False) -> None:
         """Refuse to replace what must not be replaced; `completed`: an earlier run made it.
@@ -74,7 +81,12 @@ class Place:
             return
         if stat.S_ISDIR(found.st_mode) == self.is_file:
             kinds = ("a folder", "a file") if self.is_file else ("a file", "a folder")
-            raise DestinationError(f"is {kinds[0]}, and the output is {kinds[1]}", file=here)
+            inside = f"name a file inside it: {here / 'model.safetensors'}"
+            raise DestinationError(
+                f"is {kinds[0]}, and the output is {kinds[1]}",
+                file=here,
+                hint=inside if self.is_file else "name a new folder, or move the file away",
+            )
         if not self.is_file and not self.files.names(here):
             self._check_replaceable(found)
             return

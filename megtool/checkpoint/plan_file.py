@@ -7,9 +7,8 @@ import hashlib
 import io
 import json
 import os
-import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,14 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import (
     Catalogue,
+    Cells,
     Destination,
     Extents,
-    Located,
     Replica,
+    SetAside,
     StoredFile,
     StoredObject,
+    StoredPart,
 )
 from megtool.checkpoint.columns import (
     Columns,
@@ -38,15 +39,14 @@ from megtool.checkpoint.columns import (
     to_plain,
 )
 from megtool.checkpoint.plan import Dropped, Entry, Op, Pieces, Plan, Steps
+from megtool.checkpoint.relocate import Relocator, Reopen
 from megtool.dtypes import dtype
-from megtool.errors import FormatError, SourceChangedError, StorageError
-from megtool.tensors.box import Boxes, Ints
+from megtool.errors import FormatError, StorageError
+from megtool.tensors.box import Boxes
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 VERSION = 1
-
-Reopen = Callable[[Path], Catalogue]
 
 _OPS = tuple(Op)
 _DIGEST_BYTES = 64
@@ -282,6 +282,8 @@ def _put_catalogue(columns: Columns, key: str, c: Catalogue) -> None:
     columns |= {f"{key}.tensor": s.tensor, f"{key}.lo": s.boxes.lo, f"{key}.hi": s.boxes.hi}
     columns |= {f"{key}.owner": s.owner, f"{key}.file": e.file}
     columns |= {f"{key}.offset": e.offset, f"{key}.length": e.length}
+    if c.cells is not None:
+        columns[f"{key}.cell"] = c.cells.held
     facts = {
         "format": c.format,
         "root": str(c.root),
@@ -296,6 +298,8 @@ def _put_catalogue(columns: Columns, key: str, c: Catalogue) -> None:
         "metadata": [(k, *plain) for k, v in c.metadata.items() if (plain := _plain(v))],
         "replicas": [(r.shard, r.file, r.offset, r.length) for r in c.replicas],
         "warnings": c.warnings,
+        "packed": {n: [p.facts() for p in parts] for n, parts in c.packed.items()},
+        "set_aside": [(s.name, s.reason, s.num_bytes) for s in c.set_aside],
     }
     put_text(columns, f"{key}.facts", json.dumps(facts))
 
@@ -330,9 +334,14 @@ def _catalogue(columns: Stored, key: str, reopen: Reopen | None) -> Catalogue:
         metadata={k: from_plain(v) for k, v in facts["metadata"]},
         replicas=[Replica(shard=s, file=f, offset=o, length=n) for s, f, o, n in facts["replicas"]],
         warnings=facts["warnings"],
+        packed={n: tuple(map(StoredPart.of, parts)) for n, parts in facts["packed"].items()},
+        set_aside=[SetAside(name=n, reason=r, num_bytes=b) for n, r, b in facts["set_aside"]],
     )
     if catalogue.extents.contained and reopen is not None:
-        catalogue.locate_contained = _Relocator(catalogue, reopen)
+        relocator = Relocator(catalogue, reopen)
+        catalogue.locate_contained = relocator
+        if f"{key}.cell" in columns:
+            catalogue.cells = Cells(columns[f"{key}.cell"], relocator.read)
     return catalogue
 
 
@@ -342,47 +351,3 @@ def _plain(value: Any) -> list[Any]:
         return [to_plain(value)]
     except NotPlainError:
         return []
-
-
-class _Relocator:
-    """Locates contained shards of a planned catalogue through the reopened checkpoint.
-
-    The checkpoint is opened once, at first use; shards are recognised by the place of their
-    containers, so the planned catalogue may be a selection.
-    """
-
-    def __init__(self, planned: Catalogue, reopen: Reopen) -> None:
-        self._planned, self._reopen = planned, reopen
-        self._lock = threading.Lock()
-        self._opened: tuple[Catalogue, Ints] | None = None
-
-    def __call__(self, shards: Ints) -> Located:
-        with self._lock:
-            if self._opened is None:
-                opened = self._reopen(self._planned.root)
-                self._opened = opened, self._rows(opened)
-        catalogue, rows = self._opened
-        return catalogue.locate(rows[shards])
-
-    def _rows(self, opened: Catalogue) -> Ints:
-        """The row, in the reopened catalogue, of every shard of the planned one."""
-        planned = self._planned
-        self._planned.check_unchanged()
-        number = {f.path: k for k, f in enumerate(planned.files)}
-        file = np.array([number.get(f.path, -1) for f in opened.files], np.int64)
-        theirs, ours = opened.extents, planned.extents
-        offset = np.concatenate([theirs.offset, ours.offset])
-        _, place = np.unique(offset, return_inverse=True)
-        at = np.concatenate([file[theirs.file], ours.file]) * (len(offset) + 1)
-        at += place.reshape(-1)
-        order = np.argsort(at[: len(theirs)], kind="stable")
-        wanted = at[len(theirs) :]
-        found = np.searchsorted(at[: len(theirs)], wanted, sorter=order)
-        rows = order[np.minimum(found, len(order) - 1)] if len(order) else order
-        if len(wanted) and (not len(order) or (at[rows] != wanted).any()):
-            raise SourceChangedError(
-                "the source no longer holds the shards that were planned for",
-                file=planned.root,
-                hint="plan again",
-            )
-        return rows

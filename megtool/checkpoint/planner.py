@@ -35,12 +35,15 @@ def build(
     *,
     fills: Sequence[Fill] = (),
     dropped: Sequence[Dropped] = (),
+    copies: Mapping[str, str] | None = None,
     options: str = "",
 ) -> Plan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
 
     `placements` say where each canonical tensor lies in the target; the first source that places
-    the tensor gives it. `options` is mixed into the fingerprint.
+    the tensor gives it. A target that holds a tensor several times (once per tensor-parallel rank,
+    say) places it under further names too, which `copies` maps to the canonical one. `options` is
+    mixed into the fingerprint.
 
     Raises:
         MappingError: no source has a tensor that the target needs, or the two place it in ways
@@ -50,8 +53,10 @@ def build(
     """
     catalogues = tuple(s.catalogue for s in sources)
     refined: _Refined = {}
+    copies = copies or {}
     entries = [
-        _entry(name, p, sources, target.catalogue, refined) for name, p in placements.items()
+        _entry(name, copies.get(name, name), p, sources, target.catalogue, refined)
+        for name, p in placements.items()
     ]
     entries += [_fill_entry(f, target.catalogue) for f in fills]
     width = max([len(e.shape) for e in entries], default=0)
@@ -70,7 +75,7 @@ def build(
         steps=_steps(entries, source_pieces, target_pieces),
         dropped=list(dropped),
     )
-    prove(plan, sources, placements)
+    prove(plan, sources, placements, copies)
     plan.fingerprint = _fingerprint(plan, options)
     return plan
 
@@ -91,15 +96,21 @@ def _over(p: Placement, view: _View) -> Placement:
 
 
 def _entry(
-    name: str, to: Placement, sources: Sequence[Source], target: Catalogue, refined: _Refined
+    name: str,
+    held_as: str,
+    to: Placement,
+    sources: Sequence[Source],
+    target: Catalogue,
+    refined: _Refined,
 ) -> Entry:
-    index = next((i for i, s in enumerate(sources) if name in s.placements), None)
+    """One tensor's entry: called `name`, and read from what the sources call `held_as`."""
+    index = next((i for i, s in enumerate(sources) if held_as in s.placements), None)
     if index is None:
         raise MappingError(
             f"the target needs {name!r}, which the source does not hold",
             tensor=to.stored,
         )
-    source, at = sources[index].catalogue, sources[index].placements[name]
+    source, at = sources[index].catalogue, sources[index].placements[held_as]
     source_tensor, target_tensor = _stored(at, source), _stored(to, target)
     a, b = source.tensors[source_tensor], target.tensors[target_tensor]
     if b.packing:
@@ -271,7 +282,12 @@ def _steps(entries: Sequence[Entry], got: Pieces, want: Pieces) -> Steps:
     )
 
 
-def prove(plan: Plan, sources: Sequence[Source], placements: Mapping[str, Placement]) -> None:
+def prove(
+    plan: Plan,
+    sources: Sequence[Source],
+    placements: Mapping[str, Placement],
+    copies: Mapping[str, str],
+) -> None:
     """Show that every target element is written exactly once and every source tensor accounted for.
 
     Shards tile their tensors on both sides (`Catalogue.check`), placements claim every element of
@@ -299,7 +315,7 @@ def prove(plan: Plan, sources: Sequence[Source], placements: Mapping[str, Placem
     used = [set[str]() for _ in sources]
     for entry in plan.entries:
         if entry.source_index >= 0:
-            used[entry.source_index].add(entry.canonical)
+            used[entry.source_index].add(copies.get(entry.canonical, entry.canonical))
     for source, names in zip(sources, used, strict=True):
         check_placements(source.catalogue.tensors, source.placements.values(), whole=False)
         placed = set()
@@ -331,6 +347,7 @@ def _fingerprint(plan: Plan, options: str) -> str:
         mix(str(c.root), c.format, c.files, c.extents.contained)
         mix([(t.name, t.shape, t.dtype.name, t.packing) for t in c.tensors])
         s, e = c.shards, c.extents
+        mix([(n, [p.facts() for p in parts]) for n, parts in c.packed.items()])
         for array in (s.tensor, s.boxes.lo, s.boxes.hi, e.file, e.offset, e.length):
             mix(array.shape)
             h.update(np.ascontiguousarray(array).data)

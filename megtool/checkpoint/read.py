@@ -9,11 +9,12 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.cells import Readers
+from megtool.checkpoint.transport.packed import take_in
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import Intake, tile_bytes
-from megtool.dtypes import DType, dtype
+from megtool.checkpoint.transport.tile import tile_bytes
+from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
 from megtool.tensors.relation import Placement, pieces
 
@@ -27,7 +28,7 @@ class Reader:
     def __init__(self, catalogue: Catalogue, files: Files) -> None:
         self.catalogue = catalogue
         self.files = files
-        self.opened = OpenFiles(files)
+        self.opened = Readers(files, [catalogue])
         self.locator = Locator(catalogue)
 
     def stored(self, name: str) -> TensorView:
@@ -54,7 +55,8 @@ class TensorView:
     """One tensor to be read, in row-major order of `shape` (that of its placement).
 
     Elements come in `dtype.view`: for types numpy does not know (bfloat16, fp8) unsigned integers
-    that hold their bits. Packed tensors are decoded to float32. Not for several threads at once.
+    that hold their bits. Packed tensors are decoded to the type the
+    catalogue gives them. Not for several threads at once.
     """
 
     def __init__(self, reader: Reader, placement: Placement) -> None:
@@ -64,7 +66,7 @@ class TensorView:
         self._buffers = Buffers()
         stored = reader.catalogue.tensors[self._number]
         self.shape = placement.shape
-        self.dtype: DType = dtype("float32") if stored.packing else stored.dtype
+        self.dtype: DType = stored.dtype
 
     def tiles(self, max_bytes: int = 1 << 20) -> Generator[tuple[int, Array], None, None]:
         """Consecutive elements, about `max_bytes` at a time: the flat index of the first, and they.
@@ -83,7 +85,7 @@ class TensorView:
         lo = (0,) * len(self.shape)
         item = max(self.dtype.itemsize, stored.dtype.itemsize)
         size = tile_bytes([side], lo, self.shape, item, max_bytes, GROWN_TILES * max_bytes)
-        intake = Intake(
+        intake = take_in(
             side,
             self._reader.files,
             opened,

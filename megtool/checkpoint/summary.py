@@ -11,7 +11,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.transport.worker import SLOTS
 from megtool.log import format_bytes
-from megtool.tensors.box import Ints, numel
+from megtool.tensors.box import Ints, distinct, numel
 
 KERNEL_RATE = 4.0e9
 STRIDED_RATE = 2.5e9
@@ -214,7 +214,7 @@ def _files_read(plan: Plan) -> int:
     source = np.array([e.source_index for e in plan.entries], np.int64)[pieces.entry]
     for index, catalogue in enumerate(plan.sources):
         shard = pieces.shard[read & (source == index)]
-        total += len(np.unique(catalogue.extents.file[shard]))
+        total += len(distinct(catalogue.extents.file[shard]))
     return total
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from megtool.checkpoint.transport.side import row_dims
+from megtool.checkpoint.transport.side import cut_dims
 from megtool.checkpoint.transport.threads import run_in_threads
 from megtool.checkpoint.transport.tile import cut
 from megtool.tensors.box import strides
@@ -48,7 +48,7 @@ def within(placement: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placem
 
 def whole_rows(placement: Placement, stored: GlobalTensor) -> int | None:
     """The `depth` at which `parts` may cut: packed rows stay whole, anything else may be cut."""
-    return None if stored.packing is None else row_dims(placement, stored)
+    return None if stored.packing is None else cut_dims(placement, stored)
 
 
 def usual_threads(threads: int | None) -> int:

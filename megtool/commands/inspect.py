@@ -12,7 +12,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.statistics import Statistics, measure
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.megatron_state import source_layout
+from megtool.commands.megatron.state import source_layout
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.tree import Fold, columns, count, draw, fold, fold_names, shown
 from megtool.log import Progress, format_bytes, silent

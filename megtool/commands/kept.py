@@ -9,6 +9,7 @@ from megtool.checkpoint.digest import SIDECAR, TensorDigest
 from megtool.checkpoint.read import Reader
 from megtool.commands.findings import Difference, DigestCheck
 from megtool.commands.opened import Opened
+from megtool.errors import MappingError
 from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
 
@@ -28,6 +29,8 @@ class Kept:
         self.places: dict[str, Placement] = {}
         self.differences: list[Difference] = []
         self.notes: list[str] = []
+        if opened.reason is not None:
+            self.notes.append(_unfitting(opened, opened.reason))
         sidecar = opened.sidecar
         known: Mapping[str, TensorDigest] = sidecar.tensors if sidecar else {}
         by_stored = sidecar is not None and sidecar.names == "stored"
@@ -116,6 +119,17 @@ class Kept:
         """What has to be read for `here` where nothing is compared."""
         for name in self.here:
             yield Pair(name=name, a=self.opened.side.placements[name], b=None)
+
+
+def _unfitting(opened: Opened, reason: MappingError) -> str:
+    """Why a checkpoint is not read as the model it says it is, and what to do about it."""
+    instead = (
+        "the other's model is used"
+        if opened.is_canonical
+        else "its tensors keep stored names, and none of the model's is missed"
+    )
+    hint = f"; hint: {reason.hint}" if reason.hint else ""
+    return f"{opened.path}: {reason.message}; {instead}{hint}"
 
 
 def _sizes(digests: Mapping[str, TensorDigest]) -> dict[str, int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megtool.checkpoint.formats.save_folder import is_save_folder
 from megtool.commands.opened import Model, Opened, open_model
 from megtool.convert.dialects import read_side
 from megtool.errors import MappingError
@@ -17,6 +18,13 @@ class Choice:
     family: str | None = None
     like: Path | None = None
     iteration: str | None = None
+
+    def of(self, path: Path, other: Path) -> Choice:
+        """The choice for one of two: an iteration is not asked of what is no save folder, if the
+        other is one."""
+        if self.iteration is None or is_save_folder(path) or not is_save_folder(other):
+            return self
+        return replace(self, iteration=None)
 
     def open(self, path: Path, model: Model | None = None) -> Opened:
         """Open a checkpoint, which may lack tensors. One that does not fit its own model keeps the
@@ -53,11 +61,12 @@ def open_both(a: Path, b: Path, choice: Choice) -> tuple[Opened, Opened]:
     Raises:
         MappingError: no tensor of one has the name of a tensor of the other.
     """
-    x, y = choice.open(a), choice.open(b)
+    of_a, of_b = choice.of(a, b), choice.of(b, a)
+    x, y = of_a.open(a), of_b.open(b)
     if x.model is None and y.model is not None:
-        x = choice.open(a, y.model)
+        x = of_a.open(a, y.model)
     elif y.model is None and x.model is not None:
-        y = choice.open(b, x.model)
+        y = of_b.open(b, x.model)
     if x.is_canonical != y.is_canonical:
         reason = y.reason if x.is_canonical else x.reason
         _keep_names(x)

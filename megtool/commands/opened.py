@@ -12,16 +12,18 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
-from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats import CUT_BY_RANKS, open_checkpoint
+from megtool.commands.megatron.model_space import in_model_space
 from megtool.config import ModelConfig
-from megtool.convert.dialects import Side, detect_dialect, read_side
+from megtool.convert.dialects import Side, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import Family, detect_family, family
 from megtool.convert.gguf import config_from_gguf
 from megtool.convert.megatron_args import config_from_args
-from megtool.errors import FormatError, MappingError, UsageError
+from megtool.errors import FormatError, MappingError, UnknownFamilyError, UsageError
 
 _LOG = logging.getLogger(__name__)
 _CARRIED = "hf/"
+_LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Opened:
             return _attachments(self.like)
         found = self.catalogue.attachments
         carried = {n.removeprefix(_CARRIED): p for n, p in found.items() if n.startswith(_CARRIED)}
-        return carried if self.catalogue.format in ("torch_dist", "dcp") else dict(found)
+        return carried if self.catalogue.format in CUT_BY_RANKS else dict(found)
 
 
 def open_model(
@@ -76,10 +78,14 @@ def open_model(
     keep: Callable[[str], bool] | None = None,
     model: Model | None = None,
     lenient: bool = False,
+    optimizer: bool = True,
+    prove_all: bool = False,
 ) -> Opened:
     """Open a checkpoint and find its model, from headers and small files alone.
 
-    `keep` selects tensors by their stored names. `model` is used where the checkpoint says nothing
+    State in buckets and files per rank are read as tensors of the model; `optimizer` false leaves
+    all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
+    selects tensors by name. `model` is used where the checkpoint says nothing
     of its own. With `lenient`, tensors that do not fit the model keep their own names and `reason`
     says why.
 
@@ -90,10 +96,8 @@ def open_model(
     catalogue = open_checkpoint(path, iteration=_iteration(iteration))
     sidecar = _sidecar(catalogue)
     stored = len(catalogue.tensors)
-    if keep is not None:
-        catalogue = catalogue.select(keep)
-        if not catalogue.tensors:
-            raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
+    if not optimizer:
+        catalogue = catalogue.select(lambda name: not is_optimizer_state(name))
     reason: MappingError | None = None
     try:
         model = _model(catalogue, family_name, like) or model
@@ -101,6 +105,14 @@ def open_model(
         if family_name or like:
             raise
         reason = e
+    config = model.config if model else None
+    before = len(catalogue.tensors)
+    catalogue = in_model_space(catalogue, config, whole=prove_all, lenient=lenient)
+    stored += len(catalogue.tensors) - before
+    if keep is not None:
+        catalogue = catalogue.select(keep)
+        if not catalogue.tensors:
+            raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
     dialect = detect_dialect([t.name for t in catalogue.tensors])
     if model is None or (model.family is None and dialect != "megatron"):
         dialect = "identity"
@@ -153,13 +165,23 @@ def _model(catalogue: Catalogue, family_name: str | None, like: Path | None) -> 
     What others wrote may hold values of any type: what arithmetic on them raises is their fault.
     """
     try:
-        return _described(catalogue, family_name, like)
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        found = _described(catalogue, family_name, like)
+    except UnknownFamilyError:
+        raise
+    except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        said = e if isinstance(e, MappingError) else None
         raise MappingError(
-            f"the model's configuration makes no sense: {e}",
-            file=like or catalogue.root,
-            hint="--like FOLDER takes it from the config.json of a Hugging Face folder",
+            f"the model's configuration cannot be used: {said.message if said else e}",
+            file=(said and said.file) or like or catalogue.root,
+            hint=(said and said.hint) or _LIKE,
         ) from e
+    if found is None and family_name:
+        raise MappingError(
+            f"family {family_name!r} is given, but nothing holds the model's configuration",
+            file=catalogue.root,
+            hint=_LIKE,
+        )
+    return found
 
 
 def _described(catalogue: Catalogue, family_name: str | None, like: Path | None) -> Model | None:
@@ -175,13 +197,10 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
     args = catalogue.metadata.get("args")
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
         return Model(family=named, config=config_from_args(args))
-    if named is not None:
-        raise MappingError(
-            f"family {named.name!r} is given, but nothing holds the model's configuration",
-            file=catalogue.root,
-            hint="--like FOLDER takes it from the config.json of a Hugging Face folder",
-        )
     return None
+
+
+_FOLDER = "--like FOLDER needs a Hugging Face folder with the model's config.json"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -194,11 +213,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except OSError as e:
-        raise FormatError(f"cannot read: {e.strerror}", file=path) from e
+        raise FormatError(f"cannot read: {e.strerror}", file=path, hint=_FOLDER) from e
     except ValueError as e:
-        raise FormatError(f"no JSON: {e}", file=path) from e
+        raise FormatError(f"no JSON: {e}", file=path, hint=_FOLDER) from e
     if not isinstance(value, dict):
-        raise FormatError("no JSON object", file=path)
+        raise FormatError("no JSON object", file=path, hint=_FOLDER)
     return value
 
 

@@ -6,8 +6,7 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,103 +20,22 @@ from megtool.checkpoint.digest import (
     TensorDigest,
     write_sidecar,
 )
-from megtool.checkpoint.plan import Dropped, Op, Plan, Source
+from megtool.checkpoint.plan import Op, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import PlanSummary, summarise
+from megtool.commands.megatron.optimizer import NONE
 from megtool.commands.opened import Opened, open_model, selector
+from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.sizes import parse_size
 from megtool.commands.target import Request, Target, make_target
+from megtool.convert.dialects import is_optimizer_state
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CoverageError, FormatError, UsageError
-from megtool.log import Progress, format_bytes, silent
+from megtool.log import Progress, silent
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardReport:
-    """What was done, or with `dry_run` what would be.
-
-    `left_out` counts source tensors that --select and --exclude left out.
-    `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
-    `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
-    libraries and mapped files included.
-    """
-
-    source: str
-    destination: str
-    source_format: str
-    target_format: str
-    family: str | None
-    layout: dict[str, int]
-    tensors: int
-    num_bytes: int
-    plan: PlanSummary
-    dropped: tuple[Dropped, ...]
-    left_out: int
-    dry_run: bool
-    seconds: float = 0.0
-    kernel_bytes: int = 0
-    resumed_units: int = 0
-    repaired_units: int = 0
-    digested: int = 0
-    inherited: int = 0
-    unverified: int = 0
-    peak_buffer_bytes: int = 0
-    peak_rss_bytes: int = 0
-    warnings: tuple[str, ...] = field(default_factory=tuple)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "dropped")]
-        out: dict[str, Any] = {n: getattr(self, n) for n in names}
-        out["plan"] = self.plan.to_json()
-        out["dropped"] = [
-            {"name": d.name, "reason": d.reason, "num_bytes": d.num_bytes, "is_lost": d.is_lost}
-            for d in self.dropped
-        ]
-        return out
-
-    def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
-        layout = " ".join(f"{k}={v}" for k, v in self.layout.items() if v != 1 or k in ("tp", "pp"))
-        yield f"{self.source} ({self.source_format}) -> {self.destination} ({self.target_format})"
-        yield f"  {'family':<12}{self.family or 'unknown: tensors keep their names'}"
-        if self.target_format in ("torch_dist", "dcp"):
-            yield f"  {'layout':<12}{layout}"
-        if self.dry_run:
-            yield from (f"  {line}" for line in self.plan.lines())
-        else:
-            yield from self._done()
-        if self.left_out:
-            yield f"  {'left out':<12}{self.left_out} tensors, by --select and --exclude"
-        reasons: dict[str, list[str]] = {}
-        for drop in self.dropped:
-            reasons.setdefault(drop.reason, []).append(drop.name)
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"  {'dropped':<12}{names[0]}{more}: {reason}"
-
-    def _done(self) -> Iterator[str]:
-        rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"
-        yield (
-            f"  {'written':<12}{self.tensors} tensors, {format_bytes(self.num_bytes)} "
-            f"in {self.seconds:.2f} s ({rate}/s)"
-        )
-        moved = format_bytes(self.kernel_bytes)
-        yield f"  {'kernel':<12}{moved} copied without entering the process"
-        yield (
-            f"  {'digests':<12}{self.digested} computed, {self.inherited} carried over, "
-            f"{self.unverified} unverified"
-        )
-        if self.resumed_units:
-            yield (
-                f"  {'resumed':<12}{self.resumed_units} finished pieces verified, "
-                f"{self.repaired_units} written again"
-            )
-        yield f"  {'memory':<12}{format_bytes(self.peak_rss_bytes)} peak resident"
 
 
 def reshard(
@@ -129,14 +47,27 @@ def reshard(
     pp: int | None = None,
     vpp: int | None = None,
     ep: int | None = None,
+    etp: int | None = None,
+    cp: int | None = None,
     dp: int | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    pipeline_layout: str | None = None,
+    optimizer: str | None = None,
+    optimizer_only: bool = False,
+    layers: str | None = None,
+    prove_all: bool = False,
+    core_version: str | None = None,
+    bridge: bool = False,
     dtype: str | None = None,
     family: str | None = None,
     like: str | Path | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
     rename: Sequence[str] = (),
-    max_shard_size: str = "5GB",
+    max_shard_size: str | None = None,
     threads: int | None = None,
     memory: str = "128MiB",
     digest: str = "buffered",
@@ -151,9 +82,14 @@ def reshard(
     """Write the checkpoint `source` to `destination` in another format, layout or dtype.
 
     `to` is a format (default: the source's own, `hf` for GGUF). Axes of the layout that are None
-    stay as the source has them, 1 where it does not say. `dtype` casts model weights, never
+    stay as the source has them, 1 where it does not say; how layers go to pipeline stages is said
+    as in `ParallelConfig`. `optimizer` is the format of optimizer state (`fully_reshardable`,
+    `dp_reshardable`, `legacy`, or `none`), by default what the target can always be loaded from;
+    state in buckets is decoded, and proved by its master weights (all of them with `prove_all`).
+    `dtype` casts model weights, never
     optimizer state. `select` and `exclude` are globs on the source's names,
-    `rename` patterns `OLD=NEW` on the target's.
+    `rename` patterns `OLD=NEW` on the target's. `max_shard_size` is for `hf` alone, and 5GB there
+    unless given.
     A run that was interrupted resumes when it is called again with the same arguments.
 
     Raises:
@@ -167,17 +103,34 @@ def reshard(
         iteration=iteration,
         family_name=family,
         like=None if like is None else Path(like),
-        keep=selector(select, exclude),
+        keep=_kept(selector(select, exclude), optimizer_only),
+        optimizer=optimizer != NONE,
+        prove_all=prove_all,
     )
+    layout = {
+        "tp": tp,
+        "pp": pp,
+        "vpp": vpp,
+        "ep": ep,
+        "etp": etp,
+        "cp": cp,
+        "dp": dp,
+        "first_stage_layers": first_stage_layers,
+        "last_stage_layers": last_stage_layers,
+        "account_for_embedding": account_for_embedding,
+        "account_for_loss": account_for_loss,
+        "pipeline_layout": pipeline_layout,
+    }
     request = Request(
         to=to,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        ep=ep,
-        dp=dp,
+        layout=layout,
+        optimizer=optimizer,
+        core_version=core_version,
+        bridge=bridge,
         dtype=None if dtype is None else _target_dtype(dtype),
-        max_shard_bytes=parse_size(max_shard_size, "max shard size"),
+        max_shard_bytes=(
+            None if max_shard_size is None else parse_size(max_shard_size, "max shard size")
+        ),
         renames=tuple(rename),
         destination=destination,
     )
@@ -189,6 +142,7 @@ def reshard(
         target.side.placements,
         fills=target.fills,
         dropped=target.dropped,
+        copies=target.copies,
         options=repr((__version__, mode.value)),
     )
     if strict and (lost := [d for d in plan.dropped if d.is_lost]):
@@ -266,14 +220,15 @@ def _write(
         if sidecar.tensors:
             stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
         stage.commit(fsync=fsync, threads=threads)
-    digested = 0 if target.is_file else len(copied.digests.complete())
+    complete = [n for n in copied.digests.complete() if n not in target.copies]
+    digested = 0 if target.is_file else len(complete)
     return {
         "kernel_bytes": copied.kernel_bytes,
         "resumed_units": copied.verified,
         "repaired_units": copied.repaired,
         "digested": digested,
         "inherited": len(sidecar.tensors) - digested,
-        "unverified": len(target.side.placements) - len(sidecar.tensors),
+        "unverified": len(target.side.placements) - len(target.copies) - len(sidecar.tensors),
         "peak_buffer_bytes": copied.peak_buffer_bytes,
     }
 
@@ -287,7 +242,7 @@ def _report(
     **facts: Any,
 ) -> ReshardReport:
     parallel = target.parallel
-    layout = {k: getattr(parallel, k) for k in ("tp", "pp", "vpp", "ep", "dp")} if parallel else {}
+    layout = {k: getattr(parallel, k) for k in _AXES} if parallel else {}
     found = opened.model.family if opened.model else None
     return ReshardReport(
         source=str(opened.path),
@@ -303,6 +258,18 @@ def _report(
         left_out=opened.left_out,
         **facts,
     )
+
+
+def _kept(
+    keep: Callable[[str], bool] | None, optimizer_only: bool
+) -> Callable[[str], bool] | None:
+    """Which stored tensors are wanted."""
+    if not optimizer_only:
+        return keep
+    return lambda name: is_optimizer_state(name) and (keep is None or keep(name))
+
+
+_AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
 def _source_places(opened: Opened) -> list[Path]:
@@ -340,7 +307,9 @@ def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> 
     known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}
     for entry in plan.entries:
-        if entry.op is Op.FILL or target.is_file:  # a bare file has nowhere to keep digests
+        if (
+            entry.op is Op.FILL or entry.canonical in target.copies or target.is_file
+        ):  # a bare file has nowhere to keep digests
             continue
         shape = opened.side.canonical[entry.canonical].shape
         crc = copied.digests.get(entry.canonical)

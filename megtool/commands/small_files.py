@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 
+from megtool.checkpoint.formats import CUT_BY_RANKS
+from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
 from megtool.commands.opened import Model, Opened
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError
 
 _LOG = logging.getLogger(__name__)
-_BY_RANKS = ("torch_dist", "dcp")
 
 
 def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
-    files = {name: path.read_bytes() for name, path in source.attachments().items()}
+    files = _plain({name: path.read_bytes() for name, path in source.attachments().items()})
     model = source.model
     if model is None or model.family is None:
         return files
@@ -26,6 +27,27 @@ def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     elif dtype is not None:
         files["config.json"] = _with_dtype(files["config.json"], dtype)
     return files
+
+
+def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files without what they say about quantisation: what is written is not quantised."""
+    out = {name: data for name, data in files.items() if name != QUANT_FILE}
+    if "config.json" not in out:
+        return out
+    try:
+        value = json.loads(out["config.json"])
+    except ValueError:
+        return out
+    text = value.get("text_config") if isinstance(value, dict) else None
+    found = 0
+    for place in (value, text):
+        for key in QUANT_KEYS:
+            found += isinstance(place, dict) and place.pop(key, None) is not None
+    if found:
+        if not {"dtype", "torch_dtype"} & {*value, *(text or ())}:
+            value["dtype"] = "bfloat16"
+        out["config.json"] = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return out
 
 
 def _tokenizer_files(source: Opened) -> dict[str, bytes]:
@@ -62,7 +84,7 @@ def _with_dtype(config: bytes, dtype: DType) -> bytes:
 def files_beside_ranks(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data."""
     out = {f"hf/{n}": data for n, data in hugging_face_files(source, dtype).items()}
-    if source.catalogue.format in _BY_RANKS:
+    if source.catalogue.format in CUT_BY_RANKS:
         for name, path in source.catalogue.attachments.items():
             if not name.startswith("hf/"):
                 out[name] = path.read_bytes()

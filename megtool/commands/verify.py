@@ -51,7 +51,7 @@ def verify(
     Elements are compared bit by bit, and types must agree; with `atol` or `rtol` they are compared
     as numbers, of whatever types: `|a - b| <= atol + rtol * |b|`. Padding is left out, and so is
     optimizer state that the other format has no place for. `iteration` chooses one of a save
-    folder, of `b` too if it is one. Memory is bounded by a few buffers a thread.
+    folder, whichever of the two is one. Memory is bounded by a few buffers a thread.
 
     Raises:
         MegtoolError: one cannot be opened or located, or the two have no tensor in common.

@@ -1,6 +1,14 @@
 """Conversion: the words families and dialects are written in, and what reads them."""
 
-from megtool.convert.canonical import Entry
+from megtool.convert.canonical import Weight
+from megtool.convert.decoder_rows import (
+    GGUF_DECODER,
+    HF_ATTENTION,
+    HF_GATED_MLP,
+    HF_MODEL,
+    HF_NORMS,
+    HF_QK_NORMS,
+)
 from megtool.convert.families import Family
 from megtool.convert.mapping import (
     Cat,
@@ -14,25 +22,65 @@ from megtool.convert.mapping import (
     Same,
     Stacked,
     Transposed,
+    in_mtp,
 )
-from megtool.convert.settings import Default, Key, Only, Rope
+from megtool.convert.moe_rows import (
+    HF_EXPERTS,
+    HF_LATENT_ATTENTION,
+    HF_SHARED_EXPERT,
+    HF_SHARED_EXPERTS,
+    hf_mtp,
+)
+from megtool.convert.moe_settings import (
+    Assumed,
+    EitherKey,
+    Implied,
+    Inverted,
+    MoeLayers,
+    Multiple,
+    Nullable,
+)
+from megtool.convert.settings import Default, Derived, Key, OneOf, Only, Refused, Rope, Window
 
 __all__ = [
+    "GGUF_DECODER",
+    "HF_ATTENTION",
+    "HF_EXPERTS",
+    "HF_GATED_MLP",
+    "HF_LATENT_ATTENTION",
+    "HF_MODEL",
+    "HF_NORMS",
+    "HF_QK_NORMS",
+    "HF_SHARED_EXPERT",
+    "HF_SHARED_EXPERTS",
+    "Assumed",
     "Cat",
     "Default",
+    "Derived",
     "Dropped",
-    "Entry",
+    "EitherKey",
     "Family",
     "Grouped",
+    "Implied",
     "Interleaved",
+    "Inverted",
     "Key",
+    "MoeLayers",
+    "Multiple",
+    "Nullable",
+    "OneOf",
     "Only",
     "Padded",
     "Permuted",
     "Qkv",
+    "Refused",
     "Rope",
     "Row",
     "Same",
     "Stacked",
     "Transposed",
+    "Weight",
+    "Window",
+    "hf_mtp",
+    "in_mtp",
 ]

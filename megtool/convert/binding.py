@@ -11,14 +11,14 @@ from itertools import groupby, islice
 from megtool.convert.canonical import DOMAINS, Model, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
 from megtool.convert.layout import Layout, Part
-from megtool.convert.mapping import Dropped, Row, Table, instantiate, word
+from megtool.convert.mapping import Dropped, Row, Table, instantiate, without_computed, word
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
-_DIGITS = re.compile(r"\d+")
-_MARK = re.compile(r"\{\w+\}")
+_NUMBER = re.compile(r"(\d+)")
+_NUMBER_OR_INDEX = re.compile(r"((?:\{\w+\}|\d)+)")
 
 
 @dataclass(slots=True)
@@ -55,17 +55,17 @@ class Binding:
 
     def __init__(self, table: Table, model: Model) -> None:
         self.model = model
-        self.rows = [r for r in table if isinstance(r, Row)]
+        self.rows = [x for r in table if isinstance(r, Row) for x in without_computed(r, model)]
         self.drops = [r for r in table if isinstance(r, Dropped)]
         self._layouts: dict[int, Layout] = {}
+        self._keeps: dict[int, bool] = {}
         self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
-        self._patterns: dict[str, list[tuple[int, re.Pattern[str], tuple[str, ...]]]] = {}
+        # By the text between numbers: the rows with that text, and their numbers and indices.
+        self._patterns: dict[tuple[str, ...], list[tuple[int, list[str]]]] = {}
         for number, row in enumerate(self.rows):
             for pattern in (row.stored, *row.also):
-                names = indices_in(pattern)
-                exact = re.compile(_MARK.sub(r"(\\d+)", _escape(pattern)))
-                key = _DIGITS.sub("#", _MARK.sub("0", pattern))
-                self._patterns.setdefault(key, []).append((number, exact, names))
+                text, numbers = _pattern(pattern)
+                self._patterns.setdefault(text, []).append((number, numbers))
 
     def read(self, tensors: Iterable[GlobalTensor]) -> Read:
         """Find the canonical tensors inside stored ones.
@@ -97,6 +97,8 @@ class Binding:
         """
         out = Written()
         for number, index in self._in_order():
+            if len(out.placements) == len(canonical):
+                break
             layout = self._layout(number)
             names = [fill_in(p.name, index) for p in layout.parts]
             if any(n not in canonical or n in out.placements for n in names):
@@ -104,7 +106,7 @@ class Binding:
             stored = fill_in(self.rows[number].stored, index)
             shape = _padded(layout, pad_to)
             kind = _common([canonical[n].dtype for n in names], stored)
-            if cast is not None and kind.is_float:
+            if cast is not None and kind.is_float and not self._keeps_dtype(number):
                 kind = cast
             out.tensors.append(GlobalTensor(name=stored, shape=shape, dtype=kind))
             for name, part in zip(names, layout.parts, strict=True):
@@ -116,20 +118,28 @@ class Binding:
 
     def _candidates(self, name: str) -> Iterator[tuple[int, dict[str, int]]]:
         """Rows that know a stored name and whose condition holds."""
-        for number, exact, names in self._patterns.get(_DIGITS.sub("#", name), ()):
-            match = exact.fullmatch(name)
-            if match is None:
+        parts = _NUMBER.split(name)
+        beyond: MappingError | None = None
+        is_known = False
+        for number, wanted in self._patterns.get(tuple(parts[::2]), ()):
+            found = list(zip(wanted, parts[1::2], strict=True))
+            if any(want != value and want[0] != "{" for want, value in found):
                 continue
-            index = {n: int(v) for n, v in zip(names, match.groups(), strict=True)}
+            index = {want[1:-1]: int(value) for want, value in found if want[0] == "{"}
             for n, v in index.items():
                 if v >= self.model.size(n):
-                    raise MappingError(
+                    beyond = MappingError(
                         f"{name!r} is {n}={v}, but {DOMAINS[n]} is {self.model.size(n)}",
                         tensor=name,
                         hint="the configuration belongs to another model",
                     )
-            if self._applies(number, index):
-                yield number, index
+                    break
+            else:
+                is_known = True
+                if self._applies(number, index):
+                    yield number, index
+        if beyond is not None and not is_known:
+            raise beyond
 
     def _fitting(
         self, found: Sequence[tuple[int, dict[str, int]]], tensor: GlobalTensor
@@ -178,6 +188,12 @@ class Binding:
                 )
             self._layouts[number] = layout
         return self._layouts[number]
+
+    def _keeps_dtype(self, number: int) -> bool:
+        if number not in self._keeps:
+            parts = self._layout(number).parts
+            self._keeps[number] = any(self.model.keeps_dtype(p.name) for p in parts[:1])
+        return self._keeps[number]
 
     def _applies(self, number: int, index: Mapping[str, int]) -> bool:
         """The row's condition holds; over indices its name lacks, it has to hold for all."""
@@ -238,10 +254,19 @@ def summarise(names: Sequence[str], limit: int = 4) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _escape(pattern: str) -> str:
-    return "".join(
-        p if _MARK.fullmatch(p) else re.escape(p) for p in re.split(r"(\{\w+\})", pattern)
-    )
+def _pattern(pattern: str) -> tuple[tuple[str, ...], list[str]]:
+    """The text of a stored name between numbers, and what is there of numbers and `{indices}`.
+
+    Names are split, not matched: a regular expression for every row took longer than all else.
+    """
+    parts = _NUMBER_OR_INDEX.split(pattern)
+    for part in parts[1::2]:
+        if "{" in part[1:] or "}" in part[:-1]:
+            raise MappingError(
+                f"{part!r} in {pattern!r} can be read in several ways",
+                hint="put a dot or a letter between an index and what comes next to it",
+            )
+    return tuple(parts[::2]), parts[1::2]
 
 
 def _uses(when: Expression, index: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from megtool.config import ModelConfig
@@ -13,77 +13,144 @@ from megtool.errors import MappingError
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Weight:
     """A canonical tensor: its symbolic shape, and the layers that have one.
 
     `flag` names the ModelConfig field that says whether this optional tensor exists; without one
-    the tensor has to be there wherever `when` holds.
+    the tensor has to be there wherever `when` holds. `keeps_dtype` says that no cast of the model's
+    weights touches it.
     """
 
     shape: tuple[Expression, ...]
     when: Expression = True
     flag: str | None = None
+    keeps_dtype: bool = False
 
 
 _HIDDEN = ("hidden_size",)
-_Q, _KV, _D = "num_heads * head_dim", "num_kv_heads * head_dim", "head_dim"
+_Q = "num_heads * (qk_nope_head_dim + qk_rope_head_dim or head_dim)"
+_KV, _D = "num_kv_heads * head_dim", "head_dim"
+_MLA, _NOT_MLA = "kv_lora_rank", "not kv_lora_rank"
 _DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
 _LAYERNORM = "norm == 'layernorm'"
 _SHARED = "shared_ffn_hidden_size and l in moe_layers"
 
-VOCABULARY: Mapping[str, Entry] = MappingProxyType(
+_LAYER, _MTP = "layers.{l}.", "mtp.{m}."
+_INDEX = re.compile(r"\{(\w+)\}")
+_L = re.compile(r"\bl\b")
+_DIGITS = re.compile(r"\d+")
+
+
+def as_mtp(text: Expression) -> Expression:
+    """A name or a condition of layers as that of the layers of multi-token prediction.
+
+    Megatron builds them like the last layer, and in every published model they are like it.
+    """
+    return _L.sub("num_layers - 1", text.replace(_LAYER, _MTP)) if isinstance(text, str) else text
+
+
+_LAYERS_AND_ENDS: Mapping[str, Weight] = MappingProxyType(
     {
-        "embed.weight": Entry(("vocab_size", "hidden_size")),
-        "layers.{l}.attn_norm.weight": Entry(_HIDDEN),
-        "layers.{l}.attn_norm.bias": Entry(_HIDDEN, _LAYERNORM),
-        "layers.{l}.attn.q.weight": Entry((_Q, "hidden_size")),
-        "layers.{l}.attn.k.weight": Entry((_KV, "hidden_size")),
-        "layers.{l}.attn.v.weight": Entry((_KV, "hidden_size")),
-        "layers.{l}.attn.q.bias": Entry((_Q,), flag="qkv_bias"),
-        "layers.{l}.attn.k.bias": Entry((_KV,), flag="qkv_bias"),
-        "layers.{l}.attn.v.bias": Entry((_KV,), flag="qkv_bias"),
-        "layers.{l}.attn.gate.weight": Entry((_Q, "hidden_size"), "attn_output_gate"),
-        "layers.{l}.attn.q_norm.weight": Entry((_D,), flag="qk_norm"),
-        "layers.{l}.attn.k_norm.weight": Entry((_D,), flag="qk_norm"),
-        "layers.{l}.attn.o.weight": Entry(("hidden_size", _Q)),
-        "layers.{l}.attn.o.bias": Entry(_HIDDEN, flag="attn_out_bias"),
-        "layers.{l}.mlp_norm.weight": Entry(_HIDDEN),
-        "layers.{l}.mlp_norm.bias": Entry(_HIDDEN, _LAYERNORM),
-        "layers.{l}.mlp.gate.weight": Entry(
+        "embed.weight": Weight(("vocab_size", "hidden_size")),
+        "positions.weight": Weight(
+            ("max_positions", "hidden_size"), "position_embedding == 'learned'"
+        ),
+        "layers.{l}.attn_norm.weight": Weight(_HIDDEN),
+        "layers.{l}.attn_norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "layers.{l}.attn.q.weight": Weight((_Q, "hidden_size"), "not q_lora_rank"),
+        "layers.{l}.attn.k.weight": Weight((_KV, "hidden_size"), _NOT_MLA),
+        "layers.{l}.attn.v.weight": Weight((_KV, "hidden_size"), _NOT_MLA),
+        "layers.{l}.attn.q.bias": Weight((_Q,), _NOT_MLA, flag="qkv_bias"),
+        "layers.{l}.attn.k.bias": Weight((_KV,), _NOT_MLA, flag="qkv_bias"),
+        "layers.{l}.attn.v.bias": Weight((_KV,), _NOT_MLA, flag="qkv_bias"),
+        "layers.{l}.attn.gate.weight": Weight((_Q, "hidden_size"), "attn_output_gate"),
+        "layers.{l}.attn.q_norm.weight": Weight((_D,), _NOT_MLA, flag="qk_norm"),
+        "layers.{l}.attn.k_norm.weight": Weight((_D,), _NOT_MLA, flag="qk_norm"),
+        "layers.{l}.attn.q_down.weight": Weight(("q_lora_rank", "hidden_size"), "q_lora_rank"),
+        "layers.{l}.attn.q_down_norm.weight": Weight(
+            ("q_lora_rank",), "q_lora_rank", flag="qk_norm"
+        ),
+        "layers.{l}.attn.q_up.weight": Weight((_Q, "q_lora_rank"), "q_lora_rank"),
+        "layers.{l}.attn.kv_down.weight": Weight(
+            ("kv_lora_rank + qk_rope_head_dim", "hidden_size"), _MLA
+        ),
+        "layers.{l}.attn.kv_down_norm.weight": Weight(("kv_lora_rank",), _MLA, flag="qk_norm"),
+        "layers.{l}.attn.kv_up.weight": Weight(
+            ("num_heads * (qk_nope_head_dim + v_head_dim)", "kv_lora_rank"), _MLA
+        ),
+        "layers.{l}.attn.sinks": Weight(("num_heads",), flag="attn_sinks"),
+        "layers.{l}.attn.o.weight": Weight(("hidden_size", "num_heads * (v_head_dim or head_dim)")),
+        "layers.{l}.attn.o.bias": Weight(_HIDDEN, flag="attn_out_bias"),
+        "layers.{l}.mlp_norm.weight": Weight(_HIDDEN),
+        "layers.{l}.mlp_norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "layers.{l}.mlp.gate.weight": Weight(
             ("ffn_hidden_size", "hidden_size"), f"gated and {_DENSE}"
         ),
-        "layers.{l}.mlp.gate.bias": Entry(
+        "layers.{l}.mlp.gate.bias": Weight(
             ("ffn_hidden_size",), f"gated and {_DENSE}", flag="mlp_bias"
         ),
-        "layers.{l}.mlp.up.weight": Entry(("ffn_hidden_size", "hidden_size"), _DENSE),
-        "layers.{l}.mlp.up.bias": Entry(("ffn_hidden_size",), _DENSE, flag="mlp_bias"),
-        "layers.{l}.mlp.down.weight": Entry(("hidden_size", "ffn_hidden_size"), _DENSE),
-        "layers.{l}.mlp.down.bias": Entry(_HIDDEN, _DENSE, flag="mlp_bias"),
-        "layers.{l}.mlp.router.weight": Entry(("num_experts", "hidden_size"), _MOE),
-        "layers.{l}.mlp.experts.{e}.gate.weight": Entry(
+        "layers.{l}.mlp.up.weight": Weight(("ffn_hidden_size", "hidden_size"), _DENSE),
+        "layers.{l}.mlp.up.bias": Weight(("ffn_hidden_size",), _DENSE, flag="mlp_bias"),
+        "layers.{l}.mlp.down.weight": Weight(("hidden_size", "ffn_hidden_size"), _DENSE),
+        "layers.{l}.mlp.down.bias": Weight(_HIDDEN, _DENSE, flag="mlp_bias"),
+        "layers.{l}.mlp.router.weight": Weight(("num_experts", "hidden_size"), _MOE),
+        "layers.{l}.mlp.router.bias": Weight(("num_experts",), _MOE, flag="router_bias"),
+        "layers.{l}.mlp.router.expert_bias": Weight(
+            ("num_experts",), _MOE, flag="router_expert_bias", keeps_dtype=True
+        ),
+        "layers.{l}.mlp.experts.{e}.gate.weight": Weight(
             ("moe_ffn_hidden_size", "hidden_size"), f"gated and {_MOE}"
         ),
-        "layers.{l}.mlp.experts.{e}.up.weight": Entry(("moe_ffn_hidden_size", "hidden_size"), _MOE),
-        "layers.{l}.mlp.experts.{e}.down.weight": Entry(
+        "layers.{l}.mlp.experts.{e}.up.weight": Weight(
+            ("moe_ffn_hidden_size", "hidden_size"), _MOE
+        ),
+        "layers.{l}.mlp.experts.{e}.down.weight": Weight(
             ("hidden_size", "moe_ffn_hidden_size"), _MOE
         ),
-        "layers.{l}.mlp.shared.gate.weight": Entry(
+        "layers.{l}.mlp.experts.{e}.gate.bias": Weight(
+            ("moe_ffn_hidden_size",), f"gated and {_MOE}", flag="mlp_bias"
+        ),
+        "layers.{l}.mlp.experts.{e}.up.bias": Weight(
+            ("moe_ffn_hidden_size",), _MOE, flag="mlp_bias"
+        ),
+        "layers.{l}.mlp.experts.{e}.down.bias": Weight(_HIDDEN, _MOE, flag="mlp_bias"),
+        "layers.{l}.mlp.shared.router.weight": Weight(
+            (1, "hidden_size"), _SHARED, flag="shared_expert_gate"
+        ),
+        "layers.{l}.mlp.shared.gate.weight": Weight(
             ("shared_ffn_hidden_size", "hidden_size"), f"gated and {_SHARED}"
         ),
-        "layers.{l}.mlp.shared.up.weight": Entry(
+        "layers.{l}.mlp.shared.up.weight": Weight(
             ("shared_ffn_hidden_size", "hidden_size"), _SHARED
         ),
-        "layers.{l}.mlp.shared.down.weight": Entry(
+        "layers.{l}.mlp.shared.down.weight": Weight(
             ("hidden_size", "shared_ffn_hidden_size"), _SHARED
         ),
-        "norm.weight": Entry(_HIDDEN),
-        "norm.bias": Entry(_HIDDEN, _LAYERNORM),
-        "head.weight": Entry(("vocab_size", "hidden_size"), "not tied_embeddings"),
+        "norm.weight": Weight(_HIDDEN),
+        "norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "head.weight": Weight(("vocab_size", "hidden_size"), "not tied_embeddings"),
     }
 )
 
-DOMAINS = MappingProxyType({"l": "num_layers", "e": "num_experts"})
-_INDEX = re.compile(r"\{(\w+)\}")
+VOCABULARY: Mapping[str, Weight] = MappingProxyType(
+    {
+        **_LAYERS_AND_ENDS,
+        **{
+            name.replace(_LAYER, _MTP): replace(p, when=as_mtp(p.when))
+            for name, p in _LAYERS_AND_ENDS.items()
+            if name.startswith(_LAYER)
+        },
+        "mtp.{m}.embed_norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.embed_norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "mtp.{m}.hidden_norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.hidden_norm.bias": Weight(_HIDDEN, _LAYERNORM),
+        "mtp.{m}.proj.weight": Weight(("hidden_size", "2 * hidden_size")),
+        "mtp.{m}.norm.weight": Weight(_HIDDEN),
+        "mtp.{m}.norm.bias": Weight(_HIDDEN, _LAYERNORM),
+    }
+)
+
+DOMAINS = MappingProxyType({"l": "num_layers", "e": "num_experts", "m": "num_mtp_layers"})
 
 
 def indices_in(pattern: str) -> tuple[str, ...]:
@@ -103,7 +170,7 @@ class Model:
     """The vocabulary at one configuration: which tensors there are, and their shapes."""
 
     config: ModelConfig
-    vocabulary: Mapping[str, Entry] = field(default_factory=lambda: VOCABULARY)
+    vocabulary: Mapping[str, Weight] = field(default_factory=lambda: VOCABULARY)
     _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def shape(self, pattern: str) -> tuple[int, ...]:
@@ -118,8 +185,8 @@ class Model:
                     f"{pattern!r} is no canonical tensor",
                     hint="name one of megtool.convert.canonical, or add it to the family's own",
                 )
-            entry = self.vocabulary[pattern]
-            self._shapes[pattern] = tuple(int(self.value(n)) for n in entry.shape)
+            weight = self.vocabulary[pattern]
+            self._shapes[pattern] = tuple(int(self.value(n)) for n in weight.shape)
         return self._shapes[pattern]
 
     def value(self, text: Expression, index: Mapping[str, int] | None = None) -> int:
@@ -128,7 +195,7 @@ class Model:
         return value
 
     def size(self, index: str) -> int:
-        """How many values the index `l` or `e` takes."""
+        """How many values the index `l`, `e` or `m` takes."""
         if index not in DOMAINS:
             raise MappingError(f"unknown index {index!r}", hint=f"known: {', '.join(DOMAINS)}")
         return self.value(DOMAINS[index])
@@ -150,7 +217,12 @@ class Model:
             for rest in self._combinations(names[1:]):
                 yield {names[0]: i, **rest}
 
+    def keeps_dtype(self, name: str) -> bool:
+        """The canonical tensor `name` (or pattern) is marked so that casts leave it as it is."""
+        kept = (_INDEX.sub("#", n) for n, w in self.vocabulary.items() if w.keeps_dtype)
+        return _DIGITS.sub("#", _INDEX.sub("#", name)) in kept
+
     def names(self, pattern: str) -> list[str]:
         """All canonical tensors of a pattern that this model has, in order."""
-        entry = self.vocabulary[pattern]
-        return [fill_in(pattern, i) for i in self.each(indices_in(pattern), entry.when)]
+        weight = self.vocabulary[pattern]
+        return [fill_in(pattern, i) for i in self.each(indices_in(pattern), weight.when)]

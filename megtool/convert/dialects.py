@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
 from megtool.convert.binding import Binding, missing, summarise
-from megtool.convert.canonical import VOCABULARY, Entry, Model
+from megtool.convert.canonical import VOCABULARY, Model, Weight
 from megtool.convert.families import Family
-from megtool.convert.mapping import Table, stack_layers
+from megtool.convert.mapping import Table, first_gap, stack_layers
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError
@@ -41,7 +41,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class Padding:
     """Stored elements that no canonical tensor holds, and the value they get."""
 
     placement: Placement
@@ -60,7 +60,7 @@ class TargetSide:
     tensors: list[GlobalTensor]
     placements: dict[str, Placement]
     shards: Shards | None
-    fills: list[Fill]
+    fills: list[Padding]
     dropped: list[tuple[str, str]]
 
 
@@ -102,35 +102,21 @@ def read_side(
             f"reading {dialect!r} tensors needs the model's configuration",
             hint="give --like a folder with a config.json, or reshard inside one format",
         )
-    by_state: dict[str, list[tuple[str, GlobalTensor]]] = {}
-    states: dict[str, str] = {}
-    for tensor in tensors:
-        state, spelled, key = _split(dialect, tensor.name)
-        by_state.setdefault(state, []).append((key, tensor))
-        states.setdefault(state, spelled)
-    config = _tie(config, dialect, {key for key, _ in by_state.get("", [])})
-    table = _table(dialect, family, per_layer=megatron.is_per_layer(names))
+    by_state, states = _sorted_by_state(tensors, dialect)
+    config = _tie(config, dialect, by_state.get("", {}))
     model = Model(config, _vocabulary(family))
-    binding = Binding(table, model)
-    placements: dict[str, Placement] = {}
-    canonical: dict[str, GlobalTensor] = {}
-    dropped: list[tuple[str, str]] = []
-    padding: dict[str, int] = {}
-    unmatched: list[str] = []
-    for state, pairs in by_state.items():
-        stored = {key: tensor.name for key, tensor in pairs}
-        if len(stored) != len(pairs):
-            twice = next(t.name for key, t in pairs if stored[key] != t.name)
-            raise MappingError(f"{twice!r} is stored twice under different wrappers", tensor=twice)
-        found = binding.read([replace(t, name=key) for key, t in pairs])
-        lift = f"{state}:" if state else ""
-        for name, p in found.placements.items():
-            p = replace(p, canonical=lift + name, stored=stored[p.stored])
-            placements[p.canonical] = p
-            canonical[p.canonical] = replace(found.canonical[name], name=p.canonical)
-        dropped += [(stored[key], reason) for key, reason in found.dropped]
-        padding.update({stored[key]: rows for key, rows in found.padding.items()})
-        unmatched += [stored[key] for key in found.unmatched]
+    out = Side(
+        dialect=dialect,
+        tensors=tuple(tensors),
+        placements={},
+        canonical={},
+        states={s: n for s, n in states.items() if s},
+        family=family,
+    )
+    unmatched = _read_states(model, by_state, out)
+    if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
+        config = replace(config, num_mtp_layers=0)  # config.json counts what transformers lacks
+        model = Model(config, model.vocabulary)
     if unmatched:
         raise MappingError(
             f"{len(unmatched)} stored tensors are not known to "
@@ -138,24 +124,62 @@ def read_side(
             tensor=unmatched[0],
             hint="exclude them, or add rows for them to the family's table",
         )
-    absent, flags = missing(canonical, model)
+    absent, flags = missing(out.canonical, model)
     if absent and not partial:
         raise MappingError(
             f"{len(absent)} tensors are missing: {summarise(absent)}",
             tensor=absent[0],
             hint="the checkpoint is incomplete, or its configuration belongs to another model",
         )
-    return Side(
-        dialect=dialect,
-        tensors=tuple(tensors),
-        placements=placements,
-        canonical=canonical,
-        dropped=dropped,
-        padding=padding,
-        states={s: n for s, n in states.items() if s},
-        config=replace(config, **flags),  # type: ignore[arg-type]
-        family=family,
-    )
+    return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
+
+
+def _sorted_by_state(
+    tensors: Sequence[GlobalTensor], dialect: str
+) -> tuple[dict[str, dict[str, GlobalTensor]], dict[str, str]]:
+    """Stored tensors by optimizer state ("" for weights) and by their names without it; and how
+    each state is spelled."""
+    by_state: dict[str, dict[str, GlobalTensor]] = {}
+    states: dict[str, str] = {}
+    for tensor in tensors:
+        state, spelled, key = _split(dialect, tensor.name)
+        held = by_state.setdefault(state, {})
+        if key in held:
+            raise MappingError(
+                f"{held[key].name!r} is stored twice under different wrappers",
+                tensor=held[key].name,
+                hint="exclude one of them",
+            )
+        held[key] = tensor
+        states.setdefault(state, spelled)
+    return by_state, states
+
+
+def _read_states(
+    model: Model, by_state: Mapping[str, Mapping[str, GlobalTensor]], out: Side
+) -> list[str]:
+    """Put what the table finds into `out`; the names of stored tensors that it does not know.
+
+    Weights may be stacked over layers and their optimizer state not, or the other way round.
+    """
+    unmatched: list[str] = []
+    bindings: dict[bool, Binding] = {}
+    for state, held in by_state.items():
+        per_layer = megatron.is_per_layer(held)
+        if per_layer not in bindings:
+            table = _table(out.dialect, out.family, per_layer=per_layer)
+            bindings[per_layer] = Binding(table, model)
+        stored = {key: tensor.name for key, tensor in held.items()}
+        found = bindings[per_layer].read([replace(t, name=key) for key, t in held.items()])
+        lift = f"{state}:" if state else ""
+        for name, p in found.placements.items():
+            p = replace(p, canonical=lift + name, stored=stored[p.stored])
+            out.placements[p.canonical] = p
+            out.canonical[p.canonical] = replace(found.canonical[name], name=p.canonical)
+        out.dropped.extend((stored[key], reason) for key, reason in found.dropped)
+        out.padding.update({stored[key]: rows for key, rows in found.padding.items()})
+        unmatched += [stored[key] for key in found.unmatched]
+    return unmatched
 
 
 def write_side(
@@ -212,12 +236,7 @@ def write_side(
             continue
         made = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
         if made.unplaced:
-            raise MappingError(
-                f"{len(made.unplaced)} tensors have no place in {dialect!r}: "
-                f"{summarise(made.unplaced)}",
-                tensor=made.unplaced[0],
-                hint="exclude them, or add rows for them to the family's table",
-            )
+            raise _homeless(made.unplaced, canonical, dialect, table, binding.model)
         lift = f"{state}:" if state else ""
         prefix = _prefix(state, source, main)
         out.tensors.extend(replace(t, name=prefix + t.name) for t in made.tensors)
@@ -226,11 +245,31 @@ def write_side(
         for p in made.padding:
             name = prefix + p.stored
             out.fills.append(
-                Fill(placement=replace(p, canonical=f"padding of {name}", stored=name))
+                Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
             )
     if dialect == "megatron" and parallel is not None:
         return replace(out, shards=shard(out.tensors, parallel, config=config))
     return out
+
+
+def _homeless(
+    names: Sequence[str], canonical: Collection[str], dialect: str, table: Table, model: Model
+) -> MappingError:
+    """Why canonical tensors have no place: what they share a stored tensor with is not there."""
+    text = f"{len(names)} tensors have no place in {dialect!r}: {summarise(names)}"
+    gap = first_gap(table, model, names[0], canonical)
+    if gap is None:
+        hint = "exclude them, or add rows for them to the family's table"
+        return MappingError(text, tensor=names[0], hint=hint)
+    stored, lacks = gap
+    stacked = dialect == "megatron" and lacks.startswith("layers.")
+    stacked = stacked and not megatron.is_per_layer([stored])
+    whole = "a stacked key, which needs every layer" if stacked else "made of several tensors"
+    return MappingError(
+        f"{text}: {stored!r} is {whole}, and {lacks!r} is the first missing",
+        tensor=names[0],
+        hint=f"select every part of it{', in every layer,' if stacked else ''} or none",
+    )
 
 
 def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
@@ -249,11 +288,11 @@ def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
     return table
 
 
-def _vocabulary(family: Family | None) -> Mapping[str, Entry]:
+def _vocabulary(family: Family | None) -> Mapping[str, Weight]:
     return {**VOCABULARY, **family.vocabulary} if family and family.vocabulary else VOCABULARY
 
 
-def _tie(config: ModelConfig, dialect: str, keys: set[str]) -> ModelConfig:
+def _tie(config: ModelConfig, dialect: str, keys: Collection[str]) -> ModelConfig:
     """GGUF does not say whether embeddings are tied: they are if the output matrix is absent."""
     if dialect == "gguf":
         return replace(config, tied_embeddings="output.weight" not in keys)
@@ -332,7 +371,7 @@ def _same_names(
     count as real, and rows are added only if TP does not divide them.
     """
     tensors: list[GlobalTensor] = []
-    fills: list[Fill] = []
+    fills: list[Padding] = []
     pad_to = megatron.padded_multiple(parallel.tp if parallel else 1, divisible_by)
     cut = parallel is not None and megatron.is_megatron(source.canonical)
     for name, t in source.canonical.items():
@@ -346,7 +385,7 @@ def _same_names(
             whole = Placement.identity(f"padding of {name}", shape, stored=name)
             rest = (shape[0] - t.shape[0], *shape[1:])
             base = (t.shape[0], *(0 for _ in shape[1:]))
-            fills.append(Fill(placement=replace(whole, shape=rest, base=base)))
+            fills.append(Padding(placement=replace(whole, shape=rest, base=base)))
         is_weight = not is_optimizer_state(name)
         kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))

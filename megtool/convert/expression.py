@@ -69,7 +69,11 @@ def evaluate(
     if not isinstance(text, str):
         return text
     code, names = _compiled(text)
-    return eval(code, {"__builtins__": {}}, {n: _lookup(n, text, config, index) for n in names})
+    values = {n: _lookup(n, text, config, index) for n in names}
+    try:
+        return eval(code, {"__builtins__": {}}, values)
+    except (TypeError, ArithmeticError) as error:
+        raise MappingError(f"{text!r} cannot be computed of {values!r}: {error}") from error
 
 
 def _lookup(

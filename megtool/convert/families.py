@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.config import ModelConfig
-from megtool.convert.canonical import Entry
+from megtool.convert.canonical import Weight
+from megtool.convert.expression import Expression
 from megtool.convert.mapping import Table
 from megtool.convert.settings import Setting, read_settings, write_settings
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UnknownFamilyError
 
 _PACKAGE = "megtool.converters"
 
@@ -25,7 +26,8 @@ class Family:
     each is written), `gguf_architectures` what a GGUF file does. `traits` are ModelConfig fields
     true of every member. `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map
     stored tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary`
-    adds canonical tensors that no other family has.
+    adds canonical tensors that no other family has. `limits` are conditions on the configuration,
+    each with what Megatron cannot run, or cannot be told by its args, where it holds.
     """
 
     name: str
@@ -37,7 +39,8 @@ class Family:
     gguf: Table = ()
     megatron: Table = ()
     traits: Mapping[str, Any] = field(default_factory=dict)
-    vocabulary: Mapping[str, Entry] = field(default_factory=dict)
+    vocabulary: Mapping[str, Weight] = field(default_factory=dict)
+    limits: tuple[tuple[Expression, str], ...] = ()
 
     def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """The model's configuration from the keys of its config.json.
@@ -69,7 +72,7 @@ def family(name: str) -> Family:
     """The family called `name`.
 
     Raises:
-        MappingError: there is none; the hint lists those there are.
+        UnknownFamilyError: there is none; the hint lists those there are.
     """
     if name not in family_names():
         raise _unknown(f"unknown model family {name!r}")
@@ -90,7 +93,7 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
     Looks at `architectures`, then `model_type`, then `general.architecture`.
 
     Raises:
-        MappingError: nothing says it, or no family is called so.
+        UnknownFamilyError: nothing says it, or no family is called so.
     """
     said_so = metadata.get("architectures")
     listed = said_so if isinstance(said_so, list | tuple) else ()
@@ -112,8 +115,8 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
     raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(said)))}")
 
 
-def _unknown(message: str) -> MappingError:
-    return MappingError(
+def _unknown(message: str) -> UnknownFamilyError:
+    return UnknownFamilyError(
         message,
         hint=f"known: {', '.join(family_names())}; name one with --family, or add a file "
         "converters/NAME.py that defines FAMILY (converters/llama.py is an example)",

@@ -13,13 +13,14 @@ tensor under another name".
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.convert import layout as algebra
-from megtool.convert.canonical import Model, fill_in
-from megtool.convert.expression import Expression
+from megtool.convert.canonical import DOMAINS, Model, as_mtp, fill_in, indices_in
+from megtool.convert.expression import Expression, names_in
 from megtool.convert.layout import Layout
 
 
@@ -193,6 +194,25 @@ class Padded(Word):
         return replace(word(self.of).layout(model), padded=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Renamed(Word):
+    """A word for other canonical tensors of the same shapes: `old` in their names is `new`."""
+
+    of: WordLike
+    old: str
+    new: str
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word, renamed."""
+        return tuple(n.replace(self.old, self.new) for n in word(self.of).names())
+
+    def layout(self, model: Model) -> Layout:
+        """The same layout, with its parts renamed."""
+        inner = word(self.of).layout(model)
+        parts = (replace(p, name=p.name.replace(self.old, self.new)) for p in inner.parts)
+        return replace(inner, parts=tuple(parts))
+
+
 def bind(layout: Layout, index: str, value: int) -> Layout:
     """The layout with an index of its parts' names put in."""
     mark = f"{{{index}}}"
@@ -230,6 +250,48 @@ class Dropped:
 Table = Sequence[Row | Dropped]
 
 
+def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
+    """The rows of single layers as rows of the layers of multi-token prediction.
+
+    `stored` are the replacements in stored names; each makes one name, the first is written. In
+    stored names `{num_layers+m}` stands for the number of the layer as Hugging Face counts.
+    """
+
+    def names(row: Row) -> tuple[str, ...]:
+        return tuple(n.replace(*s) for s in stored for n in (row.stored, *row.also))
+
+    return tuple(
+        Row(
+            stored=names(row)[0],
+            word=Renamed(row.word, "layers.{l}.", "mtp.{m}."),
+            also=names(row)[1:],
+            when=as_mtp(row.when),
+        )
+        for row in table
+        if isinstance(row, Row) and stored[0][0] in row.stored
+    )
+
+
+_COMPUTED = re.compile(r"\{([^{}]*\W[^{}]*)\}")
+
+
+def without_computed(row: Row, model: Model) -> Iterator[Row]:
+    """The row with expressions in its stored name (`{num_layers+m}`) put in: one for each `m`."""
+    if not (found := _COMPUTED.search(row.stored)):
+        yield row
+        return
+    index = tuple(n for n in DOMAINS if n in names_in(found[1]))
+    for values in model.each(index):
+        of: WordLike = row.word
+        for n, v in values.items():
+            of = Renamed(of, f"{{{n}}}", str(v))
+
+        def stored(name: str, values: dict[str, int] = values) -> str:
+            return _COMPUTED.sub(lambda m: str(model.value(m[1], values)), fill_in(name, values))
+
+        yield Row(stored(row.stored), of, tuple(stored(a) for a in row.also), row.when)
+
+
 def stack_layers(table: Table) -> tuple[Row | Dropped, ...]:
     """The table with `{l}.` gone from stored names and all layers on a leading axis instead.
 
@@ -256,3 +318,29 @@ def instantiate(layout: Layout, index: dict[str, int]) -> Layout:
     return replace(
         layout, parts=tuple(replace(p, name=fill_in(p.name, index)) for p in layout.parts)
     )
+
+
+def first_gap(
+    table: Table, model: Model, name: str, have: Collection[str]
+) -> tuple[str, str] | None:
+    """The stored tensor that `name` would be part of, and the first of its parts not in `have`."""
+    for row in table:
+        words = word(row.word).names() if isinstance(row, Row) else ()
+        for pattern in words:
+            index = _match(pattern, name)
+            if index is None or not isinstance(row, Row) or not model.value(row.when, index):
+                continue
+            fixed = {n: index[n] for n in indices_in(row.stored)}
+            for part in words:
+                for more in model.each(tuple(n for n in indices_in(part) if n not in fixed)):
+                    if (found := fill_in(part, {**fixed, **more})) not in have:
+                        return fill_in(row.stored, fixed), found
+    return None
+
+
+def _match(pattern: str, name: str) -> dict[str, int] | None:
+    """The indices at which `name` follows `pattern`; None if it does not."""
+    parts = re.split(r"\{(\w+)\}", pattern)
+    exact = "".join(rf"(?P<{p}>\d+)" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+    match = re.fullmatch(exact, name)
+    return None if match is None else {n: int(v) for n, v in match.groupdict().items()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from megtool.convert import megatron_moe
 from megtool.convert.mapping import Cat, Dropped, Padded, Qkv, Row, Stacked, Table, stack_layers
+from megtool.convert.megatron_moe import mtp_rows
 
 _L = "decoder.layers.{l}."
 _A = _L + "self_attention."
@@ -13,25 +15,33 @@ _M = _L + "mlp."
 _ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
 _EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
 _DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+_NOT_MLA = "not kv_lora_rank"
 
 # Megatron's two layer implementations name the norms differently; fused Transformer Engine names
 # are written, and a mixture of experts has its norm outside the MLP.
-PER_LAYER: Table = (
+_DECODER: Table = (
     Row("embedding.word_embeddings.weight", Padded("embed.weight")),
+    Row(
+        "embedding.position_embeddings.weight",
+        "positions.weight",
+        when="position_embedding == 'learned'",
+    ),
     Row(
         _A + "linear_qkv.layer_norm_weight",
         "layers.{l}.attn_norm.weight",
         also=(_L + "input_layernorm.weight",),
+        when=_NOT_MLA,
     ),
     Row(
         _A + "linear_qkv.layer_norm_bias",
         "layers.{l}.attn_norm.bias",
         also=(_L + "input_layernorm.bias",),
+        when=_NOT_MLA,
     ),
     Row(
         _A + "linear_qkv.weight",
         Qkv(_ATTN + "q.weight", _ATTN + "k.weight", _ATTN + "v.weight"),
-        when="not attn_output_gate",
+        when=f"not attn_output_gate and {_NOT_MLA}",
     ),
     Row(
         _A + "linear_qkv.weight",
@@ -41,15 +51,15 @@ PER_LAYER: Table = (
             _ATTN + "v.weight",
             gate=_ATTN + "gate.weight",
         ),
-        when="attn_output_gate",
+        when=f"attn_output_gate and {_NOT_MLA}",
     ),
     Row(
         _A + "linear_qkv.bias",
         Qkv(_ATTN + "q.bias", _ATTN + "k.bias", _ATTN + "v.bias"),
-        when="not attn_output_gate",
+        when=f"not attn_output_gate and {_NOT_MLA}",
     ),
-    Row(_A + "q_layernorm.weight", _ATTN + "q_norm.weight"),
-    Row(_A + "k_layernorm.weight", _ATTN + "k_norm.weight"),
+    Row(_A + "q_layernorm.weight", _ATTN + "q_norm.weight", when=_NOT_MLA),
+    Row(_A + "k_layernorm.weight", _ATTN + "k_norm.weight", when=_NOT_MLA),
     Row(_A + "linear_proj.weight", _ATTN + "o.weight"),
     Row(_A + "linear_proj.bias", _ATTN + "o.bias"),
     Row(
@@ -121,11 +131,18 @@ PER_LAYER: Table = (
         _SHARED + "down.weight",
         when=f"shared_ffn_hidden_size and {_MOE}",
     ),
+    *megatron_moe.WRITTEN,
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
     Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
     Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),
     Dropped("output_layer.weight", "a copy of the tied embedding", when="tied_embeddings"),
     Dropped("*optimizer.distributed.*", "optimizer state in buckets: not in model space"),
+)
+
+PER_LAYER: Table = (
+    *_DECODER,
+    *mtp_rows((*_DECODER, *megatron_moe.READ)),
+    *megatron_moe.READ,
 )
 
 STACKED: Table = stack_layers(PER_LAYER)
@@ -135,7 +152,7 @@ MAIN = "main"
 _MAIN_NAMES = ("param", "fp32_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _WRAPPERS = re.compile(r"(?:module\.)*(?:model\.(?:module\.)*(?=decoder\.|embedding\.|output_l))?")
-_LAYER_KEY = re.compile(r"decoder\.layers\.\d+\.")
+_LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
 
 

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.expression import evaluate
+from megtool.convert.families import Family
 from megtool.convert.megatron import padded_multiple
+from megtool.convert.moe_args import is_yarn, moe_args, moe_fields
+from megtool.convert.parallel_args import layout_args
 from megtool.errors import MappingError
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+_POSITIONS = {
+    "learned": "learned_absolute",
+    "rope": "rope",
+    "relative": "relative",
+    "none": "none",
+}
+_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
@@ -38,7 +49,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
     linear_bias, experts = bool(get("add_bias_linear", True)), int(get("num_experts", 0))
     ffn, freq = int(get("ffn_hidden_size", 4 * hidden)), get("moe_layer_freq", 1)
-    return ModelConfig(
+    fields: dict[str, Any] = dict(
         num_layers=int(need("num_layers")),
         hidden_size=hidden,
         ffn_hidden_size=ffn,
@@ -50,21 +61,29 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=not get("untie_embeddings_and_output_weights", False),
         norm=_NORMS[normalization],
         norm_eps=float(get("norm_epsilon", get("layernorm_epsilon", 1e-5))),
-        gated=bool(get("swiglu", False)),
+        zero_centered_norm=bool(
+            get("apply_layernorm_1p", False) or get("layernorm_zero_centered_gamma", False)
+        ),
+        gated=any(bool(get(x, False)) for x in ("swiglu", "quick_geglu", "gated_linear_unit")),
         activation=_activation(args),
         qkv_bias=linear_bias or bool(get("add_qkv_bias", False)),
         attn_out_bias=linear_bias,
         mlp_bias=linear_bias,
         qk_norm=bool(get("qk_layernorm", False)),
         attn_output_gate=bool(get("attention_output_gate", False)),
+        position_embedding=_positions(args),
+        rotary_percent=float(get("rotary_percent", 1.0)),
         rope_base=float(get("rotary_base", 10000)),
         rope_scaling=_scaling(args),
+        num_token_types=int(get("num_tokentypes", 0)),
+        **_window(args),
         num_experts=experts,
         num_experts_per_token=int(get("moe_router_topk", 0)) if experts else 0,
         moe_ffn_hidden_size=int(get("moe_ffn_hidden_size", ffn)) if experts else 0,
         shared_ffn_hidden_size=int(get("moe_shared_expert_intermediate_size", 0)),
         moe_layer_freq=tuple(freq) if isinstance(freq, list | tuple) else int(freq),
     )
+    return ModelConfig(**fields | moe_fields(args))
 
 
 def args_from_config(
@@ -98,26 +117,35 @@ def args_from_config(
         "vocab_size": config.vocab_size,
         "seq_length": config.max_positions,
         "max_position_embeddings": config.max_positions,
-        "position_embedding_type": "rope",
-        "add_position_embedding": False,
-        "use_rotary_position_embeddings": True,
+        "position_embedding_type": _POSITIONS[config.position_embedding],
+        "add_position_embedding": config.position_embedding == "learned",
+        "use_rotary_position_embeddings": config.position_embedding == "rope",
         "rotary_base": _whole(config.rope_base),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
+        "rotary_percent": config.rotary_percent,
+        "rotary_interleaved": config.rope_interleaved,
         "use_rope_scaling": llama3,
         "rope_scaling_factor": (config.rope_scaling or {}).get("factor", 8.0) if llama3 else 8.0,
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias and not config.mlp_bias,
         "swiglu": config.gated and config.activation == "silu",
-        "squared_relu": config.activation == "relu2",
+        "gated_linear_unit": config.gated,
+        "squared_relu": config.activation == "relu2" and not config.gated,
+        "openai_gelu": config.activation in _TANH_GELUS and not config.gated,
         "untie_embeddings_and_output_weights": not config.tied_embeddings,
         "normalization": next(k for k, v in _NORMS.items() if v == config.norm),
         "norm_epsilon": config.norm_eps,
         "layernorm_epsilon": config.norm_eps,
-        "apply_layernorm_1p": False,
+        "apply_layernorm_1p": config.zero_centered_norm,
+        "layernorm_zero_centered_gamma": config.zero_centered_norm,
         "apply_query_key_layer_scaling": False,
         "qk_layernorm": config.qk_norm,
         "attention_output_gate": config.attn_output_gate,
+        "window_size": (config.window_size - 1, 0) if config.window_size else None,
+        "window_attn_skip_freq": list(config.window_skip_freq)
+        if isinstance(config.window_skip_freq, tuple)
+        else config.window_skip_freq,
+        "num_tokentypes": config.num_token_types,
+        "bert_binary_head": "ForPreTraining" in str(config.extra.get("architectures")),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "num_experts": experts,
@@ -128,21 +156,12 @@ def args_from_config(
         else config.moe_layer_freq,
         "moe_shared_expert_intermediate_size": config.shared_ffn_hidden_size or None,
         "moe_grouped_gemm": bool(experts),
+        **moe_args(config),
     }
     layout: dict[str, Any] = {
         "padded_vocab_size": -(-config.vocab_size // pad) * pad,
         "make_vocab_size_divisible_by": divisible_by,
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": (
-            config.num_layers // (sizes.pp * sizes.vpp) if sizes.vpp > 1 else None
-        ),
-        "expert_model_parallel_size": sizes.ep,
-        "expert_tensor_parallel_size": sizes.etp,
-        "context_parallel_size": sizes.cp,
-        "data_parallel_size": sizes.dp,
-        "world_size": sizes.world_size,
+        **layout_args(sizes, config.num_layers),
     }
     rest: dict[str, Any] = {
         "params_dtype": dtype,
@@ -156,13 +175,20 @@ def args_from_config(
     return {**model, **rest, **(known or {}), **layout}
 
 
-def megatron_limits(config: ModelConfig) -> list[str]:
+def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[str]:
     """What Megatron cannot run of this model: one sentence each; its tensors convert all the same.
 
     Megatron has one switch for the biases of all linear layers, and one for the fused attention
-    rows alone; and its rotary scaling is Llama 3's.
+    rows alone; its rotary scaling is Llama 3's; its MLP comes after attention; and of gated
+    activations its args know SiLU alone. The rest a family says of itself.
     """
-    out = []
+    out = [said for when, said in (family.limits if family else ()) if evaluate(when, config)]
+    if config.parallel_residual:
+        out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
+    if config.gated and config.activation in ("gelu", *_TANH_GELUS):
+        out.append(f"a gated MLP with {config.activation!r} has to be set by hand in Megatron")
+    if config.rope_local_base not in (None, config.rope_base):
+        out.append("Megatron has one rotary base, not another for layers with a window")
     if config.attn_out_bias != config.mlp_bias:
         out.append(
             f"attn_out_bias={config.attn_out_bias} with mlp_bias={config.mlp_bias}: "
@@ -170,7 +196,7 @@ def megatron_limits(config: ModelConfig) -> list[str]:
         )
     if config.mlp_bias and not config.qkv_bias:
         out.append("mlp_bias without qkv_bias: Megatron has both")
-    if config.rope_scaling is not None and not _is_llama3(config):
+    if config.rope_scaling is not None and not _is_llama3(config) and not is_yarn(config):
         kind = config.rope_scaling.get("rope_type")
         out.append(f"rotary scaling of type {kind!r} has to be set by hand in Megatron")
     return out
@@ -187,7 +213,11 @@ def _is_llama3(config: ModelConfig) -> bool:
 def _activation(args: Mapping[str, Any]) -> str:
     if args.get("swiglu"):
         return "silu"
-    return "relu2" if args.get("squared_relu") else "gelu"
+    if args.get("quick_geglu"):
+        return "quick_gelu"
+    if args.get("squared_relu"):
+        return "relu2"
+    return "gelu_pytorch_tanh" if args.get("openai_gelu") else "gelu"
 
 
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -200,6 +230,31 @@ def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
+    }
+
+
+def _positions(args: Mapping[str, Any]) -> str:
+    """Absent in args older than the choice, which had a flag for learned positions."""
+    said = args.get("position_embedding_type")
+    if said is None:
+        is_learned = args.get("add_position_embedding") and not args.get(
+            "use_rotary_position_embeddings"
+        )
+        return "learned" if is_learned else "rope"
+    if said in ("yarn", "mrope"):
+        return "rope"
+    return next((ours for ours, theirs in _POSITIONS.items() if theirs == said), str(said))
+
+
+def _window(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron counts the tokens to the left of the one that attends."""
+    left = (args.get("window_size") or (-1, 0))[0]
+    if left < 0:
+        return {}
+    freq = args.get("window_attn_skip_freq")
+    return {
+        "window_size": left + 1,
+        "window_skip_freq": tuple(freq) if isinstance(freq, list | tuple) else freq,
     }
 
 

@@ -71,14 +71,16 @@ class Default:
 
 @dataclass(frozen=True, slots=True)
 class Only(Setting):
-    """A stored key for which the family knows one value (or an absence that means it)."""
+    """A stored key for which the family knows one value, or an absence (or null) that means it."""
 
     key: str
     value: Any
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """Refuse any other value."""
-        value = stored.get(self.key, self.value)
+        value = stored.get(self.key)
+        if value is None:
+            return ()  # null stays null
         if value != self.value:
             raise MappingError(
                 f"the configuration says {self.key}={value!r}, but the family knows {self.value!r}"
@@ -87,35 +89,208 @@ class Only(Setting):
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The one value."""
-        into[self.key] = self.value
+        if self.key not in config.extra:
+            into[self.key] = self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Setting):
+    """A value of a stored key that the family cannot convert, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Refuse the value."""
+        if stored.get(self.key) == self.value:
+            raise MappingError(
+                f"the configuration says {self.key}={self.value!r}: {self.reason}",
+                hint="no Megatron layout computes this model",
+            )
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Setting):
+    """A stored key that is a field and may have any of `values`; the first is the default."""
+
+    key: str
+    field: str
+    values: tuple[Any, ...]
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key's value, if the family knows it."""
+        value = stored.get(self.key)
+        value = self.values[0] if value is None else value
+        if value not in self.values:
+            raise MappingError(
+                f"the configuration says {self.key}={value!r}, "
+                f"but the family knows {', '.join(map(repr, self.values))}"
+            )
+        into[self.field] = value
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The field's value, if the family knows it."""
+        value = getattr(config, self.field)
+        if value not in self.values:
+            raise MappingError(
+                f"{self.field} is {value!r}, "
+                f"but the family knows {', '.join(map(repr, self.values))}"
+            )
+        into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Setting):
+    """A field that no stored key holds: it always is the value of an expression."""
+
+    field: str
+    expression: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The expression over the fields read before it."""
+        into[self.field] = evaluate(self.expression, into)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing, but refuse another value."""
+        value, want = getattr(config, self.field), evaluate(self.expression, config)
+        if value != want:
+            raise MappingError(
+                f"{self.field} is {value!r}, but in this family it is always "
+                f"{self.expression} = {want!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Rope(Setting):
     """Rotary embedding: `rope_theta` and `rope_scaling`, or newer `rope_parameters` with both.
 
-    The older form is written, which old and new readers understand.
+    `base` is the default of `key`; `percent_key` is the older name of the part of a head that
+    turns, `local_key` that of the base for layers with a window, in families that have them. The
+    older form is written, which old and new readers understand.
     """
 
     base: float = 10000.0
+    key: str = "rope_theta"
+    percent_key: str | None = None
+    percent: float = 1.0
+    local_key: str | None = None
+    local_base: float = 10000.0
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
-        """Base and scaling of either form; a scaling of type `default` is none."""
+        """Base, part and scaling of either form; a scaling of type `default` is none."""
         new = stored.get("rope_parameters")
+        local = stored.get(self.local_key) if self.local_key else None
+        if self.local_key and isinstance(new, Mapping) and "full_attention" in new:
+            windowed = new.get("sliding_attention") or {}
+            if windowed.get("rope_type", "default") != "default":
+                raise MappingError(f"rotary scaling of layers with a window: {windowed!r}")
+            local = windowed.get("rope_theta", local)
+            new = new["full_attention"]
         scaling = dict(new if new is not None else stored.get("rope_scaling") or {})
-        base = scaling.pop("rope_theta", None) or stored.get("rope_theta") or self.base
+        base = scaling.pop("rope_theta", None) or stored.get(self.key) or self.base
+        percent = scaling.pop("partial_rotary_factor", None)
+        if self.percent_key:
+            percent = stored.get(self.percent_key, self.percent) if percent is None else percent
+            into["rotary_percent"] = float(percent)
+        elif percent not in (None, 1.0):
+            raise MappingError(f"the family turns whole heads, not {percent!r} of one")
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
         if scaling.get("rope_type", "default") == "default":
             scaling = {}
         into["rope_base"] = float(base)
         into["rope_scaling"] = scaling or None
-        return ("rope_parameters", "rope_scaling", "rope_theta")
+        if self.local_key:
+            into["rope_local_base"] = float(local or self.local_base)
+        keys = ("rope_parameters", "rope_scaling", self.key, self.percent_key, self.local_key)
+        return tuple(k for k in keys if k)
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
         """The older form."""
-        into["rope_theta"] = config.rope_base
+        into[self.key] = config.rope_base
         into["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)
+        if self.percent_key:
+            into[self.percent_key] = config.rotary_percent
+        elif config.rotary_percent != 1:
+            raise MappingError(
+                f"rotary_percent is {config.rotary_percent!r}, but the family turns whole heads"
+            )
+        if self.local_key and config.rope_local_base is not None:
+            into[self.local_key] = config.rope_local_base
+
+
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Setting):
+    """Sliding windows: how many tokens a layer attends to, and which layers have one.
+
+    Which layers, `layer_types` says; without it every layer but each `every`-th, or (where the
+    family has `first_key`) those from a number on. `switch` is a key that has to be true. The keys
+    are kept verbatim in `extra`, since releases of transformers disagree on which are written.
+    """
+
+    key: str = "sliding_window"
+    default: int = 0
+    every: int = 0
+    every_key: str | None = None
+    switch: str | None = None
+    first_key: str | None = None
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Size and pattern; no key counts as understood, so that all are kept."""
+        size = stored.get(self.key, self.default) or 0
+        if self.switch and not stored.get(self.switch):
+            size = 0
+        layers = into["num_layers"]
+        kinds, every = stored.get("layer_types"), self.every
+        if self.every_key:
+            every = stored.get(self.every_key) or every
+        flags: tuple[int, ...] = (1,) * layers
+        if kinds is not None:
+            if len(kinds) != layers or set(kinds) - {_WINDOWED, _FULL}:
+                raise MappingError(
+                    f"layer_types is {kinds!r}",
+                    hint=f"{_FULL!r} or {_WINDOWED!r} for each of {layers} layers",
+                )
+            flags = tuple(int(k == _WINDOWED) for k in kinds)
+        elif every:
+            flags = tuple(int((i + 1) % every != 0) for i in range(layers))
+        elif self.first_key:
+            flags = tuple(int(i >= stored.get(self.first_key, 0)) for i in range(layers))
+        into["window_size"] = size if any(flags) else 0
+        into["window_skip_freq"] = _skip_freq(flags) if into["window_size"] else None
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The keys, unless they were kept."""
+        if not config.window_size or self.key in config.extra:
+            return
+        into[self.key] = config.window_size
+        if self.switch:
+            into[self.switch] = True
+        freq, layers = config.window_skip_freq, range(config.num_layers)
+        if isinstance(freq, int):
+            freq = tuple(int((i + 1) % freq != 0) for i in layers)
+        if freq is not None:
+            into["layer_types"] = [_WINDOWED if f else _FULL for f in freq]
+
+
+def _skip_freq(flags: tuple[int, ...]) -> int | tuple[int, ...] | None:
+    """Megatron's word for which layers have a window: None for all, n for all but each n-th."""
+    if all(flags):
+        return None
+    every = flags.index(0) + 1
+    regular = tuple(int((i + 1) % every != 0) for i in range(len(flags)))
+    return every if every > 1 and flags == regular else flags
 
 
 def read_settings(

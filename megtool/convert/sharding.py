@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import LayoutError
-from megtool.parallel.mesh import Mesh, stage_of_layers
+from megtool.parallel.mesh import Mesh
+from megtool.parallel.pipeline import Pipeline, divisors, near
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -51,11 +52,22 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc")
 _FC1 = re.compile(r"(.*linear_)fc1\.(?:weight|bias)$")
-_LAST_STAGE = ("decoder.final_", "output_layer.", "mtp.", "encoder.final_")
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.")
+# What has no layer and is not on the first stage, where embeddings are: how its name begins, and
+# which place of the pipeline that is. The heads are BERT's.
+_PLACES = (
+    ("decoder.final_", "norm"),
+    ("encoder.final_", "last"),
+    ("output_layer.", "last"),
+    ("lm_head.", "last"),
+    ("binary_head.", "last"),
+    ("pooler.", "last"),
+    ("mtp.", "mtp"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
     """What a module key says: TP dimension (from the end; 0 for none), leading axes, and place."""
 
     tp_dim: int
@@ -65,7 +77,7 @@ class _Rule:
     expert: int
     is_expert: bool
     has_expert_axis: bool
-    is_last: bool
+    place: str
 
 
 def shard(
@@ -89,14 +101,16 @@ def shard(
     keys = [split_state(t.name)[2] for t in tensors]
     if config is not None:
         check_layout(config, parallel)
-    fused = _Glu(tensors, keys, config.gated if gated is None and config else gated)
-    rules = [_rule(key, fused(key)) for key in keys]
+    fused = Glu(tensors, keys, config.gated if gated is None and config else gated)
+    rules = [rule_of(key, fused(key)) for key in keys]
     num_layers, num_experts = _counts(tensors, rules)
     if not any(r.tp_dim or r.has_layer_axis or r.layer >= 0 for r in rules):
         _refuse_unknown(tensors, parallel)
-    stages = _stages(num_layers, parallel)
+    if config is not None:  # a selection of tensors may lack the last layers
+        num_layers = max(num_layers, config.num_layers)
+    stages = stages_of(keys, num_layers, Pipeline.of(parallel))
     if num_experts and num_experts % parallel.ep:
-        raise _indivisible("ep", parallel.ep, f"{num_experts} experts", _divisors(num_experts))
+        raise _indivisible("ep", parallel.ep, f"{num_experts} experts", divisors(num_experts))
     ndim = widest(tensors)
     parts = [
         _cut(t, r, parallel, stages, num_experts, ndim) for t, r in zip(tensors, rules, strict=True)
@@ -124,19 +138,19 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         LayoutError: naming the axis, what it does not divide, and the sizes that work.
     """
     tp = parallel.tp
-    fits = [n for n in _divisors(config.num_heads) if not _tp_fault(config, n)]
+    fits = [n for n in divisors(config.num_heads) if not _tp_fault(config, n)]
     if fault := _tp_fault(config, tp):
         raise _indivisible("tp", tp, fault, fits)
     if config.num_experts:
         if config.num_experts % parallel.ep:
-            known = _divisors(config.num_experts)
+            known = divisors(config.num_experts)
             raise _indivisible("ep", parallel.ep, f"num_experts={config.num_experts}", known)
         if config.moe_ffn_hidden_size % parallel.etp:
             what = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
-            raise _indivisible("etp", parallel.etp, what, _divisors(config.moe_ffn_hidden_size))
+            raise _indivisible("etp", parallel.etp, what, divisors(config.moe_ffn_hidden_size))
     elif parallel.ep > 1:
         raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="leave --ep out")
-    _stages(config.num_layers, parallel)
+    Pipeline.of(parallel).sizes(config.num_layers)
 
 
 def _tp_fault(config: ModelConfig, tp: int) -> str | None:
@@ -170,9 +184,9 @@ class _Cut:
 
 def _cut(
     t: GlobalTensor,
-    rule: _Rule,
+    rule: Rule,
     parallel: ParallelConfig,
-    stages: Ints,
+    stages: Stages,
     num_experts: int,
     ndim: int,
 ) -> _Cut:
@@ -191,7 +205,7 @@ def _cut(
             each = t.shape[tp_at] // (2 if rule.is_glu else 1)
             name = "etp" if rule.is_expert else "tp"
             raise _indivisible(
-                name, tp, f"{each} of dimension {tp_at}", _divisors(each), tensor=t.name
+                name, tp, f"{each} of dimension {tp_at}", divisors(each), tensor=t.name
             )
     where = np.indices(grid, dtype=np.int64).reshape(len(grid), -1) if grid else np.zeros((0, 1))
     n = where.shape[1]
@@ -201,11 +215,11 @@ def _cut(
         hi[:, d] = lo[:, d] + size // pieces
     zeros = np.zeros(n, np.int64)
     if rule.has_layer_axis:
-        stage = stages[where[0]]
+        stage = stages.of_layer[where[0]]
     elif rule.layer >= 0:
-        stage = zeros + stages[rule.layer]
+        stage = zeros + stages.of_layer[rule.layer]
     else:
-        stage = zeros + (parallel.pp - 1 if rule.is_last else 0)
+        stage = zeros + stages.of_place[rule.place]
     ep = zeros
     if rule.is_expert:
         which = where[lead] if rule.has_expert_axis else zeros + rule.expert
@@ -239,7 +253,7 @@ def _owners(
     return np.where(expert, mesh.expert_rank(etp=tp, ep=ep, edp=replica, pp=stage), dense)
 
 
-class _Glu:
+class Glu:
     """Whether an fc1 holds gate and up rows: it has twice the rows of its fc2's columns."""
 
     def __init__(
@@ -262,10 +276,11 @@ class _Glu:
         return bool(self.gated)
 
 
-def _rule(key: str, is_glu: bool) -> _Rule:
+def rule_of(key: str, is_glu: bool) -> Rule:
+    """What a module key (stacked or per layer) says about its cut; `is_glu` is told by shapes."""
     match = _LAYER.fullmatch(key)
     expert = _EXPERT.search(key)
-    return _Rule(
+    return Rule(
         tp_dim=_tp_dim(_suffix(key)),
         is_glu=is_glu,
         layer=int(match[1]) if match and match[1] else -1,
@@ -273,7 +288,7 @@ def _rule(key: str, is_glu: bool) -> _Rule:
         expert=int(expert[1]) if expert and expert[1] else -1,
         is_expert=expert is not None,
         has_expert_axis=bool(expert and not expert[1]),
-        is_last=key.startswith(_LAST_STAGE),
+        place=next((place for begin, place in _PLACES if key.startswith(begin)), "first"),
     )
 
 
@@ -287,7 +302,7 @@ def _tp_dim(suffix: str) -> int:
     return next((dim for end, dim in TP_DIMS if f".{suffix}".endswith(f".{end}")), 0)
 
 
-def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[_Rule]) -> tuple[int, int]:
+def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[Rule]) -> tuple[int, int]:
     """Number of layers and of experts, from axes and indices."""
     layers = experts = 0
     for t, r in zip(tensors, rules, strict=True):
@@ -298,16 +313,42 @@ def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[_Rule]) -> tuple[in
     return layers, experts
 
 
-def _stages(num_layers: int, parallel: ParallelConfig) -> Ints:
-    chunks = parallel.pp * parallel.vpp
-    if num_layers % chunks and num_layers % parallel.pp == 0:
-        known = _divisors(num_layers // parallel.pp)
-        what = f"the {num_layers // parallel.pp} layers of each of pp={parallel.pp} stages"
-        raise _indivisible("vpp", parallel.vpp, what, known)
-    if num_layers % chunks:
-        known = _divisors(num_layers)
-        raise _indivisible("pp", parallel.pp, f"num_layers={num_layers}", known)
-    return stage_of_layers(num_layers, parallel.pp, parallel.vpp)
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Where the pipeline has what.
+
+    The stage of every layer, int64 `[num_layers]`, and by name those of the places outside of
+    layers (`Rule.place`), with the virtual chunk of each.
+    """
+
+    of_layer: Ints
+    of_place: Mapping[str, int]
+    chunk_of_place: Mapping[str, int]
+
+
+def stages_of(keys: Sequence[str], num_layers: int, pipeline: Pipeline) -> Stages:
+    """The stages of a model's layers, and of the places outside of them.
+
+    Raises:
+        LayoutError: the pipeline does not take so many layers.
+    """
+    has_mtp = any(key.startswith("mtp.") for key in keys)
+    num_mtp = len({m[1] for key in keys if (m := _MTP.match(key))})
+    if pipeline.layout is not None and num_layers and num_mtp != pipeline.num_mtp:
+        raise LayoutError(
+            f"pipeline_layout has {pipeline.num_mtp} layers of multi-token prediction (m), "
+            f"and the model {num_mtp}",
+            hint="one m for each of them, all in one chunk after the last t",
+        )
+    layers = pipeline.stage_of_layer(num_layers) if num_layers else np.zeros(0, np.int64)
+    homes = {
+        "first": pipeline.embedding,
+        "norm": pipeline.norm(num_layers, has_mtp=has_mtp),
+        "mtp": pipeline.mtp,
+        "last": pipeline.loss,
+    }
+    stages = {place: stage for place, (stage, _) in homes.items()}
+    return Stages(layers, stages, {place: chunk for place, (_, chunk) in homes.items()})
 
 
 def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
@@ -327,13 +368,8 @@ def _indivisible(
     return LayoutError(
         f"{axis}={size} does not divide {what}",
         tensor=tensor,
-        hint=f"sizes that do: {', '.join(map(str, fits)) or 'none'}",
+        hint=f"sizes that do: {near(fits, size)}",
     )
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
 
 
 def _joined(parts: Sequence[Ints], ndim: int) -> Ints:

@@ -37,6 +37,11 @@ def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float3
     return np.ascontiguousarray(out, np.float32).reshape(raw.shape[0], cols)
 
 
+def holds_rows(packing: str) -> bool:
+    """Whether a packing is one of GGUF's, whose rows are decoded whole and hold all they need."""
+    return packing.startswith(_PREFIX)
+
+
 def row_bytes(packing: str, cols: int) -> int:
     """Bytes of one row of `cols` elements.
 

@@ -46,15 +46,6 @@ class Mesh:
         )
 
 
-def stage_of_layers(num_layers: int, pp: int, vpp: int = 1) -> Ranks:
-    """The pipeline stage of every layer, int64 `[num_layers]`: even split, chunks round robin.
-
-    Virtual chunk `v` of stage `p` starts at layer `v * L/vpp + p * L/(vpp * pp)`. `num_layers` has
-    to be a multiple of `pp * vpp`.
-    """
-    return np.arange(num_layers, dtype=np.int64) // max(num_layers // (pp * vpp), 1) % pp
-
-
 def _compose(digits: tuple[ArrayLike, ...], sizes: tuple[int, ...]) -> Ranks:
     out, step = np.zeros((), np.int64), 1
     for digit, size in zip(digits, sizes, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,12 @@ Ints = NDArray[np.int64]
 _PAIRS_AT_A_TIME = 1 << 20
 _CORNERS_AT_A_TIME = 1 << 19
 _LARGEST = (1 << 63) - 1
+
+
+def distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """Each value once, rising, as `np.unique` gives them; that imports `numpy.ma`, for 12 ms."""
+    flat = np.sort(values, axis=None)
+    return np.concatenate([flat[:1], flat[1:][flat[1:] != flat[:-1]]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +162,9 @@ def _on_a_line(a: Boxes, b: Boxes, of_a: Ints, of_b: Ints) -> tuple[_Intervals, 
         order = np.lexsort((b.lo[:, d], of_b))
         group, start = of_b[order], b.lo[order, d]
         new = np.concatenate([[True], (group[1:] != group[:-1]) | (start[1:] != start[:-1])])
-        distinct = np.bincount(group[new], minlength=groups)
-        best[distinct > most] = d
-        most = np.maximum(distinct, most)
+        starts = np.bincount(group[new], minlength=groups)
+        best[starts > most] = d
+        most = np.maximum(starts, most)
     ends = [np.zeros(len(of), np.int64) for of in (of_a, of_a, of_b, of_b)]
     if a.ndim:
         sides = ((a.lo, of_a), (a.hi, of_a), (b.lo, of_b), (b.hi, of_b))

@@ -113,6 +113,11 @@ def test_pytorch_bin_files_are_explained(desk: Desk) -> None:
     [
         (b'{"a":{"dtype":"F13","shape":[1],"data_offsets":[0,4]}}', "F13"),
         (b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}', "[9]"),
+        (b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', "[-1]"),
+        (b'{"a":{"dtype":"F32","shape":"1","data_offsets":[0,4]}}', "'1'"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}', "[4, 0]"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', "a hole"),
+        (b'{"a":{"dtype":"F32"}}', "F32"),
         (b'{"a":', "JSON"),
         (b"[1]", "b'['"),
     ],
@@ -124,9 +129,20 @@ def test_an_absurd_header(desk: Desk, header: bytes, says: str) -> None:
     assert told.status == 3
     assert says in told.error
     assert "model.safetensors" in told.error
+    assert told.hint
     file.write_bytes((1 << 62).to_bytes(8, "little") + header)
     told = desk.refused("--to=torch_dist")
     assert told.status == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {}}', '{"weight_map": 1}', "\ufeff{}"])
+def test_an_absurd_index(desk: Desk, text: str) -> None:
+    (desk.hf / "model.safetensors").rename(desk.hf / "model-00001-of-00001.safetensors")
+    (desk.hf / "model.safetensors.index.json").write_text(text)
+    told = desk.refused("--to=torch_dist")
+    assert told.status == 3
+    assert "model.safetensors.index.json" in told.error
+    assert told.hint
 
 
 def edit(desk: Desk, **changes: Any) -> None:
@@ -181,6 +197,8 @@ def test_a_configuration_of_another_model(desk: Desk, changes: dict[str, Any], s
     told = desk.refused("--to=torch_dist")
     assert told.status in (3, 5)
     assert says in told.error + told.hint
+    assert ("needs the model's family" in told.error) == ("architectures" in changes)
+    assert told.hint
 
 
 @pytest.mark.parametrize(
@@ -229,6 +247,29 @@ def test_like_that_leads_nowhere(desk: Desk) -> None:
     told = desk.refused("--to=torch_dist", f"--like={desk.root / 'nowhere'}")
     assert told.status == 3
     assert "nowhere" in told.error
+    assert "config.json" in told.hint
+    (desk.root / "empty").mkdir()
+    told = desk.refused("--to=torch_dist", f"--like={desk.root / 'empty'}")
+    assert told.status == 3
+    assert "config.json" in told.hint
+
+
+# ---- selections
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--select=model.layers.0.*"], "needs every layer, and 'layers.1.attn_norm.weight'"),
+        (["--exclude=*.2.*.up_proj.*"], "needs every layer, and 'layers.2.mlp.up.weight'"),
+        (["--exclude=*.k_proj.*"], "'layers.0.attn.k.weight' is the first missing"),
+    ],
+)
+def test_part_of_a_stacked_key(desk: Desk, options: list[str], says: str) -> None:
+    told = desk.refused("--to=torch_dist", *options)
+    assert told.status == 5
+    assert says in told.error
+    assert "in every layer" in told.hint
 
 
 # ---- layouts
@@ -275,6 +316,14 @@ def test_a_layout_for_files_without_one(desk: Desk) -> None:
         told = desk.refused("--to=hf", f"--{axis}=2")
         assert told.status == 2
         assert f"--{axis}" in told.error
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch_dist", "dcp"])
+def test_a_shard_size_for_files_that_are_no_shards(desk: Desk, kind: str) -> None:
+    told = desk.refused(f"--to={kind}", "--max-shard-size=5GB")
+    assert told.status == 2
+    assert f"--max-shard-size means nothing for --to {kind}" in told.error
+    assert "--to hf" in told.hint
 
 
 @pytest.mark.parametrize(
@@ -324,6 +373,10 @@ def test_a_destination_that_exists(desk: Desk) -> None:
     told = desk.refused(desk.root / "file", "--to=torch_dist", "--overwrite")
     assert told.status == 2
     assert "a file" in told.error
+    assert "new folder" in told.hint
+    told = desk.refused("--to=safetensors")
+    assert told.status == 2
+    assert "out/model.safetensors" in told.hint
 
 
 def test_a_destination_inside_the_source_or_around_it(desk: Desk) -> None:
@@ -349,6 +402,7 @@ def test_a_folder_above_that_is_a_file(desk: Desk) -> None:
     told = desk.refused(desk.root / "file" / "out", "--to=torch_dist")
     assert told.status == 2
     assert "file" in told.error
+    assert told.hint
 
 
 def test_a_name_that_is_too_long(desk: Desk) -> None:

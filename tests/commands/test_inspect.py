@@ -174,7 +174,7 @@ def test_statistics_tell_progress_and_change_nothing(hf: Path) -> None:
 
 
 def test_the_command_line(megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(megatron), "--stats", "--json"]) == 0
+    assert main(["inspect", str(megatron), "--stats", "--json", "--threads", "1"]) == 0
     value: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert value["family"] == "llama"
     assert {"min", "max", "mean", "std", "zeros", "nan", "inf"} <= set(value["tensors"][0])

@@ -118,6 +118,45 @@ def test_a_model_known_to_one_side_alone_is_used_for_both(copy: Callable[[str], 
         assert (report.verdict, report.matched_by) == ("equal", "canonical")
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_iteration_is_asked_of_the_save_folder_alone(
+    made: Path, tmp_path: Path, swapped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "megatron" / "release", tmp_path / "save" / "iter_0000005")
+    shutil.copytree(made / "megatron" / "release", tmp_path / "save" / "iter_0000009")
+    flip(tmp_path / "save" / "iter_0000009", "embedding.word_embeddings.weight")
+    pair = [str(made / "hf"), str(tmp_path / "save")][:: -1 if swapped else 1]
+    assert main(["verify", *pair, "--iteration", "5", "--threads", "1", "-q"]) == 0
+    assert main(["verify", *pair, "--iteration", "9", "-q"]) == 7
+    assert main(["verify", *pair, "--iteration", "6", "-q"]) == 3
+    assert "there are: 5, 9" in capsys.readouterr().err
+    assert main(["verify", str(made / "hf"), "--iteration", "5"]) == 2
+    assert "hint: leave out --iteration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 3}, "is l=3, but num_layers is 3"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3, which does not divide num_heads 4"),
+        ({"architectures": ["Parrot"], "model_type": "parrot"}, "unknown model family 'Parrot'"),
+    ],
+    ids=str,
+)
+def test_why_a_checkpoint_does_not_fit_its_model_is_noted(
+    copy: Callable[[str], Path], changes: dict[str, Any], says: str
+) -> None:
+    folder = copy("hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    report = verify(folder)
+    assert (report.verdict, report.matched_by) == ("unverified", "stored")
+    (note,) = report.notes
+    assert says in note
+    assert "; hint: " in note
+    assert f"  {'note':<12}{note}" in list(report.lines())
+
+
 def test_two_unknown_models_meet_under_stored_names(tmp_path: Path) -> None:
     held = {"x": torch.arange(12.0).reshape(3, 4), "empty": torch.empty(0, 3)}
     save_file(held, tmp_path / "a.safetensors")

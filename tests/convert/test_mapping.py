@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megtool.config import ModelConfig
 from megtool.convert import (
     Cat,
-    Entry,
     Grouped,
     Interleaved,
     Padded,
@@ -22,6 +21,7 @@ from megtool.convert import (
     Row,
     Stacked,
     Transposed,
+    Weight,
 )
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import Model
@@ -33,14 +33,14 @@ from megtool.tensors.sharded import GlobalTensor
 
 F32 = dtype("float32")
 VOCABULARY = {
-    "q": Entry(("num_heads * head_dim", "hidden_size")),
-    "k": Entry(("num_kv_heads * head_dim", "hidden_size")),
-    "v": Entry(("num_kv_heads * head_dim", "hidden_size")),
-    "gate": Entry(("num_heads * head_dim", "hidden_size")),
-    "a.{l}": Entry(("ffn_hidden_size", "hidden_size")),
-    "b.{l}": Entry(("ffn_hidden_size", "hidden_size")),
-    "x.{l}.{e}": Entry(("ffn_hidden_size", "hidden_size")),
-    "y.{l}.{e}": Entry(("ffn_hidden_size", "hidden_size")),
+    "q": Weight(("num_heads * head_dim", "hidden_size")),
+    "k": Weight(("num_kv_heads * head_dim", "hidden_size")),
+    "v": Weight(("num_kv_heads * head_dim", "hidden_size")),
+    "gate": Weight(("num_heads * head_dim", "hidden_size")),
+    "a.{l}": Weight(("ffn_hidden_size", "hidden_size")),
+    "b.{l}": Weight(("ffn_hidden_size", "hidden_size")),
+    "x.{l}.{e}": Weight(("ffn_hidden_size", "hidden_size")),
+    "y.{l}.{e}": Weight(("ffn_hidden_size", "hidden_size")),
 }
 
 
@@ -238,6 +238,18 @@ def test_a_wrong_row_says_so(row: Row, said: str) -> None:
     binding = Binding((row,), Model(config(), VOCABULARY))
     with pytest.raises(MappingError, match=said):
         binding.read([GlobalTensor(name="s", shape=(24, 4), dtype=F32)])
+
+
+def test_numbers_in_names_are_indices_or_as_written() -> None:
+    model = Model(config(), VOCABULARY)
+    binding = Binding((Row("w1.{l}.x", "a.{l}"), Row("w2.{l}.x", "a.{l}")), model)
+    names = ("w1.1.x", "w2.0.x", "w3.0.x", "w01.0.x", "w1.0.y", "w1.0.x.0", "w1..x")
+    found = binding.read([GlobalTensor(name=n, shape=(6, 4), dtype=F32) for n in names])
+    assert {c: p.stored for c, p in found.placements.items()} == {"a.1": "w1.1.x", "a.0": "w2.0.x"}
+    assert found.unmatched == list(names[2:])
+    for pattern in ("w{l}1", "w1{l}", "w{l}{l}"):
+        with pytest.raises(MappingError, match="several ways"):
+            Binding((Row(pattern, "a.{l}"),), model)
 
 
 def test_alternatives_read_any_and_write_the_first(carry: Callable[..., Any]) -> None:

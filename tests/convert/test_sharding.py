@@ -206,6 +206,25 @@ def test_key_value_heads_may_be_cut() -> None:
             "vpp=4 does not divide the 2 layers of each of pp=4 stages",
             "1, 2",
         ),
+        (
+            {"num_layers": 61},
+            {"pp": 8},
+            "pp=8 does not divide num_layers=61",
+            "--first-stage-layers 7 --last-stage-layers 6",
+        ),
+        (
+            {"num_layers": 61},
+            {"pp": 8, "first_stage_layers": 7, "last_stage_layers": 5},
+            "leaves 49 of 61 layers for 6 stages of pp=8",
+            "--first-stage-layers 5",
+        ),
+        ({}, {"pp": 2, "pipeline_layout": "Ettt|ttL"}, "5 layers .t., and the model 8", "t*4L"),
+        (
+            {"ffn_hidden_size": 98, "num_heads": 7, "num_kv_heads": 7},
+            {"tp": 2},
+            "tp=2 does not divide num_heads=7",
+            "1, 7",
+        ),
         ({}, {"ep": 2}, "no experts", "leave"),
         (
             {"num_experts": 6, "moe_ffn_hidden_size": 8},
@@ -244,6 +263,67 @@ def test_impossible_layouts_are_found_without_a_configuration() -> None:
         shard([GlobalTensor(name="w", shape=(4,), dtype=BF16)], ParallelConfig(tp=2))
     whole = shard([GlobalTensor(name="w", shape=(), dtype=BF16)], ParallelConfig())
     assert len(whole) == 1
+
+
+def stages_of_names(tensors: list[GlobalTensor], parallel: ParallelConfig) -> dict[str, list[int]]:
+    """The pipeline stage of every shard, by tensor."""
+    shards = shard(tensors, parallel)
+    check_cover(tensors, shards)
+    stage = Mesh(parallel).position(shards.owner)["pp"]
+    return {t.name: stage[shards.of(i)].tolist() for i, t in enumerate(tensors)}
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ({"first_stage_layers": 2}, [0, 0, 1, 1, 1, 2, 2, 2]),
+        ({"last_stage_layers": 4}, [0, 0, 1, 1, 2, 2, 2, 2]),
+        ({"first_stage_layers": 1, "last_stage_layers": 5}, [0, 1, 1, 2, 2, 2, 2, 2]),
+        ({"account_for_embedding": True}, [0, 0, 1, 1, 1, 2, 2, 2]),
+        ({"account_for_loss": True}, [0, 0, 0, 1, 1, 1, 2, 2]),
+        ({"pipeline_layout": "E|t*5|t*3L"}, [1, 1, 1, 1, 1, 2, 2, 2]),
+        ({"pipeline_layout": "Et|t|tt|t|t|ttL"}, [0, 1, 2, 2, 0, 1, 2, 2]),
+        ({"pipeline_layout": "E|t|t|tt|t*4|L"}, [1, 2, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_layers_go_to_the_stages_of_the_split(split: dict[str, Any], expected: list[int]) -> None:
+    found = stages_of_names(stacked(), ParallelConfig(pp=3, **split))
+    assert found["decoder.layers.mlp.linear_fc1.layer_norm_weight"] == expected
+    assert found["embedding.word_embeddings.weight"] == [0]
+    assert found["decoder.final_layernorm.weight"] == [2]
+    assert found["output_layer.weight"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "norm", "mtp"),
+    [(None, 2, 2), ("Et*4|ttm|L", 1, 1), ("Ettt|ttt|mL", 1, 2), ("Ettt|t|t|t|m|L", 0, 1)],
+)
+def test_multi_token_prediction_and_the_norm_before_it(
+    layout: str | None, norm: int, mtp: int
+) -> None:
+    tensors = [
+        *stacked(6),
+        GlobalTensor(name="mtp.layers.0.eh_proj.weight", shape=(64, 128), dtype=BF16),
+        GlobalTensor(
+            name="mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", shape=(64, 96), dtype=BF16
+        ),
+    ]
+    found = stages_of_names(tensors, ParallelConfig(pp=3, tp=2, pipeline_layout=layout))
+    assert found["decoder.final_layernorm.weight"] == [norm]
+    assert found["mtp.layers.0.eh_proj.weight"] == [mtp] * 2
+    assert found["mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"] == [mtp] * 2
+    assert found["output_layer.weight"] == [2, 2]
+    if layout is not None:
+        with pytest.raises(LayoutError, match=r"1 layers of multi-token prediction .*the model 0"):
+            shard(stacked(6), ParallelConfig(pp=3, pipeline_layout=layout))
+
+
+def test_a_selection_of_layers_keeps_its_stages() -> None:
+    shape = (64,)
+    one = GlobalTensor(name="decoder.layers.0.input_layernorm.weight", shape=shape, dtype=BF16)
+    five = GlobalTensor(name="decoder.layers.5.input_layernorm.weight", shape=shape, dtype=BF16)
+    shards = shard([one, five], ParallelConfig(pp=2, first_stage_layers=6), config=dense())
+    assert shards.owner.tolist() == [0, 0]
 
 
 def test_a_million_shards_take_seconds() -> None:

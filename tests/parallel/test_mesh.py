@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,34 +12,28 @@ from hypothesis import strategies as st
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
-from megtool.parallel.mesh import Mesh, stage_of_layers
+from megtool.parallel.mesh import Mesh
 
 
-@pytest.mark.parametrize(
-    ("dense", "experts"),
-    [
-        ({"tp": 2, "cp": 2, "dp": 3, "pp": 2}, {"etp": 1, "ep": 3}),
-        ({"tp": 4, "cp": 1, "dp": 2, "pp": 2}, {"etp": 2, "ep": 4}),
-        ({"tp": 1, "cp": 2, "dp": 4, "pp": 3}, {"etp": 1, "ep": 8}),
-    ],
-)
-def test_groups_equal_megatrons(dense: dict[str, int], experts: dict[str, int]) -> None:
+@pytest.mark.peers
+@given(*[st.integers(1, 4)] * 6)
+def test_groups_equal_megatrons(tp: int, cp: int, pp: int, ep: int, etp: int, times: int) -> None:
     state = pytest.importorskip("megatron.core.parallel_state")
-    p = ParallelConfig(**dense, **experts)
+    least = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    p = replace(least, dp=least.dp * times)
     order = "tp-cp-ep-dp-pp"
-    ranks = np.arange(p.world_size)
-    where = Mesh(p).position(ranks)
-    dense_ranks = state.RankGenerator(**dense, ep=1, order=order)
-    expert_ranks = state.RankGenerator(
-        tp=p.etp, ep=p.ep, dp=p.expert_dp, pp=p.pp, cp=1, order=order
-    )
-    own = {"tp": ("tp", dense_ranks, "tp"), "cp": ("cp", dense_ranks, "cp")}
-    own |= {"dp": ("dp", dense_ranks, "dp"), "pp": ("pp", dense_ranks, "pp")}
-    own |= {"etp": ("tp", expert_ranks, "etp"), "ep": ("ep", expert_ranks, "ep")}
-    own |= {"edp": ("dp", expert_ranks, "edp")}
-    for axis, (token, generator, _) in own.items():
+    where = Mesh(p).position(np.arange(p.world_size))
+    dense = state.RankGenerator(tp=tp, cp=cp, dp=p.dp, pp=pp, ep=1, order=order)
+    expert = state.RankGenerator(tp=etp, ep=ep, dp=p.expert_dp, pp=pp, cp=1, order=order)
+    own = {axis: (axis, dense) for axis in ("tp", "cp", "dp", "pp")}
+    own |= {"etp": ("tp", expert), "ep": ("ep", expert), "edp": ("dp", expert)}
+    for axis, (token, generator) in own.items():
         for group in generator.get_ranks(token):
             assert where[axis][group].tolist() == list(range(len(group)))
+    for group in dense.get_ranks("dp-cp"):  # replicas of a dense shard, in their order
+        replica = where["dp"][group] * cp + where["cp"][group]
+        assert replica.tolist() == list(range(len(group)))
+        assert len({(int(where["tp"][r]), int(where["pp"][r])) for r in group}) == 1
 
 
 @given(*[st.integers(1, 4)] * 4, st.integers(1, 3))
@@ -50,29 +47,59 @@ def test_positions_invert(tp: int, cp: int, pp: int, ep: int, etp: int) -> None:
     assert (expert == ranks).all()
 
 
-def test_stages_follow_megatrons_offsets() -> None:
-    pp, vpp, layers = 2, 3, 12
-    expected = np.empty(layers, int)
-    for v in range(vpp):
-        for p in range(pp):
-            offset = v * (layers // vpp) + p * (layers // vpp // pp)
-            expected[offset : offset + layers // vpp // pp] = p
-    assert stage_of_layers(layers, pp, vpp).tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "said", "hint"),
     [
-        ({"tp": 0}, "tp is 0"),
-        ({"pp": -1}, "pp is -1"),
-        ({"ep": 2.0}, "ep is 2.0"),
-        ({"tp": 1, "ep": 4, "dp": 6}, "does not divide"),
-        ({"vpp": 2}, "vpp=2"),
+        ({"tp": 0}, "tp is 0", "positive"),
+        ({"pp": -1}, "pp is -1", "positive"),
+        ({"ep": 2.0}, "ep is 2.0", "positive"),
+        ({"cp": True}, "cp is True", "positive"),
+        ({"etp": -2}, "etp is -2", "positive"),
+        (
+            {"tp": 1, "ep": 4, "dp": 6},
+            "ep=4 does not divide",
+            "multiple of 4: the nearest is 4 or 8",
+        ),
+        ({"tp": 2, "cp": 2, "etp": 8, "ep": 2, "dp": 3}, "etp=8 x ep=2", "nearest is 4"),
+        ({"vpp": 2}, "vpp=2", "two pipeline stages"),
+        ({"pp": 4, "first_stage_layers": 0}, "first_stage_layers is 0", "positive"),
+        ({"pp": 4, "last_stage_layers": True}, "last_stage_layers is True", "positive"),
+        ({"first_stage_layers": 3}, "first_stage_layers with pp=1", "at least 2"),
+        (
+            {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 3},
+            "first_stage_layers and last_stage_layers with pp=2",
+            "at least 3",
+        ),
+        ({"pp": 4, "account_for_loss": 1}, "account_for_loss is 1", "true or false"),
+        (
+            {"pp": 4, "first_stage_layers": 3, "account_for_embedding": True},
+            "first_stage_layers with account_for_embedding",
+            "exclude",
+        ),
+        (
+            {"pp": 2, "pipeline_layout": "Et|tL", "account_for_loss": True},
+            "pipeline_layout with account_for_loss",
+            "exclude",
+        ),
+        ({"pp": 2, "pipeline_layout": "Et|t|tL"}, "3 chunks, not pp=2", "parts chunks"),
+        ({"pp": 2, "vpp": 1, "pipeline_layout": "Et|t|t|tL"}, "4 chunks, not pp=2 x vpp=1", "'|'"),
+        ({"pp": 2, "pipeline_layout": "Et|xL"}, "holds 'x'", "E embedding"),
+        ({"pp": 2, "pipeline_layout": "Et*999999999|L"}, "describes", "at most"),
+        ({"pp": 2, "pipeline_layout": "E(t*99999)*99999|L"}, "describes", "at most"),
+        ({"pp": 2, "pipeline_layout": ["E", "L"]}, "pipeline_layout is", "for example"),
     ],
 )
-def test_impossible_sizes_are_named(sizes: dict[str, int], said: str) -> None:
-    with pytest.raises(LayoutError, match=said):
+def test_impossible_sizes_are_named(sizes: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(LayoutError) as error:
         ParallelConfig(**sizes)
+    assert said in error.value.message
+    assert hint in str(error.value.hint)
+
+
+def test_an_explicit_layout_says_how_many_virtual_stages() -> None:
+    assert ParallelConfig(pp=16, pipeline_layout="Et*3|(tt|)*29,m|L").vpp == 2
+    assert ParallelConfig(pp=4, vpp=2, pipeline_layout="E|" + "t|" * 6 + "L").vpp == 2
+    assert ParallelConfig(pp=4).vpp == 1
 
 
 def test_data_parallel_grows_to_hold_the_experts() -> None:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,9 @@ def transferred() -> dict[str, int]:
 
 
 def reshard(options: Options, phase: Phases) -> Options:
-    """Run `megtool.commands.reshard.reshard` with the options given.
-
-    With `preload`, the module of that name is imported before the clock starts.
-    """
+    """Run `megtool.commands.reshard.reshard` with the options given."""
     from megtool.commands.reshard import reshard
 
-    if preload := options.pop("preload", None):
-        import_module(preload)
     with phase("job"):
         report = reshard(**options)
     return {"num_bytes": report.num_bytes, "kernel_bytes": report.kernel_bytes}

@@ -5,7 +5,9 @@ Usage: python examples/benchmarks/bench/moe_metadata.py FOLDER [--layers 61] [--
 Writes `FOLDER/iter_0000001/` with `.metadata`, `metadata.json`, `common.pt` and data files that
 are holes (`truncate`), in the shape Megatron saves at TP=8, PP=16, EP=64 with fp32 main parameters
 and two moments: per-layer keys, experts stacked on a leading axis, one chunk per expert and
-gate/up half. Planning benchmarks open it; nothing in it can be read as tensors.
+gate/up half. 61 layers go to the stages by an explicit layout with two virtual stages: the loss
+alone on the last one, three dense layers on the first. Planning benchmarks open it; nothing in it
+can be read as tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ import numpy as np
 
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
+from megtool.parallel.pipeline import Pipeline, even_text
 from megtool.tensors.box import Boxes, split
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 HIDDEN, FFN, MOE_FFN, VOCAB, HEADS = 7168, 18432, 2048, 129280, 128
 Q_RANK, KV_RANK, ROPE, NOPE, V_HEAD = 1536, 512, 64, 128, 128
 TP, PP, EP, WORLD = 8, 16, 64, 1024
+LAYOUTS = {61: "Et*3|(tt|)*29|L"}
 STATES = ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 
 
@@ -41,11 +46,18 @@ class Cut:
     by_expert: bool = False
 
 
+def pipeline(layers: int) -> Pipeline:
+    """How the layers go to the stages: as in `LAYOUTS`, else as evenly as they can."""
+    text = LAYOUTS.get(layers) or even_text(layers, Pipeline(pp=PP))
+    return Pipeline.of(ParallelConfig(pp=PP, pipeline_layout=text))
+
+
 def parameters(layers: int, dense: int, experts: int) -> Iterator[tuple[int, Cut]]:
     """Every parameter with its pipeline stage."""
+    stages = pipeline(layers).stage_of_layer(layers).tolist()
     yield 0, Cut("embedding.word_embeddings.weight", (VOCAB, HIDDEN), 0)
     for layer in range(layers):
-        stage, at = layer * PP // layers, f"decoder.layers.{layer}."
+        stage, at = stages[layer], f"decoder.layers.{layer}."
         attention = at + "self_attention."
         yield stage, Cut(at + "input_layernorm.weight", (HIDDEN,))
         yield stage, Cut(attention + "linear_q_down_proj.weight", (Q_RANK, HIDDEN))
@@ -125,6 +137,8 @@ def write(folder: Path, layers: int, experts: int) -> None:
     sizes = {
         "tensor_model_parallel_size": TP,
         "pipeline_model_parallel_size": PP,
+        "virtual_pipeline_model_parallel_size": pipeline(layers).vpp,
+        "pipeline_model_parallel_layout": pipeline(layers).layout,
         "expert_model_parallel_size": EP,
         "num_layers": layers,
         "num_experts": experts,

@@ -23,6 +23,7 @@ def parser(description: str, *, gib: float | None = 4) -> argparse.ArgumentParse
         out.add_argument("--gib", type=float, default=gib, help="size of the checkpoint")
     out.add_argument("--dir", type=Path, help="where to write; default: the temporary folder")
     out.add_argument("--rounds", type=int, default=5, help="how often each job is timed")
+    out.add_argument("--table", type=Path, help="also write what is printed to this file")
     out.add_argument("--json", type=Path, help="also write all figures to this file")
     out.add_argument(
         "--realtime",
@@ -47,16 +48,17 @@ class Table:
     head: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
+    printed: int = 0
 
     def add(self, *cells: str, **figures: Any) -> None:
         """Add a row."""
         self.rows.append(cells)
         self.figures.append({"table": self.title, **figures})
 
-    def markdown(self) -> str:
-        """The table to paste."""
+    def markdown(self, begin: int = 0) -> str:
+        """The table to paste, from row `begin` on."""
         lines = [f"### {self.title}", "", _line(self.head), "|---" * len(self.head) + "|"]
-        return "\n".join([*lines, *(_line(row) for row in self.rows)])
+        return "\n".join([*lines, *(_line(row) for row in self.rows[begin:])])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -64,12 +66,19 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def show(given: argparse.Namespace, folder: Path, tables: Sequence[Table], *notes: str) -> None:
-    """Print the circumstances and the tables; write the figures if asked."""
-    print(conditions(folder, given))
-    for note in notes:
-        print(f"\n{note}")
+    """Print the circumstances and the tables; write the files if asked.
+
+    It can be called again as rows come in: only new ones are printed, and files are written anew.
+    """
+    if not any(table.printed for table in tables):
+        print("\n\n".join([conditions(folder, given), *notes]))
     for table in tables:
-        print(f"\n{table.markdown()}")
+        if table.printed < len(table.rows):
+            print(f"\n{table.markdown(table.printed)}", flush=True)
+            table.printed = len(table.rows)
+    if given.table:
+        whole = [table.markdown() for table in tables if table.rows]
+        given.table.write_text("\n\n".join([conditions(folder, given), *notes, *whole]) + "\n")
     if given.json:
         given.json.write_text(json.dumps([f for t in tables for f in t.figures], indent=1))
 
@@ -91,7 +100,7 @@ def conditions(folder: Path, given: argparse.Namespace) -> str:
         f"{time.strftime('%Y-%m-%d %H:%M')}, megtool {__version__}, Python "
         f"{platform.python_version()}; {os.cpu_count()} x {cpu}, {memory:.0f} GiB memory, "
         f"Linux {platform.release()}, {file_system(folder)}; {gib}{given.rounds} rounds, "
-        f"load at the end {load}{', SCHED_RR' if given.realtime else ''}."
+        f"load then {load}{', SCHED_RR' if given.realtime else ''}."
     )
 
 

@@ -6,6 +6,7 @@ Protocol 2 throughout, the dialect of torch.save, so that `torch.load(weights_on
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_global, is_global
@@ -13,16 +14,17 @@ from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_globa
 _BATCH = 1000
 
 
-def encode(tree: Any) -> bytes:
+def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None) -> bytes:
     """The pickle of a tree of dicts, lists, tuples, sets, scalars, bytes and inert nodes.
 
-    Objects that occur twice are written once.
+    Objects that occur twice are written once. `stand_for` is asked for the id under which each
+    reference is written, and for what is written in place of a value of any other type.
 
     Raises:
         TypeError: a value of any other type.
         ValueError: a tuple that contains itself, or a tree too deep to write.
     """
-    writer = _Writer()
+    writer = _Writer(stand_for or _nothing_else)
     try:
         writer.write(tree)
     except RecursionError as e:
@@ -57,8 +59,15 @@ def text(value: str) -> bytes:
     return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
+def _nothing_else(node: Any) -> Any:
+    if isinstance(node, Persistent):
+        return node.id
+    raise TypeError(f"cannot pickle a {type(node).__name__}: {node!r:.60}")
+
+
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, stand_for: Callable[[Any], Any]) -> None:
+        self._stand_for = stand_for
         self.out: list[bytes] = []
         self._memo: dict[Any, int] = {}
         self._alive: list[Any] = []
@@ -95,7 +104,7 @@ class _Writer:
         elif isinstance(node, Inert):
             self._inert(node)
         elif isinstance(node, Persistent):
-            self.write(node.id)
+            self.write(self._stand_for(node))
             out.append(b"Q")
             self._remember(key, node)
         elif isinstance(node, bytes | bytearray):
@@ -109,7 +118,11 @@ class _Writer:
             out.append(b"R")
             self._remember(key, node)
         else:
-            raise TypeError(f"cannot pickle a {type(node).__name__}: {node!r:.60}")
+            other = self._stand_for(node)
+            self.write(other)
+            self._alive += (node, other)
+            if id(other) in self._memo:
+                self._memo[key] = self._memo[id(other)]
 
     def _recall(self, key: Any) -> bool:
         index = self._memo.get(key)

@@ -133,13 +133,18 @@ def is_global(value: Any, name: str | None = None) -> bool:
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, file: str | Path, stand_ins: Mapping[tuple[str, str], Any]
+        self,
+        data: bytes,
+        file: str | Path,
+        stand_ins: Mapping[tuple[str, str], Any],
+        named: set[str] | None,
     ) -> None:
         # Buffered, because the C unpickler reads ahead only from what can peek.
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 16))
         self._file = file
         self._stand_ins = stand_ins
         self._num_globals = 0
+        self._named = named
 
     def find_class(self, module: str, name: str) -> Any:
         self._num_globals += 1
@@ -157,6 +162,8 @@ class _Unpickler(pickle.Unpickler):
                 file=self._file,
                 hint="nothing was executed; do not load this file with other tools",
             )
+        if self._named is not None:
+            self._named.add(f"{module}.{name}")
         found = self._stand_ins.get((module, name))
         return inert_global(module, name) if found is None else found
 
@@ -165,17 +172,21 @@ class _Unpickler(pickle.Unpickler):
 
 
 def decode(
-    data: bytes, *, file: str | Path, stand_ins: Mapping[tuple[str, str], Any] | None = None
+    data: bytes,
+    *,
+    file: str | Path,
+    stand_ins: Mapping[tuple[str, str], Any] | None = None,
+    named: set[str] | None = None,
 ) -> Any:
     """The tree in a pickle: plain Python values, `Inert` and `Persistent` nodes.
 
     `stand_ins` gives classes of the caller's for some `(module, name)`; they must be harmless
-    whatever arguments and state the pickle passes.
+    whatever arguments and state the pickle passes. `named` gets the dotted name of every global.
 
     Raises:
         FormatError: the pickle is damaged, absurd, or names something hostile.
     """
-    unpickler = _Unpickler(data, file, stand_ins or {})
+    unpickler = _Unpickler(data, file, stand_ins or {}, named)
     try:
         return guarded(unpickler.load, data, file=file)
     except FormatError:

@@ -66,18 +66,18 @@ class TensorFrame:
         small = {"data.pkl": tensor_pickle(kind, shape), "byteorder": b"little", "version": b"3\n"}
         for name, data in small.items():
             crc = zlib.crc32(data)
-            entries.append(_central(name, crc, len(data), at))
-            parts += [_local(name, crc, len(data), 0), data]
+            entries.append(central_entry(name, crc, len(data), at))
+            parts += [local_header(name, crc, len(data), 0), data]
             at += len(parts[-2]) + len(data)
-        entries.append(_central("data/0", 0, self.num_bytes, at))
+        entries.append(central_entry("data/0", 0, self.num_bytes, at))
         self._head, self._central = b"".join(parts), entries
-        self.head_bytes = at + len(_local("data/0", 0, self.num_bytes, 0))
-        self.tail_bytes = len(_directory(entries, 0))
+        self.head_bytes = at + len(local_header("data/0", 0, self.num_bytes, 0))
+        self.tail_bytes = len(directory(entries, 0))
         self._items: dict[int, TensorItem] = {}
 
     def padding(self, at: int) -> int:
         """Bytes of padding of a container that starts at byte `at` of its file."""
-        return _padding(at + self.head_bytes, self.alignment)
+        return padding_at(at + self.head_bytes, self.alignment)
 
     def item(self, padding: int) -> TensorItem:
         """The container with so much padding; the same object each time."""
@@ -86,9 +86,9 @@ class TensorFrame:
             offset = self.head_bytes + padding
             end = offset + self.num_bytes
             found = self._items[padding] = TensorItem(
-                self._head + _local("data/0", 0, self.num_bytes, padding),
+                self._head + local_header("data/0", 0, self.num_bytes, padding),
                 offset,
-                _directory(self._central, end),
+                directory(self._central, end),
                 end + self.tail_bytes,
             )
         return found
@@ -169,23 +169,23 @@ def archive(members: Mapping[str, bytes]) -> bytes:
     at = 0
     for name, data in members.items():
         crc = zlib.crc32(data)
-        bare = len(_local(name, crc, len(data), 0))
-        padding = _padding(at + bare, SMALL_ALIGNMENT) if name.startswith("data/") else 0
-        header = _local(name, crc, len(data), padding)
+        bare = len(local_header(name, crc, len(data), 0))
+        padding = padding_at(at + bare, SMALL_ALIGNMENT) if name.startswith("data/") else 0
+        header = local_header(name, crc, len(data), padding)
         header += bytes(bare + padding - len(header))
-        entries.append(_central(name, crc, len(data), at))
+        entries.append(central_entry(name, crc, len(data), at))
         parts += [header, data]
         at += len(header) + len(data)
-    return b"".join([*parts, _directory(entries, at)])
+    return b"".join([*parts, directory(entries, at)])
 
 
-def _padding(at: int, alignment: int) -> int:
+def padding_at(at: int, alignment: int) -> int:
     """Bytes to put at `at` so that a multiple of `alignment` follows: none, or at least four."""
     short = -at % alignment
     return short + alignment if 0 < short < 4 else short
 
 
-def _local(name: str, crc: int, size: int, padding: int) -> bytes:
+def local_header(name: str, crc: int, size: int, padding: int) -> bytes:
     """A local header; the zeros of its padding, an extra field tagged as torch's, are left out."""
     raw = (_ROOT + name).encode()
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _WIDE else b""
@@ -200,7 +200,8 @@ def _local(name: str, crc: int, size: int, padding: int) -> bytes:
     return head + raw + extra
 
 
-def _central(name: str, crc: int, size: int, header: int) -> bytes:
+def central_entry(name: str, crc: int, size: int, header: int) -> bytes:
+    """A member's entry in the directory; its local header starts at `header`."""
     raw = (_ROOT + name).encode()
     values = [size, size] if size >= _WIDE else []
     values += [header] if header >= _WIDE else []
@@ -214,7 +215,7 @@ def _central(name: str, crc: int, size: int, header: int) -> bytes:
     return head + raw + wide
 
 
-def _directory(entries: list[bytes], at: int) -> bytes:
+def directory(entries: list[bytes], at: int) -> bytes:
     """The central directory at offset `at`, and the end records, zip64 first as torch has them."""
     body = b"".join(entries)
     count, size = len(entries), len(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,17 @@ class Archive:
             differently, bytes after the end.
     """
 
-    __slots__ = ("_directory", "_fd", "_head", "file", "length", "members", "offset", "prefix")
+    __slots__ = (
+        "_directory",
+        "_fd",
+        "_head",
+        "_headers",
+        "file",
+        "length",
+        "members",
+        "offset",
+        "prefix",
+    )
 
     def __init__(self, fd: int, offset: int, length: int, *, file: str | Path) -> None:
         self._fd, self.offset, self.length, self.file = fd, offset, length, file
@@ -65,6 +76,7 @@ class Archive:
         else:
             directory = self._read(self._directory, size)
         self.members, self.prefix = self._list(directory, count)
+        self._headers = sorted(m.header for m in self.members.values())
         if not self._head:
             self._head = self._read(0, min(length, _HEAD_BYTES))
 
@@ -207,10 +219,8 @@ class Archive:
         if n_name != len(full) or (known and (packed not in known or size not in known)):
             raise self._bad(f"local header of {name!r} disagrees with the directory")
         start = member.header + need + n_extra
-        after = min(
-            (m.header for m in self.members.values() if m.header > member.header),
-            default=self._directory,
-        )
+        follows = bisect_right(self._headers, member.header)
+        after = self._headers[follows] if follows < len(self._headers) else self._directory
         if start + member.size > after:
             raise self._bad(f"member {name!r} overlaps what follows it")
         return self.offset + start, member.size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -27,35 +29,74 @@ class FormatModule(Protocol):
 class Format:
     """One format, or two that share a module: `names` are what `--to` and `Catalogue.format` say.
 
-    `marks` says what a path of this format shows, for the message when none does.
+    `marks` says what a path of this format shows, for the message when none does. A folder can only
+    be of this format if a name in it matches one of `inside`, a file only if `is_file`; the rest is
+    for the module to find out.
     """
 
     names: tuple[str, ...]
     module: str
     marks: str
+    inside: tuple[str, ...] = ()
+    is_file: bool = False
     writable: bool = True
+
+    def may_be(self, names: Sequence[str] | None) -> bool:
+        """Whether the module has to be asked about a folder with these names, or (None) a file."""
+        if names is None:
+            return self.is_file
+        return any(fnmatchcase(n, p) for p in self.inside for n in names)
 
     def load(self) -> FormatModule:
         """The module that reads (and writes) the format; imported at first use."""
         return cast(FormatModule, importlib.import_module(self.module))
 
 
+CUT_BY_RANKS = ("torch_dist", "dcp", "megatron")
+"""Formats whose files hold what each rank has; the others hold whole tensors."""
+
 FORMATS: tuple[Format, ...] = (
+    Format(
+        names=("zarr", "tensorstore"),
+        module="megtool.checkpoint.formats.zarr",
+        marks="a folder of zarr arrays",
+        inside=(
+            "zarr.json",
+            ".zgroup",
+            ".zarray",
+            ".zmetadata",
+            "manifest.ocdbt",
+            "metadata.json",
+            "iter_*",
+            "release",
+            "weights",
+        ),
+    ),
     Format(
         names=("torch_dist", "dcp"),
         module="megtool.checkpoint.formats.torch_dist",
         marks="a Megatron save folder or a folder with .metadata",
+        inside=(".metadata", "metadata.json", "*.distcp", "iter_*", "release"),
+    ),
+    Format(
+        names=("megatron",),
+        module="megtool.checkpoint.formats.legacy",
+        marks="a folder with mp_rank_* folders",
+        inside=("mp_rank_*", "iter_*", "release"),
     ),
     Format(
         names=("gguf",),
         module="megtool.checkpoint.formats.gguf",
         marks="a .gguf file",
+        is_file=True,
         writable=False,
     ),
     Format(
         names=("hf", "safetensors"),
         module="megtool.checkpoint.formats.safetensors",
         marks="a folder with config.json or *.safetensors, or one .safetensors file",
+        inside=("config.json", "*.safetensors*"),
+        is_file=True,
     ),
 )
 
@@ -67,7 +108,14 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
         FormatError: there is no checkpoint that megtool knows, or it is broken.
     """
     path = Path(path)
-    return detect_format(path).load().open_checkpoint(path, iteration=iteration)
+    found = detect_format(path)
+    if iteration is not None and "iter_*" in found.inside:
+        # Iterations of one save folder may be of different formats.
+        from megtool.checkpoint.formats.save_folder import find_iteration
+
+        path = find_iteration(path, iteration) or path
+        found = detect_format(path)
+    return found.load().open_checkpoint(path, iteration=iteration)
 
 
 def detect_format(path: Path) -> Format:
@@ -79,11 +127,11 @@ def detect_format(path: Path) -> Format:
     found = Files().stat(path)
     if found is None:
         raise FormatError("does not exist", file=path, hint="check the path")
+    names = Files().names(path) if stat.S_ISDIR(found.st_mode) else None
     for one in FORMATS:
-        if one.load().detect(path):
+        if one.may_be(names) and one.load().detect(path):
             return one
-    names = Files().names(path) if stat.S_ISDIR(found.st_mode) else []
-    files = [n for n in names if n.endswith(".gguf")]
+    files = [n for n in names or () if n.endswith(".gguf")]
     raise FormatError(
         "not a checkpoint: looked for " + "; ".join(f.marks for f in FORMATS),
         file=path,

@@ -10,6 +10,8 @@ from megtool.checkpoint.formats.header import names_in, stays_inside
 MAX_ATTACHMENT_BYTES = 64 << 20
 
 _FOLDERS = ("additional_chat_templates",)
+_CARRIED_FOLDERS = ("hf", "tokenizer")
+_CARRIED_FILES = ("run_config.yaml",)
 _NOT_SMALL = (
     ".safetensors",
     ".index.json",
@@ -46,6 +48,19 @@ def find_attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
             or not path.is_file()
         ):
             continue
+        if travels(folder, name, warnings):
+            out[name] = path
+    return out
+
+
+def find_carried(folder: Path, warnings: list[str]) -> dict[str, Path]:
+    """What one iteration of a Megatron checkpoint carries along, by path relative to `folder`."""
+    out: dict[str, Path] = {}
+    places = [p for name in _CARRIED_FOLDERS for p in sorted((folder / name).rglob("*"))]
+    for path in [*places, *(folder / name for name in _CARRIED_FILES)]:
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
         if travels(folder, name, warnings):
             out[name] = path
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, StoredFile
-from megtool.checkpoint.formats.gguf_header import Entry, Header, read_header
+from megtool.checkpoint.formats.gguf_header import GgufEntry, Header, read_header
 from megtool.checkpoint.formats.header import check_inside, read_start
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import Boxes
@@ -79,7 +79,7 @@ def _open_parts(path: Path, count: int) -> Catalogue:
 
 
 def _catalogue(root: Path, files: list[StoredFile], headers: list[Header]) -> Catalogue:
-    entries: list[tuple[int, int, Entry]] = [
+    entries: list[tuple[int, int, GgufEntry]] = [
         (row, h.start + e.offset, e)
         for row, h in enumerate(headers)
         for e in sorted(h.entries, key=lambda e: e.offset)

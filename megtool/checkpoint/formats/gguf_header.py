@@ -53,7 +53,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GgufEntry:
     """One tensor: `shape` row-major, `offset` from the start of the data."""
 
     name: str
@@ -69,7 +69,7 @@ class Header:
     """A header proved sound: key-values, tensors in the file's order, and where data starts."""
 
     values: dict[str, Any]
-    entries: list[Entry]
+    entries: list[GgufEntry]
     start: int
 
 
@@ -99,7 +99,7 @@ def read_header(path: Path, size: int) -> Header:
     alignment = values.get("general.alignment", 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise scan.fault(f"alignment {shown(alignment)} is not a power of two")
-    entries: list[Entry] = []
+    entries: list[GgufEntry] = []
     seen: set[str] = set()
     for _ in range(num_tensors):
         entry = _read_entry(scan, alignment)
@@ -118,7 +118,7 @@ def read_header(path: Path, size: int) -> Header:
     return Header(values, entries, start)
 
 
-def _read_entry(scan: _Scan, alignment: int) -> Entry:
+def _read_entry(scan: _Scan, alignment: int) -> GgufEntry:
     name = scan.string()
     num_dims = scan.u32()
     if num_dims > _MAX_DIMS:
@@ -139,14 +139,14 @@ def _read_entry(scan: _Scan, alignment: int) -> Entry:
         raise scan.fault(f"shape {shape} at offset {offset} makes no sense", tensor=name)
     if kind in _PLAIN:
         plain = dtype(_PLAIN[kind])
-        return Entry(name, plain, None, shape, offset, numel * plain.itemsize)
+        return GgufEntry(name, plain, None, shape, offset, numel * plain.itemsize)
     elements, num_bytes = block(kind)
     if not shape or shape[-1] % elements:
         raise scan.fault(
             f"rows of shape {shape} are no whole blocks of {elements} ({kind})", tensor=name
         )
     packed = numel // elements * num_bytes
-    return Entry(name, dtype("float32"), f"gguf:{kind}", shape, offset, packed)
+    return GgufEntry(name, dtype("float32"), f"gguf:{kind}", shape, offset, packed)
 
 
 class _Scan:

@@ -17,6 +17,8 @@ from megtool.errors import FormatError
 
 _FILES = Files()
 _PLAIN_HINT = "file names in a checkpoint must be plain names inside its folder"
+DAMAGED = "the file is damaged, or a faulty tool wrote it: fetch or write it again"
+"""The hint where bytes make no sense and nothing says what they should be."""
 
 
 def shown(value: object) -> str:
@@ -71,19 +73,21 @@ def parse_json(data: bytes, path: Path, *, hook: Callable[[Pairs], Any] | None =
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise FormatError(f"text is not UTF-8 at byte {e.start}", file=path) from e
+        raise FormatError(f"text is not UTF-8 at byte {e.start}", file=path, hint=DAMAGED) from e
     if text.startswith("\ufeff"):
-        raise FormatError("text begins with a byte order mark", file=path)
+        raise FormatError("text begins with a byte order mark", file=path, hint=DAMAGED)
     try:
         value = json.loads(text, object_pairs_hook=hook or unique, parse_constant=_refuse)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as e:
-        raise FormatError("JSON is nested too deeply", file=path) from e
+        raise FormatError("JSON is nested too deeply", file=path, hint=DAMAGED) from e
     except UnicodeEncodeError as e:
-        raise FormatError("JSON holds an escape for half a character", file=path) from e
+        raise FormatError(
+            "JSON holds an escape for half a character", file=path, hint=DAMAGED
+        ) from e
     except ValueError as e:
-        raise FormatError(f"no valid JSON: {e}", file=path) from e
+        raise FormatError(f"no valid JSON: {e}", file=path, hint=DAMAGED) from e
     return value
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.formats.attachments import find_attachments
 from megtool.checkpoint.formats.header import (
+    DAMAGED,
     check_inside,
     check_plain_name,
     names_in,
@@ -22,12 +23,13 @@ from megtool.checkpoint.formats.header import (
     read_start,
     shown,
 )
+from megtool.checkpoint.formats.quantised import QUANT_FILE, fold
 from megtool.checkpoint.formats.safetensors_header import (
     ALIGNMENT,
     MAX_HEADER_BYTES,
     MAX_NDIM,
-    Entry,
     Header,
+    SafetensorsEntry,
     encode_header,
     read_header,
 )
@@ -56,12 +58,19 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
     """The catalogue of a folder, of one file, or of the files an index names; headers only.
 
+    Of a folder whose config names a quantisation, the catalogue is that of the weights it stands
+    for (`quantised.fold`); a file named by itself holds its tensors as they are stored.
+
     Raises:
         FormatError: no safetensors here, or a header, an index or a name that cannot be trusted.
         UsageError: an iteration is asked for.
     """
     if iteration is not None:
-        raise UsageError(f"safetensors hold no iterations, so not iteration {iteration}", file=path)
+        raise UsageError(
+            f"safetensors hold no iterations, so not iteration {iteration}",
+            file=path,
+            hint="leave out --iteration",
+        )
     if path.name.endswith(f"{_MARK}.index.json"):
         return _open_folder(path.parent, index=path)
     return _open_folder(path) if path.is_dir() else _open_file(path)
@@ -94,13 +103,16 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     if (folder / "config.json").exists():
         check_inside(folder, "config.json")
         metadata["config"] = _read_json(folder / "config.json")
+    if (folder / QUANT_FILE).exists():
+        check_inside(folder, QUANT_FILE)
+        metadata["hf_quant_config"] = _read_json(folder / QUANT_FILE)
     metadata["header"] = headers[0].metadata
     attachments = find_attachments(folder, warnings)
     out = _catalogue("hf", folder, files, headers, metadata, attachments, warnings)
     total = metadata.get("index", {}).get("total_size")
     if total is not None and total != out.num_bytes:
         warnings.append(f"the index says {total} bytes of tensors, the files hold {out.num_bytes}")
-    return out
+    return fold(out)
 
 
 def _catalogue(
@@ -183,7 +195,9 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     value = _read_json(index)
     weight_map = value.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"weight_map {shown(weight_map)} names no tensors", file=index)
+        raise FormatError(
+            f"weight_map {shown(weight_map)} names no tensors", file=index, hint=DAMAGED
+        )
     plain: set[str] = set()
     for name in weight_map.values():
         if type(name) is not str or name not in plain:
@@ -254,10 +268,10 @@ def _shards_without_index(folder: Path, present: list[str]) -> list[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     size = StoredFile.stat(path.parent, path.name).size
     if size > MAX_HEADER_BYTES:
-        raise FormatError(f"{size} bytes are too many for a JSON file", file=path)
+        raise FormatError(f"{size} bytes are too many for a JSON file", file=path, hint=DAMAGED)
     value = parse_json(read_exact(path, 0, size), path)
     if not isinstance(value, dict):
-        raise FormatError(f"holds {shown(value)}, not a JSON object", file=path)
+        raise FormatError(f"holds {shown(value)}, not a JSON object", file=path, hint=DAMAGED)
     return value
 
 
@@ -343,13 +357,13 @@ def _file_names(count: int, single_file: str | None) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _place(group: Sequence[GlobalTensor]) -> list[Entry]:
+def _place(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
     pages = [t for t in group if t.num_bytes % ALIGNMENT == 0]
     ragged = [t for t in group if t.num_bytes % ALIGNMENT]
     at = 0
     out = []
     for t in [*pages, *sorted(ragged, key=lambda t: -t.dtype.itemsize)]:
-        out.append(Entry(t.name, t.dtype, t.shape, at, at + t.num_bytes))
+        out.append(SafetensorsEntry(t.name, t.dtype, t.shape, at, at + t.num_bytes))
         at += t.num_bytes
     return sorted(out, key=lambda e: (e.begin, e.end))
 

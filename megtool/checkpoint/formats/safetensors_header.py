@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.formats.header import Pairs, parse_json, read_exact, shown, unique
+from megtool.checkpoint.formats.header import DAMAGED, Pairs, parse_json, read_exact, shown, unique
 from megtool.dtypes import DTYPES, DType
 from megtool.errors import FormatError
 
@@ -22,7 +22,7 @@ _KEYS = ("dtype", "shape", "data_offsets")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SafetensorsEntry:
     """One tensor of a header: `begin` and `end` count from the start of the data."""
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
 class Header:
     """A header proved sound: entries in the order of their data, which starts at `start`."""
 
-    entries: list[Entry]
+    entries: list[SafetensorsEntry]
     metadata: dict[str, str]
     start: int
 
@@ -60,7 +60,7 @@ def read_header(path: Path, size: int) -> Header:
         )
     text = read_exact(path, 8, length)
     if text[:1] != b"{":
-        raise FormatError(f"the header begins with {text[:1]!r}, not '{{'", file=path)
+        raise FormatError(f"the header begins with {text[:1]!r}, not '{{'", file=path, hint=DAMAGED)
     return _check_header(parse_json(text, path, hook=_entry_or_dict), path, 8 + length, size)
 
 
@@ -75,7 +75,7 @@ def _entry_or_dict(pairs: Pairs) -> Any:
 
 def _check_header(parsed: Any, path: Path, start: int, size: int) -> Header:
     metadata: dict[str, str] = {}
-    entries: list[Entry] = []
+    entries: list[SafetensorsEntry] = []
     if not isinstance(parsed, dict):  # the whole header happens to have a tensor's three keys
         parsed = dict(zip(_KEYS, parsed, strict=True))
     for name, value in parsed.items():
@@ -92,6 +92,7 @@ def _check_header(parsed: Any, path: Path, start: int, size: int) -> Header:
                 f"data begins at byte {shown(e.begin)} where {at} is due ({kind})",
                 file=path,
                 tensor=_label(e.name),
+                hint=DAMAGED,
             )
         at = e.end
     if at != size - start:
@@ -107,11 +108,13 @@ def _check_metadata(value: object, path: Path) -> dict[str, str]:
     if isinstance(value, tuple):
         value = dict(zip(_KEYS, value, strict=True))
     if not isinstance(value, dict) or any(type(v) is not str for v in value.values()):
-        raise FormatError(f"__metadata__ {shown(value)} maps no strings to strings", file=path)
+        raise FormatError(
+            f"__metadata__ {shown(value)} maps no strings to strings", file=path, hint=DAMAGED
+        )
     return value
 
 
-def _check_entry(name: str, value: object, path: Path) -> Entry:
+def _check_entry(name: str, value: object, path: Path) -> SafetensorsEntry:
     if isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}:
         value = (value["dtype"], value["shape"], value["data_offsets"])
     if not isinstance(value, tuple):
@@ -119,6 +122,7 @@ def _check_entry(name: str, value: object, path: Path) -> Entry:
             f"{shown(value)} is not an object of dtype, shape and data_offsets",
             file=path,
             tensor=_label(name),
+            hint=DAMAGED,
         )
     tag, shape, offsets = value
     dtype = _TAGS.get(tag) if type(tag) is str else None
@@ -134,12 +138,14 @@ def _check_entry(name: str, value: object, path: Path) -> Entry:
             f"shape {shown(shape)} is not a list of at most {MAX_NDIM} sizes",
             file=path,
             tensor=_label(name),
+            hint=DAMAGED,
         )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
         raise FormatError(
             f"data_offsets {shown(offsets)} are not a begin and an end",
             file=path,
             tensor=_label(name),
+            hint=DAMAGED,
         )
     numel = 1
     for n in shape:
@@ -149,8 +155,9 @@ def _check_entry(name: str, value: object, path: Path) -> Entry:
             f"shape {shown(shape)} of {dtype} does not take {shown(offsets[1] - offsets[0])} bytes",
             file=path,
             tensor=_label(name),
+            hint=DAMAGED,
         )
-    return Entry(name, dtype, tuple(shape), offsets[0], offsets[1])
+    return SafetensorsEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 
 def _are_sizes(value: object) -> bool:
@@ -164,7 +171,9 @@ def _label(name: str) -> str:
     return name if len(name) <= 200 else shown(name)
 
 
-def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str], name: str) -> bytes:
+def encode_header(
+    entries: Sequence[SafetensorsEntry], metadata: Mapping[str, str], name: str
+) -> bytes:
     """Length and header of a file, padded so that the data starts at a multiple of `ALIGNMENT`."""
     value: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for e in entries:

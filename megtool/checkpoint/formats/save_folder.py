@@ -21,10 +21,25 @@ def folder_name(iteration: int | None) -> str:
 
 
 def is_iteration(path: Path) -> bool:
+    """Whether this folder itself is a checkpoint that a save folder can hold, finished or not."""
+    return is_distributed(path) or is_ranked(path)
+
+
+def is_ranked(path: Path) -> bool:
+    """Whether this folder holds one folder per rank, as Megatron's `torch` format has them."""
+    return any(path.glob("mp_rank_*/model_optim_rng.pt"))
+
+
+def is_distributed(path: Path) -> bool:
     """Whether this folder itself is a torch.distributed checkpoint, finished or not."""
     if (path / ".metadata").is_file() or any(path.glob("*.distcp")):
         return True
     return (path / "metadata.json").is_file() and (path / "common.pt").is_file()
+
+
+def is_save_folder(path: Path) -> bool:
+    """Whether iterations lie in this folder."""
+    return bool(_iterations(path))
 
 
 def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
@@ -55,7 +70,7 @@ def find_iteration(path: Path, iteration: int | str | None) -> Path | None:
 
 
 def _iterations(path: Path) -> dict[str, Path]:
-    """Folders of torch.distributed checkpoints by iteration, ascending; the release last."""
+    """Folders of checkpoints by iteration, ascending; the release last."""
     found: list[tuple[int, str, Path]] = []
     for folder in path.iterdir() if path.is_dir() else ():
         match = _ITERATION.fullmatch(folder.name)

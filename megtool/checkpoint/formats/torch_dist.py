@@ -23,10 +23,11 @@ from megtool.checkpoint.catalogue import (
     StoredObject,
 )
 from megtool.checkpoint.containers import pickled, zipped, zipped_tensor
-from megtool.checkpoint.formats.attachments import travels
+from megtool.checkpoint.formats.attachments import find_carried
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
 from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact
-from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_iteration
+from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_distributed
+from megtool.checkpoint.formats.torch_dist_gathered import with_gathered
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
 from megtool.errors import FormatError
 from megtool.tensors.sharded import Shards
@@ -37,13 +38,14 @@ NAMES = ("torch_dist", "dcp")
 
 MAX_METADATA_BYTES = 4 << 30
 _MAX_SMALL_BYTES = 1 << 30
-_ATTACHMENT_FOLDERS = ("hf", "tokenizer")
-_ATTACHMENT_FILES = ("run_config.yaml",)
 
 
 def detect(path: Path) -> bool:
     """Whether `path` is such a folder, a Megatron save folder of some, or an unfinished one."""
-    return path.is_dir() and (is_iteration(path) or find_iteration(path, None) is not None)
+    if not path.is_dir() or is_distributed(path):
+        return path.is_dir()
+    folder = find_iteration(path, None)
+    return folder is not None and is_distributed(folder)
 
 
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
@@ -58,7 +60,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         FormatError: the save is unfinished, files are missing, or what they say cannot be true.
         CoverageError: chunks do not tile their tensors.
     """
-    folder = path if is_iteration(path) and iteration is None else find_iteration(path, iteration)
+    here = is_distributed(path) and iteration is None
+    folder = path if here else find_iteration(path, iteration)
     if folder is None:
         raise FormatError("no torch.distributed checkpoint here", file=path)
     megatron = _check_finished(folder, path)
@@ -88,7 +91,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             name: StoredObject(name=name, kind="bytes", extent=extent)
             for name, extent in found.objects.items()
         },
-        attachments=_attachments(folder, warnings),
+        attachments=find_carried(folder, warnings),
         replicas=[Replica(shard=c, file=f, offset=o, length=n) for c, f, o, n in found.copies],
         warnings=warnings,
     )
@@ -96,7 +99,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     catalogue.check()
     catalogue.locate_contained = _Locator(catalogue).locate
     _add_metadata(catalogue, found, megatron)
-    return catalogue
+    return with_gathered(catalogue) if megatron else catalogue
 
 
 def _check_finished(folder: Path, asked: Path) -> bool:
@@ -165,18 +168,6 @@ def _stale(folder: Path, paths: list[str]) -> list[str]:
     if not extra:
         return []
     return [f"{len(extra)} data files that .metadata does not name, such as {extra[0]}"]
-
-
-def _attachments(folder: Path, warnings: list[str]) -> dict[str, Path]:
-    out: dict[str, Path] = {}
-    places = [p for name in _ATTACHMENT_FOLDERS for p in sorted((folder / name).rglob("*"))]
-    for path in [*places, *(folder / name for name in _ATTACHMENT_FILES)]:
-        if not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
-        if travels(folder, name, warnings):
-            out[name] = path
-    return out
 
 
 def _check_items(catalogue: Catalogue) -> None:

@@ -25,7 +25,7 @@ from megtool.checkpoint.containers.zip_writer import (
 from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.errors import UsageError
-from megtool.tensors.box import Ints
+from megtool.tensors.box import Ints, distinct
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -148,7 +148,7 @@ class _Files:
     """
 
     def __init__(self, owner: NDArray[np.int32], *, has_objects: bool) -> None:
-        ranks = set(np.unique(owner).tolist()) | ({0} if has_objects else set())
+        ranks = set(distinct(owner).tolist()) | ({0} if has_objects else set())
         self.ranks: list[int] = sorted(ranks)
         self.number = np.full(max(ranks, default=0) + 1, -1, np.int32)
         self.number[self.ranks] = np.arange(len(self.ranks), dtype=np.int32)

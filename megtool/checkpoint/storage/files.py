@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from megtool.checkpoint.storage.transfer import Transfer, in_words
+from megtool.checkpoint.storage.transfer import Buffer, Transfer, in_words
 from megtool.errors import FormatError, StorageError
 
 
@@ -30,6 +30,18 @@ class Files(Transfer):
     def _open(self, path: Path, *how: int) -> int:
         fd = self.do(path, "open", os.open, path, *how)
         self._paths[fd] = path
+        return fd
+
+    def open_memory(self, path: Path, data: Buffer) -> int:
+        """A file in memory alone that holds `data` and is gone once closed; `path` is its name in
+        messages."""
+        fd = self.do(path, "find memory for", os.memfd_create, "megtool", os.MFD_CLOEXEC)
+        self._paths[fd] = path
+        try:
+            self.pwrite_all(fd, data, 0)
+        except BaseException:
+            self.close(fd)
+            raise
         return fd
 
     def truncate(self, fd: int, num_bytes: int) -> None:

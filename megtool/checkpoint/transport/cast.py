@@ -18,6 +18,9 @@ from megtool.tensors.sharded import GlobalTensor
 if TYPE_CHECKING:
     import torch
 
+_NUMPY = ("float32", "bfloat16", "float16")  # cast to each other without torch, a second to import
+_CHUNK = 1 << 16  # elements; what is computed on the way stays in a core's second cache
+
 Convert = Callable[[Array, Array], None]
 """Takes a contiguous tile as read (of packed rows: uint8 `[..., row_bytes]`) and fills another."""
 
@@ -40,16 +43,26 @@ def converter(source: GlobalTensor, target: DType) -> Convert | None:
 def cast(what: Array, source: DType, out: Array, target: DType) -> None:
     """Fill `out` with the elements of `what`, both contiguous and of the types' widths.
 
+    The same bits as torch gives, on x86 also where an element is no number.
+
     Raises:
         FormatError: torch has no such cast.
     """
     if source == target:
         np.copyto(out.view(target.view), what.view(target.view))
         return
+    if not needs_torch(source, target):
+        _cast_by_numpy(what.reshape(-1), source.name, out.reshape(-1), target.name)
+        return
     try:
         _tensor(out, target).copy_(_tensor(what, source))
     except (RuntimeError, NotImplementedError) as e:
         raise FormatError(f"torch cannot cast {source} to {target}: {e}") from e
+
+
+def needs_torch(source: DType, target: DType) -> bool:
+    """Whether torch has to be imported to cast one type to the other."""
+    return source != target and not (source.name in _NUMPY and target.name in _NUMPY)
 
 
 def element(value: float, kind: DType) -> Array:
@@ -79,6 +92,75 @@ def one_torch_thread(needed: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _cast_by_numpy(what: Array, source: str, out: Array, target: str) -> None:
+    """Cast by way of float32, which holds the other two types exactly, so nothing rounds twice."""
+    middle, *buffers = np.empty((3, min(len(what), _CHUNK)), np.uint32)
+    for start in range(0, len(what), _CHUNK):
+        given, wanted = what[start : start + _CHUNK], out[start : start + _CHUNK]
+        single, scratch, more = (b[: len(given)] for b in (middle, *buffers))
+        if source == "float32":
+            single = given.view(np.uint32)
+        elif target == "float32":
+            single = wanted.view(np.uint32)
+        if source == "bfloat16":
+            _single_from_brain(given.view(np.uint16), single)
+        elif source == "float16":
+            _single_from_half(given.view(np.uint16), single)
+        if target == "bfloat16":
+            _brain_from_single(single, wanted.view(np.uint16), scratch)
+        elif target == "float16":
+            _half_from_single(single, wanted.view(np.uint16), scratch, more)
+
+
+def _single_from_brain(what: Array, out: Array) -> None:
+    np.copyto(out, what)
+    np.left_shift(out, 16, out=out)
+
+
+def _single_from_half(what: Array, out: Array) -> None:
+    np.copyto(out.view(np.float32), what.view(np.float16))
+    if (nan := np.isnan(out.view(np.float32))).any():
+        out[nan] |= 1 << 22  # quiet, as processors make it
+
+
+def _brain_from_single(what: Array, out: Array, scratch: Array) -> None:
+    """The upper half, plus one where the lower is more than half of it, or half and it is odd."""
+    np.right_shift(what, 16, out=scratch)
+    np.bitwise_and(scratch, 1, out=scratch)
+    np.add(scratch, 0x7FFF, out=scratch)
+    np.add(scratch, what, out=scratch)
+    np.right_shift(scratch, 16, out=scratch)
+    np.copyto(out, scratch, casting="unsafe")
+    if (nan := np.isnan(what.view(np.float32))).any():
+        out[nan] = 0xFFFF  # what torch makes of them all
+
+
+def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> None:
+    """numpy's own cast does one element at a time, and far slower where it under- or overflows.
+
+    A float that is 2^13 times as large as the power of two below an element has the last bit of the
+    element's half for its own: added to it, the element is rounded, and what it adds to the bits is
+    the half's significand.
+    """
+    np.bitwise_and(what, 0x7FFFFFFF, out=scratch)
+    np.minimum(scratch, 0x47800000, out=scratch)  # 2^16, which becomes infinity
+    np.bitwise_and(scratch, 0x7F800000, out=power)
+    np.maximum(power, 113 << 23, out=power)  # 2^-14: below it, halves lie evenly spaced
+    np.add(power, 13 << 23, out=power)
+    np.add(scratch.view(np.float32), power.view(np.float32), out=scratch.view(np.float32))
+    np.subtract(scratch, power, out=scratch)
+    np.right_shift(power, 13, out=power)
+    np.add(scratch, power, out=scratch)
+    np.right_shift(what, 16, out=power)
+    np.bitwise_and(power, 0x8000, out=power)
+    np.add(scratch, power, out=scratch)
+    np.subtract(scratch, 126 << 10, out=scratch)
+    np.copyto(out, scratch, casting="unsafe")
+    if (nan := np.isnan(what.view(np.float32))).any():
+        odd = what[nan]
+        out[nan] = odd >> 16 & 0x8000 | 0x7E00 | odd >> 13 & 0x3FF  # quiet, as processors make it
 
 
 def _tensor(array: Array, kind: DType) -> torch.Tensor:

@@ -11,7 +11,7 @@ from megtool.checkpoint.plan import Plan, common_runs
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import runs
 from megtool.checkpoint.transport.units import UNIT_BYTES, Plain
-from megtool.tensors.box import Ints
+from megtool.tensors.box import Ints, distinct
 
 _BLOCK = 4096  # file systems share whole blocks only
 
@@ -44,7 +44,7 @@ def copies(
     index = np.array([plan.entries[e].source_index for e in steps.entry[unit.steps].tolist()])
     found: list[Copies] = []
     others: list[int] = []
-    for source in np.unique(index).tolist():
+    for source in distinct(index).tolist():
         part, permuted = _from_one(plan, unit.steps[index == source], source, sources, target)
         found += part
         others += permuted
@@ -73,7 +73,7 @@ def _from_one(
     item = np.array([plan.target_tensor(e).dtype.itemsize for e in entries], np.int64)
     at = locator.offsets(shard) + base_a * item
     offset = target.offsets(plan.target_pieces.shard[to]) + base_b * item
-    file = locator.catalogue.extents.file[shard].astype(np.int64)
+    file = locator.files(shard)
     permuted = locator.permuted(shard)
     run, whole = common_runs(shape, a, b)
     run *= item

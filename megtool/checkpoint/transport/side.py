@@ -9,11 +9,32 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.tensors.box import Boxes, Ints, strides
+from megtool.packing.gguf import holds_rows
+from megtool.packing.parts import WHOLE, Part
+from megtool.tensors.box import Boxes, Ints, distinct, strides
 from megtool.tensors.relation import Placement, lattice
 from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSide:
+    """A view of a tensor that lies in parts: how view and tensor relate, and where the parts are.
+
+    The element at view index `x` is stored element `base[d] + sum(x * mults)` in every dimension
+    `d` of the tensor that `dims` say. `sides[i]` holds the array `parts[i]` whole; codes come
+    first. `grain` is how many elements of each dimension of the tensor cannot be read apart.
+    """
+
+    packing: str
+    dims: tuple[int, ...]
+    mults: tuple[int, ...]
+    base: tuple[int, ...]
+    parts: tuple[Part, ...]
+    sides: tuple[Side, ...]
+    grain: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +44,7 @@ class Side:
     The element at `lo[i] + x` lies at byte `start[i] + sum(x * step[i])` of `paths[i]`. An element
     has `cell_bytes`; where a tensor is packed, an "element" is a packed row and the view is what
     remains of it without the row's own dimension (`lo.shape[1]` dimensions).
+    Where it lies in several parts (`packed`), positions only tell how far elements are apart.
     """
 
     paths: list[Path]
@@ -31,6 +53,7 @@ class Side:
     lo: Ints
     hi: Ints
     cell_bytes: int
+    packed: PackedSide | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -57,6 +80,8 @@ class Locator:
             FormatError: a shard cuts through packed rows.
         """
         stored, catalogue = self.catalogue.tensors[tensor], self.catalogue
+        if stored.name in catalogue.packed:
+            return self._in_parts(placement, stored)
         n = len(placement.shape)
         lo, hi = boxes.lo[:, :n], boxes.hi[:, :n]
         shard = catalogue.shards.boxes[shards]
@@ -73,7 +98,7 @@ class Locator:
             if (stride[:, :depth] % columns).any() or (base % columns).any():
                 raise FormatError("a piece begins inside a packed row", tensor=stored.name)
             base, stride = base // columns, stride // columns
-        files = catalogue.extents.file[shards].tolist()
+        files = self.files(shards).tolist()
         paths = {f: self.path(f) for f in set(files)}
         return Side(
             paths=[paths[f] for f in files],
@@ -84,13 +109,68 @@ class Locator:
             cell_bytes=cell,
         )
 
+    def files(self, shards: Ints) -> Ints:
+        """The numbers of the files that hold the given shards; a cell is one of its own."""
+        found = self.catalogue.extents.file[shards].astype(np.int64)
+        if (cells := self.catalogue.cells) is not None:
+            found = np.where(cells.held[shards], shards + len(self.catalogue.files), found)
+        return found
+
+    def _in_parts(self, placement: Placement, stored: GlobalTensor) -> Side:
+        """The whole view: a tensor that lies in parts is one shard. An element counts as a byte."""
+        parts = self.catalogue.packed[stored.name]
+        codes = parts[0].part
+        step = [0] * len(stored.shape)
+        grain = [1] * len(stored.shape)
+        apart = 1
+        for span in reversed(codes.spans):
+            if span.dim != WHOLE:
+                step[span.dim], apart = apart, apart * stored.shape[span.dim]
+                grain[span.dim] = span.per
+        shape = np.array([placement.shape], np.int64)
+        return Side(
+            paths=[self.path(parts[0].file)],
+            start=np.zeros(1, np.int64),
+            step=np.array(
+                [[m * step[d] for d, m in zip(placement.dims, placement.mults, strict=True)]],
+                np.int64,
+            ).reshape(shape.shape),
+            lo=np.zeros_like(shape),
+            hi=shape,
+            cell_bytes=1,
+            packed=PackedSide(
+                packing=stored.packing or "",
+                dims=placement.dims,
+                mults=placement.mults,
+                base=placement.base,
+                parts=tuple(p.part for p in parts),
+                sides=tuple(self._whole(p) for p in parts),
+                grain=tuple(grain),
+            ),
+        )
+
+    def _whole(self, stored: StoredPart) -> Side:
+        """A part, all of it, as it lies in its file."""
+        item = dtype(stored.part.dtype).itemsize
+        shape = np.array([stored.part.shape], np.int64).reshape(1, -1)
+        return Side(
+            paths=[self.path(stored.file)],
+            start=np.array([stored.offset], np.int64),
+            step=np.array([strides(stored.part.shape)], np.int64).reshape(shape.shape) * item,
+            lo=np.zeros_like(shape),
+            hi=shape,
+            cell_bytes=item,
+        )
+
     def path(self, file: int) -> Path:
         """The full path of file number `file`: where it is written, for a target."""
+        if file >= len(self.catalogue.files):
+            return self.catalogue.cell_path(file - len(self.catalogue.files))
         return self.catalogue.path(file) if self._paths is None else self._paths[file]
 
     def offsets(self, shards: Ints) -> Ints:
         """Absolute byte offsets of the given shards' data."""
-        missing = np.unique(shards[self._offset[shards] < 0])
+        missing = distinct(shards[self._offset[shards] < 0])
         if len(missing):
             located = self.catalogue.locate(missing)
             for row, actual in located.strides.items():
@@ -112,6 +192,17 @@ def _permuted(
     base = sum((b - int(shard_lo[d])) * actual[d] for d, b in enumerate(p.base))
     stride = [m * actual[d] for d, m in zip(p.dims, p.mults, strict=True)]
     return base + sum(int(x) * s for x, s in zip(view_lo, stride, strict=True)), stride
+
+
+def cut_dims(placement: Placement, stored: GlobalTensor) -> int:
+    """How many leading view dimensions may be cut: all, but for those inside packed rows.
+
+    Raises:
+        FormatError: the rows are not whole in the view.
+    """
+    if stored.packing is None or not holds_rows(stored.packing):
+        return len(placement.shape)
+    return row_dims(placement, stored)
 
 
 def row_dims(placement: Placement, stored: GlobalTensor) -> int:

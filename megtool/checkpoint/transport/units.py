@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megtool.checkpoint.plan import Entry, Plan
-from megtool.checkpoint.transport.side import Locator, row_dims
+from megtool.checkpoint.transport.side import Locator, cut_dims
 from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, grow, sieved
 from megtool.checkpoint.transport.tile import Index, cut
-from megtool.tensors.box import Ints
+from megtool.tensors.box import Ints, distinct
 from megtool.tensors.relation import lattice
 
 UNIT_BYTES = 64 << 20
@@ -156,7 +156,7 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
     item = plan.target_tensor(entry).dtype.itemsize
     for a, b in cut((0,) * n, entry.shape, item, UNIT_BYTES, depth=depth(plan, entry)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
-        files = np.unique(file[under])
+        files = distinct(file[under])
         volume = 1
         for x, y in zip(a, b, strict=True):
             volume *= y - x
@@ -171,8 +171,8 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
 
 def depth(plan: Plan, entry: Entry) -> int:
     """How many leading view dimensions of an entry may be cut: not those inside packed rows."""
-    if entry.source is not None and plan.source_tensor(entry).packing is not None:
-        return row_dims(entry.source, plan.source_tensor(entry))
+    if entry.source is not None:
+        return cut_dims(entry.source, plan.source_tensor(entry))
     return len(entry.shape)
 
 

@@ -15,12 +15,12 @@ from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import element
+from megtool.checkpoint.transport.packed import take_in
 from megtool.checkpoint.transport.plain import copies
 from megtool.checkpoint.transport.side import Locator, Side
 from megtool.checkpoint.transport.strided import Array, Buffers, Peak
 from megtool.checkpoint.transport.tile import (
     Index,
-    Intake,
     Traffic,
     cut,
     halved,
@@ -168,7 +168,7 @@ class Worker:
             side = _side(locator, entry.source, entry.source_tensor, plan.source_pieces, under)
             cell = max(target.dtype.itemsize, plan.source_dtype_bytes(entry))
             size = tile_bytes([side, sink], slab.lo, slab.hi, cell, self._usual, self._cap)
-            intake = Intake(
+            intake = take_in(
                 side,
                 run.files,
                 run.readers,

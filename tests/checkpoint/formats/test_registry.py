@@ -28,8 +28,8 @@ def test_names_are_unique_and_modules_complete():
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(UsageError, match="unknown format 'zarr'") as e:
-        named("zarr")
+    with pytest.raises(UsageError, match="unknown format 'npz'") as e:
+        named("npz")
     assert "torch_dist" in e.value.hint
 
 
@@ -83,3 +83,15 @@ def test_importing_the_registry_loads_no_format():
         "sys.exit(any(m.startswith('megtool.checkpoint.formats.') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path.cwd()).returncode == 0
+
+
+def test_opening_a_folder_loads_the_modules_it_may_need_alone(tmp_path):
+    safetensors.numpy.save_file({"t": np.ones(2, np.float32)}, tmp_path / "x.safetensors")
+    code = (
+        "import sys, pathlib; from megtool.checkpoint.formats import FORMATS, detect_format;"
+        "detect_format(pathlib.Path(sys.argv[1]));"
+        "print(*(f.names[0] for f in FORMATS if f.module in sys.modules))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["hf"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
@@ -11,28 +12,23 @@ from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.pickled import Inert, inert_global, references
 from megtool.checkpoint.containers.zipped import load_object
 from megtool.checkpoint.formats.header import read_exact
+from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.plan import Dropped
+from megtool.commands.megatron.groups import in_common, is_group_object, read_groups
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
+from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron_args import args_from_config
+from megtool.convert.parallel_args import layout_args, layout_fields
 from megtool.dtypes import DType
 from megtool.tensors.sharded import GlobalTensor
-
-_ARGS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "dp": "data_parallel_size",
-}
 
 
 def source_layout(catalogue: Catalogue) -> dict[str, int]:
     """The layout a Megatron checkpoint was saved at, as far as its args say."""
     args = catalogue.metadata.get("args")
-    args = args if isinstance(args, dict) else {}
-    found = {k: args.get(name) for k, name in _ARGS.items()}
-    return {k: v for k, v in found.items() if isinstance(v, int) and v > 0}
+    found = layout_fields(args) if isinstance(args, dict) else {}
+    return {k: v for k, v in found.items() if isinstance(v, int)}
 
 
 def divisible_by(catalogue: Catalogue) -> int:
@@ -50,6 +46,8 @@ def carried_objects(
     lost: list[Dropped] = []
     same = source_layout(catalogue)
     for name, held in catalogue.objects.items():
+        if is_group_object(name):  # written anew, see `groups`
+            continue
         reason = _object_reason(name, same, parallel)
         if reason is None and held.extent is not None:
             kept[name] = _bytes(catalogue, held.extent)
@@ -76,7 +74,7 @@ def is_empty_state(catalogue: Catalogue, name: str) -> bool:
 
 
 def extra_states(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[str, None]:
-    """The `_extra_state` objects Megatron asks for: one per layer and linear module, and None.
+    """The `_extra_state` objects Megatron asks for: one per layer, expert and module, and None.
 
     Megatron's default strictness refuses a checkpoint that lacks one it asks for, and ignores one
     it does not. So every site that some version asks for is named: the linear modules, attention
@@ -88,24 +86,37 @@ def extra_states(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict
             continue
         module = t.name.removesuffix(".weight")
         site = module.rsplit(".", 1)[-1]
-        layers = t.shape[0] if _STACKED.match(t.name) and t.shape else 1
+        lead = int(_STACKED.match(t.name) is not None) + int(_EXPERTS in t.name)
+        axes = t.shape[:lead] or (1,)
         sites = [module] if site in _SITES else []
-        if site == "linear_qkv":
-            sites.append(module.replace("linear_qkv", "core_attention"))
+        if site in ("linear_qkv", "linear_kv_up_proj"):
+            sites.append(module.replace(site, "core_attention"))
         for found in sites:
-            for layer in range(layers):
-                names[f"{found}._extra_state/shard_{layer}_{layers}"] = None
+            for at in product(*map(range, axes)):
+                index = f"{'.'.join(map(str, at))}_{'.'.join(map(str, axes))}"
+                names[f"{found}._extra_state/shard_{index}"] = None
     return {n: None for n in names if n not in have}
 
 
-_STACKED = re.compile(r"(?:module\.)*decoder\.layers\.(?!\d)")
+_STACKED = re.compile(r"(?:module\.)*(?:decoder|encoder)\.layers\.(?!\d)")
+_EXPERTS = ".experts.experts."
 _SITES = (
     "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "eh_proj",
     "linear_proj",
     "linear_fc1",
     "linear_fc2",
     "q_layernorm",
     "k_layernorm",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "enorm",
+    "hnorm",
     "final_layernorm",
 )
 
@@ -131,8 +142,13 @@ def common_state(
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
     dtype: DType | None,
+    optimizer: str | None = None,
 ) -> dict[str, Any]:
-    """Megatron's common state: the source's with its args at the new layout, or a new one."""
+    """Megatron's common state: the source's with its args at the new layout, or a new one.
+
+    `optimizer` is the sharding type of the state written, None where the source's small state
+    stays as it is.
+    """
     tree = source.catalogue.metadata.get("common")
     old = tree.get("args") if isinstance(tree, dict) else None
     known = dict(old.state) if isinstance(old, Inert) and isinstance(old.state, dict) else {}
@@ -151,15 +167,85 @@ def common_state(
             args["params_dtype"] = inert_global("torch", name)
             args |= {"bf16": name == "bfloat16", "fp16": name == "float16"}
     elif known:
-        sizes = {k: getattr(parallel, k) for k in _ARGS}
-        args |= {_ARGS[k]: v for k, v in sizes.items() if k != "vpp"}
-        args |= {_ARGS["vpp"]: parallel.vpp if parallel.vpp > 1 else None}
-        args["world_size"] = parallel.world_size
+        args |= layout_args(parallel)
     common = dict(tree) if isinstance(tree, dict) else {"checkpoint_version": 3.0}
     common.setdefault("iteration", 0)
     if args:
         common["args"] = namespace(args)
+    _set_optimizer(common, source, tensors, parallel, optimizer)
     return common
+
+
+def _set_optimizer(
+    common: dict[str, Any],
+    source: Opened,
+    tensors: Sequence[GlobalTensor],
+    parallel: ParallelConfig,
+    optimizer: str | None,
+) -> None:
+    """The optimizer's part of the common state, as its sharding type has it."""
+    if not any(is_optimizer_state(t.name) for t in tensors):
+        common.pop("optimizer", None)
+        content = common.get("content_metadata")
+        if isinstance(content, dict):
+            common["content_metadata"] = {
+                k: v for k, v in content.items() if k != "distrib_optim_sharding_type"
+            }
+        return
+    if optimizer is None:
+        return
+    groups = read_groups(source.catalogue)
+    has_experts = any(".experts." in t.name for t in tensors)
+    length = 2 if parallel.ep > 1 and has_experts else 1
+    inner = groups.for_chain(length) if groups else [{} for _ in range(length)]
+    common["optimizer"] = in_common(inner, optimizer)
+    content = common.get("content_metadata")
+    common["content_metadata"] = {
+        "singleton_local_shards": False,
+        **(content if isinstance(content, dict) else {}),
+        "distrib_optim_sharding_type": optimizer,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def saved_iteration(catalogue: Catalogue) -> int | None:
+    """The iteration a checkpoint was saved at; None for a release."""
+    iteration = catalogue.metadata.get("iteration")
+    if not isinstance(iteration, int) or catalogue.root.name == folder_name(None):
+        return None
+    return iteration
+
+
+def rank_state(
+    catalogue: Catalogue, parallel: ParallelConfig, rank: tuple[int, int, int]
+) -> dict[str, Any]:
+    """What one rank of a legacy checkpoint keeps for itself: random state, where the layout stays.
+
+    `rank` is the (tensor, pipeline, expert) rank.
+    """
+    trees = catalogue.metadata.get("rank_trees")
+    if not isinstance(trees, dict) or _is_other_layout(source_layout(catalogue), parallel):
+        return {}
+    for folder, (tp, pp, ep) in catalogue.metadata["ranks"].items():
+        if (tp, pp or 0, ep or 0) == rank:
+            tree = trees[folder]
+            return {k: tree[k] for k in _OWN if isinstance(tree, dict) and k in tree}
+    return {}
+
+
+_OWN = (
+    "rng_state",
+    "random_rng_state",
+    "np_rng_state",
+    "torch_rng_state",
+    "cuda_rng_state",
+    "rng_tracker_states",
+    "rerun_state_machine",
+)
+
+
+def _is_other_layout(have: Mapping[str, int], want: ParallelConfig) -> bool:
+    return any(have.get(k, 1) != getattr(want, k) for k in ("tp", "pp", "ep"))
 
 
 _DERIVED = ("args", "checkpoint_version", "content_metadata")

@@ -1,0 +1,65 @@
+"""GPT-NeoX and Pythia: attention rows fused head by head, attention and MLP in parallel."""
+
+from megtool.convert import Derived, Dropped, Family, Grouped, Key, OneOf, Rope, Row
+
+FAMILY = Family(
+    name="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    model_types=("gpt_neox",),
+    traits={"norm": "layernorm", "gated": False, "mlp_bias": True},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Derived("num_kv_heads", "num_heads"),
+        Derived("head_dim", "hidden_size // num_heads"),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 2048),
+        Key("layer_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", True),
+        Key("attention_bias", "attn_out_bias", True),
+        Key("use_parallel_residual", "parallel_residual", True),
+        OneOf("hidden_act", "activation", ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")),
+        Rope(10000.0, key="rotary_emb_base", percent_key="rotary_pct", percent=0.25),
+    ),
+    hf=(
+        Row("gpt_neox.embed_in.weight", "embed.weight"),
+        Row("gpt_neox.layers.{l}.input_layernorm.weight", "layers.{l}.attn_norm.weight"),
+        Row("gpt_neox.layers.{l}.input_layernorm.bias", "layers.{l}.attn_norm.bias"),
+        Row(
+            "gpt_neox.layers.{l}.attention.query_key_value.weight",
+            Grouped(
+                "layers.{l}.attn.q.weight",
+                "layers.{l}.attn.k.weight",
+                "layers.{l}.attn.v.weight",
+                by="num_heads",
+            ),
+        ),
+        Row(
+            "gpt_neox.layers.{l}.attention.query_key_value.bias",
+            Grouped(
+                "layers.{l}.attn.q.bias",
+                "layers.{l}.attn.k.bias",
+                "layers.{l}.attn.v.bias",
+                by="num_heads",
+            ),
+        ),
+        Row("gpt_neox.layers.{l}.attention.dense.weight", "layers.{l}.attn.o.weight"),
+        Row("gpt_neox.layers.{l}.attention.dense.bias", "layers.{l}.attn.o.bias"),
+        Row("gpt_neox.layers.{l}.post_attention_layernorm.weight", "layers.{l}.mlp_norm.weight"),
+        Row("gpt_neox.layers.{l}.post_attention_layernorm.bias", "layers.{l}.mlp_norm.bias"),
+        Row("gpt_neox.layers.{l}.mlp.dense_h_to_4h.weight", "layers.{l}.mlp.up.weight"),
+        Row("gpt_neox.layers.{l}.mlp.dense_h_to_4h.bias", "layers.{l}.mlp.up.bias"),
+        Row("gpt_neox.layers.{l}.mlp.dense_4h_to_h.weight", "layers.{l}.mlp.down.weight"),
+        Row("gpt_neox.layers.{l}.mlp.dense_4h_to_h.bias", "layers.{l}.mlp.down.bias"),
+        Row("gpt_neox.final_layer_norm.weight", "norm.weight"),
+        Row("gpt_neox.final_layer_norm.bias", "norm.bias"),
+        Row("embed_out.weight", "head.weight", when="not tied_embeddings"),
+        Dropped("embed_out.weight", "a copy of the tied embedding", when="tied_embeddings"),
+        Dropped("*.rotary_emb.inv_freq", "computed from the configuration"),
+        Dropped("*.attention.bias", "the causal mask"),
+        Dropped("*.attention.masked_bias", "the causal mask's value"),
+    ),
+)

@@ -1,0 +1,72 @@
+"""Llama 4, its text model alone: experts beside a shared one, fused and transposed."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_MODEL,
+    HF_NORMS,
+    Cat,
+    Default,
+    Family,
+    Key,
+    MoeLayers,
+    Only,
+    Rope,
+    Row,
+    Stacked,
+    Transposed,
+)
+
+_STORED, _MLP = "model.layers.{l}.feed_forward.", "layers.{l}.mlp."
+_EXPERT = "layers.{l}.mlp.experts.{e}."
+
+FAMILY = Family(
+    name="llama4",
+    architectures=("Llama4ForCausalLM",),
+    model_types=("llama4_text",),
+    traits={
+        "norm": "rmsnorm",
+        "gated": True,
+        "activation": "silu",
+        "rope_interleaved": True,
+        "router_score": "sigmoid",
+    },
+    # The intermediate size is that of experts, the routed and the shared one.
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "moe_ffn_hidden_size"),
+        Key("intermediate_size", "shared_ffn_hidden_size"),
+        Key("intermediate_size_mlp", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 131072),
+        Key("rms_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        Key("num_local_experts", "num_experts"),
+        Key("num_experts_per_tok", "num_experts_per_token", 1),
+        MoeLayers(step="interleave_moe_layer_step", moe="moe_layers"),
+        Only("hidden_act", "silu"),
+        Rope(500000.0),
+    ),
+    hf=(
+        *HF_MODEL,
+        *HF_NORMS,
+        *HF_ATTENTION,
+        Row(_STORED + "gate_proj.weight", _MLP + "gate.weight"),
+        Row(_STORED + "up_proj.weight", _MLP + "up.weight"),
+        Row(_STORED + "down_proj.weight", _MLP + "down.weight"),
+        Row(_STORED + "router.weight", _MLP + "router.weight"),
+        Row(
+            _STORED + "experts.gate_up_proj",
+            Stacked(Transposed(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight")), "e"),
+        ),
+        Row(_STORED + "experts.down_proj", Stacked(Transposed(_EXPERT + "down.weight"), "e")),
+        Row(_STORED + "shared_expert.gate_proj.weight", _MLP + "shared.gate.weight"),
+        Row(_STORED + "shared_expert.up_proj.weight", _MLP + "shared.up.weight"),
+        Row(_STORED + "shared_expert.down_proj.weight", _MLP + "shared.down.weight"),
+    ),
+)

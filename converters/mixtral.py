@@ -1,0 +1,79 @@
+"""Mixtral: Mistral's layers with a mixture of experts in each."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_MODEL,
+    HF_NORMS,
+    Assumed,
+    Cat,
+    Default,
+    Family,
+    Key,
+    Only,
+    Rope,
+    Row,
+    Stacked,
+    Window,
+)
+
+FAMILY = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    model_types=("mixtral",),
+    traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "moe_ffn_hidden_size"),
+        Assumed("ffn_hidden_size", "moe_ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 2048),
+        Key("rms_norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("num_local_experts", "num_experts", 8),
+        Key("num_experts_per_tok", "num_experts_per_token", 2),
+        Only("hidden_act", "silu"),
+        Rope(1000000.0),
+        Window(),
+    ),
+    # Experts one by one, or fused as transformers 5 holds them in memory.
+    hf=(
+        *HF_MODEL,
+        *HF_NORMS,
+        *HF_ATTENTION,
+        Row(
+            "model.layers.{l}.block_sparse_moe.gate.weight",
+            "layers.{l}.mlp.router.weight",
+            also=("model.layers.{l}.mlp.gate.weight",),
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w1.weight",
+            "layers.{l}.mlp.experts.{e}.gate.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight",
+            "layers.{l}.mlp.experts.{e}.down.weight",
+        ),
+        Row(
+            "model.layers.{l}.block_sparse_moe.experts.{e}.w3.weight",
+            "layers.{l}.mlp.experts.{e}.up.weight",
+        ),
+        Row(
+            "model.layers.{l}.mlp.experts.gate_up_proj",
+            Stacked(
+                Cat(
+                    "layers.{l}.mlp.experts.{e}.gate.weight",
+                    "layers.{l}.mlp.experts.{e}.up.weight",
+                ),
+                "e",
+            ),
+        ),
+        Row(
+            "model.layers.{l}.mlp.experts.down_proj",
+            Stacked("layers.{l}.mlp.experts.{e}.down.weight", "e"),
+        ),
+    ),
+)

@@ -1,0 +1,38 @@
+"""Nemotron-3 and -4, Minitron: layer norms stored as w of (1 + w), a squared-ReLU MLP."""
+
+from megtool.convert import (
+    HF_ATTENTION,
+    HF_GATED_MLP,
+    HF_MODEL,
+    HF_NORMS,
+    Default,
+    Family,
+    Key,
+    OneOf,
+    Rope,
+)
+
+FAMILY = Family(
+    name="nemotron",
+    architectures=("NemotronForCausalLM",),
+    model_types=("nemotron",),
+    traits={"norm": "layernorm", "zero_centered_norm": True, "gated": False},
+    config=(
+        Key("num_hidden_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("intermediate_size", "ffn_hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_key_value_heads", "num_kv_heads", Default("num_heads")),
+        Key("head_dim", "head_dim", Default("hidden_size // num_heads")),
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions", 4096),
+        Key("norm_eps", "norm_eps", 1e-5),
+        Key("tie_word_embeddings", "tied_embeddings", False),
+        Key("attention_bias", "qkv_bias", False),
+        Key("attention_bias", "attn_out_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        OneOf("hidden_act", "activation", ("relu2",)),
+        Rope(10000.0, percent_key="partial_rotary_factor", percent=0.5),
+    ),
+    hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
+)

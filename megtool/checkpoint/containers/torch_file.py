@@ -1,0 +1,280 @@
+"""One file of torch.save: opened for the places of its tensors, or laid out ahead of their data.
+
+A `.pt` file is a zip container: a pickle that describes a tree, and one member for each storage
+that tensors of the tree are views of.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers.pickle_writer import encode
+from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.zip_writer import (
+    LARGE_ALIGNMENT,
+    LARGE_BYTES,
+    SMALL_ALIGNMENT,
+    central_entry,
+    directory,
+    local_header,
+    padding_at,
+)
+from megtool.checkpoint.containers.zipped import Archive
+from megtool.checkpoint.containers.zipped_tensor import TensorView, locate_view
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError, UsageError
+from megtool.tensors.box import strides as row_major
+from megtool.tensors.sharded import GlobalTensor
+
+_ZIP = b"PK\3\4"
+_TAR_AT = 257
+_OLD_HINT = "load it with torch and save it again: torch.save(torch.load(path), path)"
+_DAMAGED_HINT = "the file is truncated or damaged: copy it again"
+
+
+class Budget:
+    """How many bytes of small storages may still be read; shared by threads."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._limit = self._left = num_bytes
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, *, file: str | Path) -> None:
+        """Claim bytes.
+
+        Raises:
+            FormatError: there are not so many left.
+        """
+        with self._lock:
+            self._left -= num_bytes
+            if self._left < 0:
+                raise FormatError(
+                    f"what lies beside the tensors takes more than {self._limit:,} bytes",
+                    file=file,
+                    hint="remove from it what is neither model, optimizer nor random state",
+                )
+
+
+class TorchFile:
+    """A `.pt` file open for reading: `tree` is inert, `named` holds the globals that it names."""
+
+    def __init__(self, fd: int, size: int, *, file: Path) -> None:
+        self.file = file
+        self._archive = Archive(fd, 0, size, file=file)
+        self.named: set[str] = set()
+        self.tree = pickled.decode(self._archive.pickle_bytes(), file=file, named=self.named)
+        self._first: dict[str, tuple[int, int]] = {}
+        self._small: dict[str, bytes] = {}
+
+    def place(self, view: TensorView, *, tensor: str) -> int:
+        """Absolute offset of a view's first element; each storage is looked for once.
+
+        Raises:
+            FormatError: the view leaves its storage, or the container has no such storage.
+        """
+        first, size = self._first.get(view.storage, (-1, -1))
+        if size < view.span_bytes or size != view.storage_bytes:
+            # Also the way to the words of the error.
+            at = locate_view(self._archive, view, tensor=tensor)
+            first = at - view.start * view.dtype.itemsize
+            self._first[view.storage] = first, view.storage_bytes
+        return first + view.start * view.dtype.itemsize
+
+    def attach(self, tree: Any, budget: Budget) -> None:
+        """Read the bytes of every storage that a part of the tree refers to.
+
+        Raises:
+            FormatError: a storage is missing, or the budget does not allow it.
+        """
+        for node in pickled.references(tree):
+            if not (isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage"):
+                raise FormatError(f"{node!r} refers to no storage", file=self.file)
+            key = str(node.id[2])
+            if key not in self._small:
+                _, size = self._archive.locate(f"data/{key}")
+                budget.take(size, file=self.file)
+                self._small[key] = self._archive.read(f"data/{key}")
+            node.data = self._small[key]
+
+
+@contextmanager
+def open_torch_file(path: Path, size: int) -> Iterator[TorchFile]:
+    """Open a `.pt` file: its end, its directory and its pickle are read.
+
+    A `FormatError` inside the `with` that gives no hint gets one about damage.
+
+    Raises:
+        FormatError: it is truncated, no file of torch.save, of the kind torch wrote before 1.6, or
+            its pickle is damaged or hostile.
+        StorageError: the operating system refuses.
+    """
+    files = Files()
+    fd = files.open_read(path)
+    try:
+        start = bytearray(min(size, 512))
+        files.pread_into(fd, memoryview(start), 0)
+        if not start.startswith(_ZIP):
+            raise _no_zip(bytes(start), path)
+        try:
+            yield TorchFile(fd, size, file=path)
+        except FormatError as e:
+            if e.hint:
+                raise
+            raise FormatError(e.message, file=e.file, tensor=e.tensor, hint=_DAMAGED_HINT) from e
+    finally:
+        files.close(fd)
+
+
+def _no_zip(start: bytes, path: Path) -> FormatError:
+    if not start:
+        return FormatError("an empty file", file=path, hint=_DAMAGED_HINT)
+    if start[:1] == b"\x80" or start[_TAR_AT : _TAR_AT + 5] == b"ustar":
+        return FormatError("written as torch did before version 1.6", file=path, hint=_OLD_HINT)
+    return FormatError(
+        f"begins with {start[:4]!r}, which torch.save never wrote", file=path, hint=_DAMAGED_HINT
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFileLayout:
+    """A `.pt` file ahead of its data: `tensors[i]` belongs at byte `offsets[i]`.
+
+    `fragments` are `(offset, bytes)` around the data. What neither covers is zeros.
+    """
+
+    size: int
+    fragments: list[tuple[int, bytes]]
+    tensors: list[GlobalTensor]
+    offsets: list[int]
+
+
+def lay_out_torch_file(tree: Any) -> TorchFileLayout:
+    """Lay out the file torch.save would write for a tree whose tensors are `GlobalTensor` leaves.
+
+    Each becomes a row-major tensor in a storage of its own; one that occurs twice is written once,
+    and torch.load gives two tensors over the same storage. References in inert parts of the tree
+    need their bytes attached (`TorchFile.attach`); what shared a storage goes on sharing it.
+
+    Raises:
+        UsageError: two tensors have one name, elements are packed, or a reference has no bytes.
+        TypeError: a value in the tree cannot be pickled.
+    """
+    storages = _Storages()
+    growing = _Growing()
+    growing.add_bytes("data.pkl", encode(tree, stand_for=storages.stand_for))
+    growing.add_bytes("byteorder", b"little")
+    tensors: list[GlobalTensor] = []
+    offsets: list[int] = []
+    for key, member in enumerate(storages.members):
+        if isinstance(member, bytes):
+            growing.add_bytes(f"data/{key}", member, SMALL_ALIGNMENT)
+        else:
+            tensors.append(member)
+            offsets.append(growing.add_data(f"data/{key}", member.num_bytes))
+    growing.add_bytes("version", b"3\n")
+    size = growing.finish()
+    return TorchFileLayout(size=size, fragments=growing.fragments, tensors=tensors, offsets=offsets)
+
+
+class _Growing:
+    """A container as it grows: where it ends, and the bytes around its data.
+
+    What lies between the data of two tensors is one fragment, so that each is one write.
+    """
+
+    def __init__(self) -> None:
+        self.fragments: list[tuple[int, bytes]] = []
+        self._entries: list[bytes] = []
+        self._end = self._since = 0
+        self._pending = bytearray()
+
+    def add_bytes(self, name: str, data: bytes, alignment: int = 1) -> None:
+        """Append a member whose bytes are known."""
+        self._add(name, zlib.crc32(data), len(data), alignment)
+        self._pending += bytes(self._end - self._since - len(self._pending)) + data
+        self._end += len(data)
+
+    def add_data(self, name: str, num_bytes: int) -> int:
+        """Append a member whose bytes come later: the offset where they belong."""
+        large = num_bytes >= LARGE_BYTES
+        self._add(name, 0, num_bytes, LARGE_ALIGNMENT if large else SMALL_ALIGNMENT)
+        at = self._end
+        if num_bytes:
+            self.fragments.append((self._since, bytes(self._pending)))
+            self._pending.clear()
+            self._since = self._end = at + num_bytes
+        return at
+
+    def _add(self, name: str, crc: int, size: int, alignment: int) -> None:
+        bare = len(local_header(name, crc, size, 0))
+        padding = padding_at(self._end + bare, alignment)
+        self._pending += bytes(self._end - self._since - len(self._pending))
+        self._pending += local_header(name, crc, size, padding)
+        self._entries.append(central_entry(name, crc, size, self._end))
+        self._end += bare + padding
+
+    def finish(self) -> int:
+        """Append the directory: the size of the whole."""
+        end = directory(self._entries, self._end)
+        gap = bytes(self._end - self._since - len(self._pending))
+        self.fragments.append((self._since, bytes(self._pending) + gap + end))
+        return self._end + len(end)
+
+
+class _Storages:
+    """The storages of a file, numbered as they appear, and what refers to them in its pickle."""
+
+    def __init__(self) -> None:
+        self.members: list[GlobalTensor | bytes] = []
+        self._number: dict[Any, int] = {}
+        self._ready: dict[int, Persistent] = {}
+
+    def stand_for(self, node: Any) -> Any:
+        """The id of a reference under its new number, or the node that rebuilds a tensor."""
+        if isinstance(node, GlobalTensor):
+            return self._rebuilt(node)
+        if not isinstance(node, Persistent):
+            raise TypeError(f"cannot pickle a {type(node).__name__}: {node!r:.60}")
+        if id(node) in self._ready:
+            return node.id
+        if node.data is None:
+            raise UsageError(f"{node!r} has no bytes attached")
+        # Trees of several files may meet here, and each numbers its storages from 0.
+        number = self._add((node.id[2], id(node.data)), node.data)
+        return (*node.id[:2], str(number), *node.id[3:])
+
+    def _add(self, key: Any, member: GlobalTensor | bytes) -> int:
+        number = self._number.setdefault(key, len(self.members))
+        if number == len(self.members):
+            self.members.append(member)
+        return number
+
+    def _rebuilt(self, tensor: GlobalTensor) -> Inert:
+        if tensor.packing:
+            raise UsageError(
+                f"elements packed as {tensor.packing!r} cannot be stored so", tensor=tensor.name
+            )
+        number = self._add(tensor.name, tensor)
+        if self.members[number] != tensor:
+            raise UsageError("two tensors have this name", tensor=tensor.name)
+        kind = tensor.dtype
+        if kind.storage:
+            what, storage, count = "_rebuild_tensor_v2", ("torch", kind.storage), tensor.numel
+        else:
+            what, storage = "_rebuild_tensor_v3", ("torch.storage", "UntypedStorage")
+            count = tensor.num_bytes
+        reference = Persistent(("storage", inert_global(*storage), str(number), "cpu", count))
+        self._ready[id(reference)] = reference
+        steps = row_major([max(n, 1) for n in tensor.shape])
+        hooks = inert_global("collections", "OrderedDict")()
+        more = () if kind.storage else (inert_global("torch", kind.name),)
+        return inert_global("torch._utils", what)(
+            reference, 0, tensor.shape, steps, False, hooks, *more
+        )

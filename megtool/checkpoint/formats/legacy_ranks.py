@@ -1,0 +1,249 @@
+"""The folders of Megatron's ranks: whose they are, whether all are there, and whether they agree.
+
+`mp_rank_TT`, `mp_rank_TT_PPP`, `mp_rank_TT_EEE` or `mp_rank_TT_PPP_EEE`: the second part is the
+pipeline's rank where there is a pipeline, else the experts'. Which one it is, the args say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megtool.errors import FormatError
+
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_COPY_HINT = "copy the whole folder, from every node that wrote to it"
+_ARGS_HINT = "load it with the Megatron that wrote it and save it again, with its args"
+
+_MOST_RANKS = 1 << 20
+
+RankId = tuple[int, int | None, int | None]
+"""Ranks of tensors, pipeline and experts; None where the folder's name has none."""
+
+AGREED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+    "normalization",
+    "bf16",
+    "fp16",
+    "use_distributed_optimizer",
+)
+"""Args in which the ranks of one checkpoint cannot differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How many ranks there are: of tensors, pipeline, experts, and tensors inside experts."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def ranks(self) -> dict[RankId, bool]:
+        """Every rank that writes a folder; true where it is also the first of its data ranks.
+
+        A rank writes if it is the first that holds its part of the dense layers, or of the experts
+        (checkpointing.py). Ranks count tensors first, and inside experts tensors, then experts.
+        """
+        out: dict[RankId, bool] = {}
+        for p in range(self.pp):
+            for i in range(max(self.tp, self.etp * self.ep)):
+                expert = i // self.etp % self.ep
+                rank = (
+                    i % self.tp,
+                    p if self.pp > 1 else None,
+                    expert if self.ep > 1 else None,
+                )
+                out[rank] = out.get(rank, False) or i < self.tp
+        return out
+
+
+def rank_folder(rank: RankId) -> str:
+    """The folder of a rank."""
+    return f"mp_rank_{rank[0]:02d}" + "".join(f"_{n:03d}" for n in rank[1:] if n is not None)
+
+
+def parts_of(folder: str) -> tuple[int, ...] | None:
+    """The numbers in the name of a rank's folder; None where the name is none."""
+    match = _FOLDER.fullmatch(folder)
+    return tuple(int(g) for g in match.groups() if g is not None) if match else None
+
+
+def sizes_of(args: Mapping[str, Any], *, file: Path) -> Sizes | None:
+    """The sizes that args give; None where they give none, as in the oldest checkpoints.
+
+    Raises:
+        FormatError: one is no size.
+    """
+
+    def size(default: int, *names: str) -> int:
+        for name in names:
+            value = args.get(name)
+            if value is not None:
+                if type(value) is not int or not 0 < value < 1 << 20:
+                    raise FormatError(f"args say {name} {value!r:.60}", file=file, hint=_ARGS_HINT)
+                return value
+        return default
+
+    tp = size(0, "tensor_model_parallel_size", "model_parallel_size")
+    if not tp:
+        return None
+    out = Sizes(
+        tp=tp,
+        pp=size(1, "pipeline_model_parallel_size"),
+        ep=size(1, "expert_model_parallel_size"),
+        etp=size(tp, "expert_tensor_parallel_size"),
+    )
+    if out.pp * max(out.tp, out.etp * out.ep) > _MOST_RANKS:
+        raise FormatError(f"args say that there are {out}", file=file, hint=_ARGS_HINT)
+    return out
+
+
+def ranks_of(
+    folders: Mapping[str, tuple[int, ...]],
+    sizes: Sizes | None,
+    names: Mapping[str, Iterable[str]],
+    *,
+    root: Path,
+) -> dict[str, RankId]:
+    """Whose each folder is, proved to be all that the checkpoint needs.
+
+    `names` are the names of each folder's tensors, the same for one layer on every rank: without
+    args they tell a pipeline, whose stages hold different layers, from experts.
+
+    Raises:
+        FormatError: ranks are missing, are too many, or cannot be told apart.
+    """
+    counts = {len(parts) for parts in folders.values()}
+    if len(counts) > 1:
+        odd = next(f for f, parts in folders.items() if len(parts) != max(counts))
+        raise FormatError(
+            f"{odd} is named like a rank of another layout than {max(folders, key=len)}",
+            file=root,
+            hint="folders of two checkpoints are mixed: keep those of one",
+        )
+    count = counts.pop()
+    if sizes is None:
+        return _ranks_without_args(folders, names, count, root)
+    expected = {rank_folder(rank): rank for rank in sizes.ranks()}
+    # Ranks of a pipeline or of experts of one were numbered too by some versions.
+    one = {f"{f}_000": r for f, r in expected.items()} if sizes.pp == sizes.ep == 1 else {}
+    if count == 2 and one:
+        expected = one
+    missing = [f for f in expected if f not in folders]
+    if missing:
+        raise _missing(missing, len(missing), len(expected), root)
+    extra = [f for f in folders if f not in expected]
+    if extra:
+        raise FormatError(
+            f"{extra[0]} is no rank of tp={sizes.tp} pp={sizes.pp} ep={sizes.ep}, as args say",
+            file=root,
+            hint="folders of two checkpoints are mixed: keep those of one",
+        )
+    return {f: expected[f] for f in folders}
+
+
+def _ranks_without_args(
+    folders: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, Iterable[str]],
+    count: int,
+    root: Path,
+) -> dict[str, RankId]:
+    experts = False
+    if count == 2:
+        numbers = sorted({parts[1] for parts in folders.values()})
+        first, last = (
+            next(f for f, parts in folders.items() if parts[1] == n)
+            for n in (numbers[0], numbers[-1])
+        )
+        if first == last:
+            raise FormatError(
+                f"nothing says whether {first} is a rank of a pipeline or of experts, because "
+                "there are no args",
+                file=root / first,
+                hint=_ARGS_HINT,
+            )
+        experts = set(names[first]) == set(names[last])
+    out: dict[str, RankId] = {}
+    for folder, parts in folders.items():
+        second = parts[1] if count > 1 else None
+        third = parts[2] if count > 2 else None
+        out[folder] = (parts[0], None, second) if experts else (parts[0], second, third)
+    dense = {(r[0], r[1]) for r in out.values()}
+    tp, pp = max(t for t, _ in dense) + 1, max(p or 0 for _, p in dense) + 1
+    if len(dense) < tp * pp:
+        stages = range(pp) if count > 1 and not experts else (None,)
+        wanted = ((t, p, None) for t in range(tp) for p in stages if (t, p) not in dense)
+        missing = [rank_folder(rank) for rank in islice(wanted, _SHOWN)]
+        raise _missing(missing, tp * pp - len(dense), tp * pp, root)
+    return out
+
+
+_SHOWN = 8
+
+
+def _missing(folders: list[str], count: int, of: int, root: Path) -> FormatError:
+    some = ", ".join(folders[:_SHOWN]) + (", ..." if count > _SHOWN else "")
+    return FormatError(f"{count} of {of} ranks are missing: {some}", file=root, hint=_COPY_HINT)
+
+
+def check_agreement(args: Mapping[str, Mapping[str, Any]], *, root: Path) -> None:
+    """Compare the args of every folder with those of the first.
+
+    Raises:
+        FormatError: they differ where ranks of one checkpoint cannot.
+    """
+    first = next(iter(args), "")
+    for folder, found in args.items():
+        for key in AGREED:
+            here, there = found.get(key), args[first].get(key)
+            if isinstance(here, _COMPARED) and isinstance(there, _COMPARED) and here != there:
+                raise FormatError(
+                    f"args say {key} {here!r:.60} here and {there!r:.60} in {first}",
+                    file=root / folder,
+                    hint="folders of two checkpoints are mixed: keep those of one",
+                )
+
+
+_COMPARED = (int, float, str, type(None))
+
+
+def check_iterations(found: Mapping[str, int | None], *, root: Path) -> int | None:
+    """The iteration of all ranks; None where none says.
+
+    Raises:
+        FormatError: they are of different iterations.
+    """
+    first = next(iter(found), "")
+    for folder, iteration in found.items():
+        if iteration != found[first]:
+            raise FormatError(
+                f"is of iteration {iteration}, and {first} of iteration {found[first]}",
+                file=root / folder,
+                hint="a save was interrupted, or two are mixed: take another iteration",
+            )
+    return found.get(first)

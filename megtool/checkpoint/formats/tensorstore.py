@@ -1,0 +1,124 @@
+"""OCDBT databases of zarr arrays, as tensorstore and Orbax write them; read through tensorstore.
+
+A database keeps the keys of many arrays and the bytes of their chunks in a few large files:
+`manifest.ocdbt` and `d/…`, with Orbax also below `ocdbt.process_N/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, StoredFile
+from megtool.checkpoint.formats.header import check_inside, parse_json
+from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
+from megtool.checkpoint.formats.zarr_decoding import (
+    FAULTS,
+    Decoder,
+    open_tensorstore,
+    tensorstore_package,
+)
+from megtool.checkpoint.formats.zarr_metadata import V2_NAME, V3_NAME, read_v2, read_v3
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError
+from megtool.tensors.sharded import GlobalTensor
+
+MANIFEST = "manifest.ocdbt"
+_MAX_JSON_BYTES = 64 << 20
+
+
+def is_database(folder: Path) -> bool:
+    """Whether a folder is an OCDBT database."""
+    return (folder / MANIFEST).is_file()
+
+
+def open_database(folder: Path) -> Catalogue:
+    """The catalogue of all zarr arrays in a database, v2 and v3; every chunk is a cell.
+
+    Raises:
+        FormatError: the database is damaged, or holds no array.
+        MissingPackageError: tensorstore is not installed.
+    """
+    files = _files(folder)
+    manifest = next(i for i, f in enumerate(files) if f.path == MANIFEST)
+    arrays = [
+        Array(
+            name=key or folder.name,
+            folder=key,
+            metadata=read(parse_json(data, folder / MANIFEST), file=folder / MANIFEST / key),
+            metadata_file=manifest,
+            files={},
+            in_database=True,
+        )
+        for key, read, data in _stored_metadata(folder)
+    ]
+    if not arrays:
+        raise FormatError("the database holds no zarr array", file=folder)
+    chunks = Chunks(folder, files, arrays, _DatabaseDecoder(folder))
+    catalogue = Catalogue(
+        format="tensorstore",
+        root=folder,
+        files=files,
+        tensors=[
+            GlobalTensor(name=a.name, shape=a.metadata.shape, dtype=a.metadata.dtype)
+            for a in arrays
+        ],
+        shards=chunks.shards,
+        extents=chunks.extents,
+        locate_contained=chunks.locate,
+        cells=chunks.cells,
+    )
+    catalogue.check()
+    return catalogue
+
+
+def _files(folder: Path) -> list[StoredFile]:
+    """All files of the database; which of them hold what is for the library to know."""
+    found = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
+    kept = [p for p in sorted(found) if p == MANIFEST or "/" in p]
+    for path in kept:
+        check_inside(folder, path)
+    return [StoredFile.stat(folder, path) for path in kept]
+
+
+def _stored_metadata(folder: Path) -> list[tuple[str, Callable[..., Any], bytes]]:
+    """The keys of all arrays, what reads their metadata, and that metadata."""
+    ts = tensorstore_package()
+    out: list[tuple[str, Callable[..., Any], bytes]] = []
+    try:
+        store = ts.KvStore.open(_database(folder)).result()
+        for name in sorted(key.decode() for key in store.list().result()):
+            key, _, last = name.rpartition("/")
+            if last not in (V2_NAME, V3_NAME):
+                continue
+            data = bytes(store.read(name).result().value)
+            if len(data) > _MAX_JSON_BYTES:
+                raise ValueError(f"metadata of {len(data):,} bytes")
+            if last == V3_NAME and b'"group"' in data:
+                held = parse_json(data, folder / MANIFEST)
+                if isinstance(held, dict) and held.get("node_type") == "group":
+                    continue
+            out.append((key, read_v2 if last == V2_NAME else read_v3, data))
+    except FAULTS as e:
+        raise FormatError(
+            f"the database cannot be read: {str(e)[:200]}",
+            file=folder / MANIFEST,
+            hint="copy the whole folder: the manifest names files beside it",
+        ) from e
+    return out
+
+
+def _database(folder: Path, key: str = "") -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{folder}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{key}/" if key else ""}
+
+
+class _DatabaseDecoder(Decoder):
+    """Reads boxes of the arrays of a database."""
+
+    def _open(self, array: Array) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+        driver = "zarr" if array.metadata.version == 2 else "zarr3"
+        return open_tensorstore({"driver": driver, "kvstore": _database(self._root, array.folder)})

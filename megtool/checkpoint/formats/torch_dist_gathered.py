@@ -1,0 +1,161 @@
+"""Optimizer state gathered into one object (`dp_zero_gather_scatter`), as tensors of a catalogue.
+
+Each data-parallel group saved the dict of the legacy `distrib_optim.pt` as one object: flat fp32
+buffers inside a container of torch.save. They get the names that `dp_reshardable` gives its
+buckets, over the bytes where they lie. Source: megatron-core 0.14 and 0.16.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredObject
+from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers.zipped import Archive
+from megtool.checkpoint.containers.zipped_tensor import locate_view, tensor_view
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError
+from megtool.tensors.box import Boxes
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+COALESCED = "coalesced_buckets"
+"""In `Catalogue.metadata`: true where `bucket_idx_0` holds all buckets of a buffer in turn."""
+
+_OBJECT = re.compile(
+    r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.param_state/shard_0_1"
+)
+_HINT = "--optimizer none leaves the optimizer out"
+
+
+def with_gathered(catalogue: Catalogue) -> Catalogue:
+    """The catalogue with such objects as 1-d tensors; the same one where there are none.
+
+    `metadata[COALESCED]` tells of buckets that lie one after the other.
+
+    Raises:
+        FormatError: an object holds something else, or is damaged.
+    """
+    objects = [o for o in catalogue.objects.values() if _OBJECT.fullmatch(o.name)]
+    if not objects:
+        return catalogue
+    found: list[tuple[GlobalTensor, int, int]] = []
+    coalesced = False
+    files = Files()
+    for held in objects:
+        number = held.extent[0] if held.extent else 0
+        fd = files.open_read(catalogue.path(number))
+        try:
+            in_turn, tensors = _read(fd, held, catalogue.path(number))
+        finally:
+            files.close(fd)
+        found += [(t, number, at) for t, at in tensors]
+        coalesced = coalesced or in_turn
+    out = _added(catalogue, found)
+    out.objects = {n: o for n, o in catalogue.objects.items() if not _OBJECT.fullmatch(n)}
+    out.metadata = {**catalogue.metadata, COALESCED: coalesced}
+    return out
+
+
+def _read(fd: int, held: StoredObject, path: Path) -> tuple[bool, list[tuple[GlobalTensor, int]]]:
+    """Whether buckets are coalesced, and every buffer's tensor with its absolute offset."""
+    _, offset, length = held.extent or (0, 0, 0)
+    archive = Archive(fd, offset, length, file=path)
+    tree = pickled.decode(archive.pickle_bytes(), file=path)
+    tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+    match = _OBJECT.fullmatch(held.name)
+    prefix = match[1] if match else held.name
+    if tree is None:
+        return False, []
+    if not isinstance(tree, dict):
+        raise _strange(tree, held.name, path)
+    out = []
+    for name, node in _buffers(tree, held.name, path):
+        view = tensor_view(node, file=path)
+        if view is None or len(view.shape) != 1 or not view.row_major:
+            raise _strange(node, f"{prefix}.{name}", path)
+        tensor = GlobalTensor(name=f"{prefix}.{name}", shape=view.shape, dtype=view.dtype)
+        out.append((tensor, locate_view(archive, view, tensor=tensor.name)))
+    return tree.get("buckets_coalesced") is True, out
+
+
+def _buffers(tree: dict[Any, Any], name: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Every flat tensor of the dict by the rest of its name."""
+    for number, by_dtype in tree.items():
+        if not isinstance(number, int):
+            continue  # `buckets_coalesced`, `per_bucket_numel` and the like
+        if not isinstance(by_dtype, dict):
+            raise _strange(by_dtype, name, path)
+        for dtypes, states in by_dtype.items():
+            pair = dtypes if isinstance(dtypes, tuple) else (dtypes, dtypes)
+            if len(pair) != 2 or not all(map(pickled.is_global, pair)):
+                raise _strange(dtypes, name, path)
+            if not isinstance(states, dict):
+                raise _strange(states, name, path)
+            spelled = ", ".join(f"{d.module}.{d.qualname}" for d in pair)
+            for state, value in states.items():
+                if isinstance(value, int):
+                    continue  # `numel_unpadded`
+                buckets = value if isinstance(value, list) else [value]
+                for k, node in enumerate(buckets):
+                    yield f"gbuf_idx_{number}.dtype_({spelled}).bucket_idx_{k}.{state}", node
+
+
+def _strange(node: Any, name: str, path: Path) -> FormatError:
+    return FormatError(
+        f"gathered optimizer state holds {node!r:.60}", file=path, tensor=name, hint=_HINT
+    )
+
+
+def _added(catalogue: Catalogue, found: list[tuple[GlobalTensor, int, int]]) -> Catalogue:
+    """The catalogue with further tensors, each one shard at a known offset."""
+    old, count = catalogue.shards, len(catalogue.tensors)
+    tensors = [*catalogue.tensors, *(t for t, _, _ in found)]
+    ndim = widest(tensors)
+    lo = np.zeros((len(old) + len(found), ndim), np.int64)
+    hi = np.ones_like(lo)
+    width = min(ndim, old.boxes.ndim)
+    lo[: len(old), :width] = old.boxes.lo[:, :width]
+    hi[: len(old), :width] = old.boxes.hi[:, :width]
+    hi[len(old) :, 0] = [t.numel for t, _, _ in found]
+    e, before = catalogue.extents, catalogue.locate
+    offset = np.concatenate([e.offset, np.array([at for _, _, at in found], np.int64)])
+
+    def locate(rows: NDArray[np.int64]) -> Located:
+        contained = rows < len(old)
+        inner = before(rows[contained])
+        places = np.flatnonzero(contained).tolist()
+        out = offset[rows]
+        out[contained] = inner.offset
+        return Located(offset=out, strides={places[k]: s for k, s in inner.strides.items()})
+
+    return Catalogue(
+        format=catalogue.format,
+        root=catalogue.root,
+        files=catalogue.files,
+        tensors=tensors,
+        shards=Shards(
+            np.concatenate(
+                [old.tensor, np.arange(count, count + len(found), dtype=np.int32)]
+            ).astype(np.int32),
+            Boxes(lo, hi),
+            np.concatenate([old.owner, np.array([f for _, f, _ in found], np.int32)]),
+        ),
+        extents=Extents(
+            file=np.concatenate([e.file, np.array([f for _, f, _ in found], np.int32)]),
+            offset=offset,
+            length=np.concatenate([e.length, np.array([t.num_bytes for t, _, _ in found])]),
+            contained=True,
+        ),
+        objects=catalogue.objects,
+        attachments=catalogue.attachments,
+        metadata=catalogue.metadata,
+        replicas=catalogue.replicas,
+        warnings=catalogue.warnings,
+        locate_contained=locate,
+    )

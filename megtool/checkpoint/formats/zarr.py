@@ -1,0 +1,279 @@
+"""Folders of arrays, one per tensor: zarr v2 and v3 (`zarr`), and what only tensorstore reads.
+
+`zarr` is also Megatron's old back end, an array `iter_X/KEY/.zarray` per tensor. `tensorstore` are
+zarr v3 folders with element types that zarr-python does not know, and OCDBT databases of arrays.
+Opening reads metadata, names of files and the indexes of shards; chunks of raw elements are
+extents like any other, and only encoded ones need the libraries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue, StoredFile, StoredObject
+from megtool.checkpoint.containers import pickled, zipped
+from megtool.checkpoint.formats import tensorstore
+from megtool.checkpoint.formats.attachments import travels
+from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, shown
+from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration
+from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
+from megtool.checkpoint.formats.zarr_decoding import Decoder
+from megtool.checkpoint.formats.zarr_layout import BACKEND, COMMON, OBJECTS, lay_out
+from megtool.checkpoint.formats.zarr_metadata import (
+    ONLY_TENSORSTORE,
+    V2_NAME,
+    V3_NAME,
+    ArrayMetadata,
+    read_v2,
+    read_v3,
+)
+from megtool.errors import FormatError
+from megtool.tensors.sharded import GlobalTensor
+
+__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+
+NAMES = ("zarr", "tensorstore")
+
+MOST_DEPTH = 16
+_MAX_JSON_BYTES = 1 << 30
+_MAX_COMMON_BYTES = 1 << 30
+_GROUPS = (V3_NAME, V2_NAME, ".zgroup", ".zmetadata")
+_ATTACHMENTS = "hf"
+_ITERATIONS = ("weights",)
+_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is such a folder, or a save folder whose chosen iteration is one."""
+    if not path.is_dir():
+        return False
+    folder = _folder(path, None)
+    return (
+        _backend(folder) in ("zarr", BACKEND)
+        or any((folder / n).is_file() for n in _GROUPS)
+        or tensorstore.is_database(folder)
+    )
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of a folder of arrays; `iteration` chooses one of a save folder.
+
+    Tensors are named by the path of their array inside the folder. `metadata` gets `common` and
+    what it says (see torch_dist), where there is a `common.pt`. Objects of kind `object` are saved
+    as they are, those of kind `bytes` as lists of one.
+
+    Raises:
+        FormatError: metadata or chunk files are missing or make no sense, or a name leads out.
+        CoverageError: chunks do not tile their tensors.
+    """
+    folder = _folder(path, iteration)
+    if tensorstore.is_database(folder):
+        return tensorstore.open_database(folder)
+    backend = _backend(folder)
+    found = _Found(folder, void_is_bfloat16=backend == "zarr")
+    found.walk("", 0)
+    if not found.arrays:
+        raise FormatError("no zarr array is in this folder", file=folder)
+    arrays = sorted(found.arrays, key=lambda a: a.name)
+    chunks = Chunks(folder, found.files, arrays, Decoder(folder))
+    _check_complete(folder, arrays, chunks, megatron=backend == "zarr")
+    native = any(
+        a.metadata.version == 3 and a.metadata.dtype.name in ONLY_TENSORSTORE
+        for a in arrays
+        if not a.metadata.known
+    )
+    catalogue = Catalogue(
+        format="tensorstore" if native else "zarr",
+        root=folder,
+        files=found.files,
+        tensors=[
+            GlobalTensor(name=a.name, shape=a.metadata.shape, dtype=a.metadata.dtype)
+            for a in arrays
+        ],
+        shards=chunks.shards,
+        extents=chunks.extents,
+        objects={o.name: o for o in found.objects},
+        attachments=found.attachments,
+        warnings=found.warnings,
+        locate_contained=chunks.locate,
+        cells=chunks.cells,
+    )
+    catalogue.check()
+    _add_common(catalogue)
+    return catalogue
+
+
+def _folder(path: Path, iteration: int | str | None) -> Path:
+    """The folder of arrays: `path`, an iteration below it, or NeMo's `weights`."""
+    if iteration is None and (_backend(path) or any((path / n).is_file() for n in _GROUPS)):
+        return path
+    folder = find_iteration(path, iteration) or path
+    for name in _ITERATIONS:
+        if _backend(folder / name) in ("zarr", BACKEND):
+            return folder / name
+    return folder
+
+
+def _backend(folder: Path) -> str | None:
+    """What `metadata.json` calls the way tensors were saved, None where nothing says so."""
+    path = folder / "metadata.json"
+    if not path.is_file():
+        return None
+    check_inside(folder, path.name)
+    data = read_exact(path, 0, min(path.stat().st_size, 1 << 20))
+    try:
+        held = parse_json(data, path)
+    except FormatError:
+        return None
+    found = held.get("sharded_backend") if isinstance(held, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _check_complete(folder: Path, arrays: list[Array], chunks: Chunks, *, megatron: bool) -> None:
+    """Megatron writes every chunk: one that is missing was lost."""
+    if not megatron:
+        return
+    lost = Counter(chunks.missing_tensors())
+    for number, num in lost.items():
+        raise FormatError(
+            f"{num} chunk files are missing",
+            file=folder / arrays[number].folder,
+            tensor=arrays[number].name,
+            hint="the save was not finished, or not all of it was copied",
+        )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a walk through a folder finds."""
+
+    root: Path
+    void_is_bfloat16: bool
+    files: list[StoredFile] = field(default_factory=list)
+    arrays: list[Array] = field(default_factory=list)
+    objects: list[StoredObject] = field(default_factory=list)
+    attachments: dict[str, Path] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def walk(self, folder: str, depth: int) -> None:
+        """Take in a folder of the checkpoint, given by its path below the root, and all in it."""
+        if depth > MOST_DEPTH:
+            raise FormatError(f"folders are nested {depth} deep", file=self.root / folder)
+        entries = {e.name: e for e in self._scan(folder)}
+        metadata = self._metadata(folder, entries)
+        if metadata is not None:
+            self._add_array(folder, *metadata)
+            return
+        for name, entry in sorted(entries.items()):
+            path = f"{folder}/{name}" if folder else name
+            if entry.is_dir():
+                if path == _ATTACHMENTS:
+                    self._attach(path)
+                elif not name.startswith("."):
+                    self.walk(path, depth + 1)
+            elif name.endswith(".pt") and folder:
+                number = self._file(path)
+                ours = path.startswith(f"{OBJECTS}/")
+                name = path.removeprefix(f"{OBJECTS}/").removesuffix(".pt")
+                self.objects.append(
+                    StoredObject(
+                        name=name,
+                        kind="bytes" if ours else "object",
+                        extent=(number, 0, self.files[number].size),
+                    )
+                )
+
+    def _scan(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        with os.scandir(self.root / folder) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    check_inside(self.root, f"{folder}/{entry.name}" if folder else entry.name)
+                yield entry
+
+    def _file(self, path: str) -> int:
+        self.files.append(StoredFile.stat(self.root, path))
+        return len(self.files) - 1
+
+    def _metadata(
+        self, folder: str, entries: dict[str, os.DirEntry[str]]
+    ) -> tuple[int, ArrayMetadata] | None:
+        """The metadata of the array that a folder is, if it is one, and the file it is in."""
+        name = next((n for n in (V3_NAME, V2_NAME) if n in entries), None)
+        if name is None:
+            return None
+        path = f"{folder}/{name}" if folder else name
+        number = self._file(path)
+        full, size = self.root / path, self.files[number].size
+        if size > _MAX_JSON_BYTES:
+            raise FormatError(f"metadata of {size:,} bytes", file=full)
+        data = parse_json(read_exact(full, 0, size), full)
+        if name == V2_NAME:
+            return number, read_v2(data, file=full, void_is_bfloat16=self.void_is_bfloat16)
+        kind = data.get("node_type") if isinstance(data, dict) else None
+        if kind == "group":
+            return None
+        if kind != "array":
+            raise FormatError(f"node_type is {shown(kind)}", file=full)
+        return number, read_v3(data, file=full)
+
+    def _add_array(self, folder: str, metadata_file: int, metadata: ArrayMetadata) -> None:
+        files: dict[str, int] = {}
+        waiting = [("", folder)]
+        depth = len(metadata.shape) + 1
+        while waiting:
+            key, path = waiting.pop()
+            for entry in self._scan(path):
+                if entry.name.startswith((".", "zarr.json")):
+                    continue
+                name = f"{key}/{entry.name}" if key else entry.name
+                if entry.is_dir():
+                    if name.count("/") < depth:
+                        waiting.append((name, f"{path}/{entry.name}" if path else entry.name))
+                elif entry.name[-1:].isdecimal() or entry.name == "c":
+                    files[name] = self._file(f"{path}/{entry.name}" if path else entry.name)
+        self.arrays.append(
+            Array(
+                name=folder or self.root.name,
+                folder=folder,
+                metadata=metadata,
+                metadata_file=metadata_file,
+                files=files,
+            )
+        )
+
+    def _attach(self, folder: str) -> None:
+        for path in sorted((self.root / folder).rglob("*")):
+            name = path.relative_to(self.root).as_posix()
+            if path.is_file() and travels(self.root, name, self.warnings):
+                self.attachments[name] = path
+
+
+def _add_common(catalogue: Catalogue) -> None:
+    """Megatron's common state, as torch_dist keeps it, and the iteration."""
+    root, out = catalogue.root, catalogue.metadata
+    path = root / COMMON
+    if path.is_file():
+        check_inside(root, path.name)
+        catalogue.files.append(StoredFile.stat(root, path.name))
+        size = catalogue.files[-1].size
+        if size > _MAX_COMMON_BYTES:
+            raise FormatError(f"a common state of {size:,} bytes", file=path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            tree: Any = zipped.load_object(fd, 0, size, file=path)
+        finally:
+            os.close(fd)
+        if not isinstance(tree, dict):
+            raise FormatError(f"the common state is {shown(tree)}, no dict", file=path)
+        out["common"] = tree
+        held = {k: tree.get(k) for k in _SHOWN if k in tree}
+        out.update(pickled.plain(held, file=path))
+    if root.name == RELEASE:
+        out.pop("iteration", None)
+    elif "iteration" not in out and root.name.removeprefix("iter_").isdecimal():
+        out["iteration"] = int(root.name.removeprefix("iter_"))

@@ -1,0 +1,120 @@
+"""Encoded chunks of zarr arrays, decoded by the library that knows their type and their store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.formats.zarr_chunks import Array
+from megtool.errors import FormatError, MissingPackageError
+
+FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the libraries raise when bytes or metadata make no sense to them."""
+
+
+class Decoder:
+    """Reads boxes of arrays: types that zarr-python knows through it, others by tensorstore.
+
+    Arrays are opened once. Any thread may call.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._opened: dict[str, Callable[[tuple[slice, ...]], NDArray[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, array: Array, lo: Sequence[int], hi: Sequence[int]) -> NDArray[Any]:
+        """The elements of the box `lo:hi`, little-endian.
+
+        Raises:
+            FormatError: the library cannot make sense of the chunk.
+            MissingPackageError: the library is not installed.
+        """
+        box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+        try:
+            with self._lock:
+                read = self._opened.get(array.name)
+                if read is None:
+                    read = self._opened[array.name] = self._open(array)
+            found = np.asarray(read(box))
+            if found.dtype.byteorder == ">":
+                found = found.astype(found.dtype.newbyteorder("<"))
+        except FAULTS as e:
+            raise FormatError(
+                f"elements {list(lo)} to {list(hi)} cannot be decoded: {str(e)[:200]}",
+                file=self._root / array.folder,
+                tensor=array.name,
+                hint="the chunk is damaged, or its codec is not installed",
+            ) from e
+        shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
+        if found.shape != shape or found.dtype.itemsize != array.metadata.dtype.itemsize:
+            raise FormatError(
+                f"decoded to {found.dtype} {list(found.shape)}, not {array.metadata.dtype} "
+                f"{list(shape)}",
+                file=self._root / array.folder,
+                tensor=array.name,
+            )
+        return found
+
+    def _open(self, array: Array) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+        folder = self._root / array.folder
+        version = array.metadata.version
+        if array.metadata.known:
+            held = zarr_package().open_array(store=str(folder), mode="r", zarr_format=version)
+            return lambda box: np.asarray(held[box])
+        spec = {
+            "driver": "zarr" if version == 2 else "zarr3",
+            "kvstore": {"driver": "file", "path": str(folder)},
+        }
+        return open_tensorstore(spec)
+
+
+def open_tensorstore(spec: dict[str, Any]) -> Callable[[tuple[slice, ...]], NDArray[Any]]:
+    """What reads boxes of an existing tensorstore."""
+    store = tensorstore_package().open(spec, open=True, read=True).result()
+    return lambda box: np.asarray(store[box].read().result())
+
+
+def zarr_package() -> Any:
+    """zarr-python.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        import zarr
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "decoding compressed zarr chunks needs zarr", hint="pip install 'zarr>=3.1'"
+        ) from e
+    return zarr
+
+
+def tensorstore_package() -> Any:
+    """tensorstore.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        import tensorstore
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "decoding these chunks needs tensorstore", hint="pip install tensorstore"
+        ) from e
+    return tensorstore

@@ -1,0 +1,286 @@
+"""A folder of zarr v3 arrays laid out ahead of its data: raw chunks, many in one sharded file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from awscrt import checksums
+
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.formats.zarr_metadata import (
+    ONLY_TENSORSTORE,
+    TRUE_DTYPE,
+    V3_NAME,
+    ArrayMetadata,
+    Index,
+)
+from megtool.dtypes import DType
+from megtool.errors import UsageError
+from megtool.tensors.box import numel
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+BACKEND = "zarr3"
+"""What `metadata.json` calls this way of saving, which no Megatron version takes for its own."""
+
+COMMON = "common.pt"
+OBJECTS = "objects"
+DEFAULT_CHUNK_BYTES = 16 << 20
+DEFAULT_SHARD_BYTES = 1 << 30
+
+_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+_RESERVED = (OBJECTS, COMMON, "hf", "metadata.json", V3_NAME)
+_MOST_NAME_BYTES = 255
+
+
+def lay_out(
+    tensors: Sequence[GlobalTensor],
+    *,
+    kind: str,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    shard_bytes: int | None = DEFAULT_SHARD_BYTES,
+    chunks: Mapping[str, Sequence[int]] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    common: Any = None,
+    small: Mapping[str, bytes] | None = None,
+) -> Destination:
+    """Lay out one array per tensor, uncompressed.
+
+    Chunks are as many whole leading rows as `chunk_bytes` hold (parts of one row where that is
+    larger), so that each is one run of the tensor; `chunks` names other shapes, which must divide
+    all but the first dimension they cut. Files hold several chunks, up to `shard_bytes`; None puts
+    each into one of its own. `kind` is `zarr` (what zarr-python opens: types it does not know are
+    stored as unsigned integers of their width, the attribute `megtool_dtype` naming them) or
+    `tensorstore` (types under their own names).
+
+    `objects` are bytes of ready items, or values to be saved as lists of one; they are stored as
+    `objects/NAME.pt`. `common` is Megatron's common state (`common.pt`). `small` are further files.
+
+    Raises:
+        UsageError: a name cannot be one of a folder, names collide, or a chunk does not fit.
+    """
+    others, last = dict(small or {}), dict[str, bytes]()
+    _check([t.name for t in tensors], list(objects or {}))
+    for name, value in (objects or {}).items():
+        data = value if isinstance(value, bytes) else object_item([value])
+        others[f"{OBJECTS}/{name}.pt"] = data
+    files = _Files(others)
+    nodes: dict[str, dict[str, Any]] = {}
+    for number, t in enumerate(tensors):
+        wanted = (chunks or {}).get(t.name)
+        laid = _metadata(t, chunk_bytes, shard_bytes, wanted, kind)
+        nodes[t.name] = _array_json(t, laid, kind)
+        for group in Path(t.name).parents:
+            if group.name:
+                nodes.setdefault(group.as_posix(), _group_json())
+        files.add(number, t, laid)
+    others |= {f"{name}/{V3_NAME}": _json(node) for name, node in nodes.items()}
+    root = _group_json()
+    if kind == "zarr":  # a type that zarr-python does not know would spoil the whole group for it
+        metadata = dict(sorted(nodes.items()))
+        root["consolidated_metadata"] = {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": metadata,
+        }
+    if common is not None:
+        others[COMMON] = object_item(common)
+        config = {
+            "sharded_backend": BACKEND,
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        last["metadata.json"] = json.dumps(config).encode()
+    last[V3_NAME] = _json(root)
+    catalogue = Catalogue(
+        format=kind,
+        root=Path(),
+        files=[StoredFile(path=p, size=n) for p, n in files.files],
+        tensors=list(tensors),
+        shards=Shards.build(files.rows, widest(tensors)),
+        extents=Extents(
+            file=np.array(files.file, np.int32),
+            offset=np.array(files.offset, np.int64),
+            length=np.array(files.length, np.int64),
+        ),
+        metadata={} if common is None else {"common": common},
+    )
+    return Destination(catalogue=catalogue, fragments=files.fragments, small=others, last=last)
+
+
+def _check(names: list[str], objects: list[str]) -> None:
+    """Names are paths that stay in the folder, no array lies in another, and nothing is taken."""
+    taken = set(names)
+    if len(taken) != len(names):
+        raise UsageError(f"two tensors are called {next(n for n in names if names.count(n) > 1)!r}")
+    for name in [*names, *objects]:
+        parts = name.split("/")
+        bad = any(
+            p in ("", ".", "..")
+            or p.startswith("__")
+            or len(p.encode(errors="replace")) > _MOST_NAME_BYTES - len(".pt")
+            for p in parts
+        )
+        if bad or any(c in name for c in "\0\\"):
+            raise UsageError(
+                f"{name!r:.200} cannot be the path of an array", hint="rename it: --rename OLD=NEW"
+            )
+    for name in names:
+        parts = name.split("/")
+        if parts[0] in _RESERVED:
+            raise UsageError(f"{parts[0]!r} is a name of megtool's own", tensor=name)
+        for k in range(1, len(parts)):
+            if "/".join(parts[:k]) in taken:
+                raise UsageError(f"lies inside the array {'/'.join(parts[:k])!r}", tensor=name)
+
+
+# ---- the shapes of chunks and files
+
+
+def _metadata(
+    t: GlobalTensor,
+    chunk_bytes: int,
+    shard_bytes: int | None,
+    wanted: Sequence[int] | None,
+    kind: str,
+) -> ArrayMetadata:
+    if t.packing is not None:
+        raise UsageError(f"elements packed as {t.packing!r} cannot be stored so", tensor=t.name)
+    inner = rows_of(t.shape, t.dtype, chunk_bytes) if wanted is None else tuple(wanted)
+    if len(inner) != len(t.shape) or min(inner, default=1) < 1 or not is_one_run(t.shape, inner):
+        raise UsageError(
+            f"chunks of {list(inner)} do not fit the shape {list(t.shape)}",
+            tensor=t.name,
+            hint="all but the first dimension that is cut must be multiples of the chunk",
+        )
+    room = max(1, (shard_bytes or 0) // (numel(inner) * t.dtype.itemsize))
+    num = [1] * len(inner)
+    for d in reversed(range(len(inner))):
+        whole = max(1, -(-t.shape[d] // inner[d]))
+        num[d] = min(whole, room)
+        room //= num[d]
+        if num[d] < whole:
+            break
+    chunk = tuple(i * n for i, n in zip(inner, num, strict=True))
+    return ArrayMetadata(
+        version=3,
+        shape=t.shape,
+        dtype=t.dtype,
+        chunk=chunk,
+        inner=inner,
+        is_raw=True,
+        fill=np.zeros(1, f"<u{t.dtype.itemsize}"),
+        separator="/",
+        prefix="c",
+        known=t.dtype.name not in ONLY_TENSORSTORE,
+        index=Index(at_end=True, checksum=True) if chunk != inner else None,
+    )
+
+
+def rows_of(shape: Sequence[int], dtype: DType, num_bytes: int) -> tuple[int, ...]:
+    """The shape of a chunk of about `num_bytes`: whole rows, or a part of one."""
+    out = [max(n, 1) for n in shape]
+    for d in range(len(out)):
+        inner = numel(out[d + 1 :]) * dtype.itemsize
+        if inner <= num_bytes:
+            out[d] = min(out[d], max(1, num_bytes // inner))
+            break
+        out[d] = 1
+    return tuple(out)
+
+
+def is_one_run(shape: Sequence[int], chunk: Sequence[int]) -> bool:
+    """Whether what an edge chunk holds is at its start: it is cut short in its first dimension."""
+    first = next((d for d, c in enumerate(chunk) if c > 1), len(chunk))
+    return not any(n % c for n, c in zip(shape[first + 1 :], chunk[first + 1 :], strict=True))
+
+
+class _Files:
+    """Chunk files as they are laid out, and where in them each chunk is; one row per chunk."""
+
+    def __init__(self, small: dict[str, bytes]) -> None:
+        self.files: list[tuple[str, int]] = []
+        self.rows: list[tuple[int, list[int], list[int], int]] = []
+        self.file: list[int] = []
+        self.offset: list[int] = []
+        self.length: list[int] = []
+        self.fragments: list[tuple[int, int, bytes]] = []
+
+    def add(self, number: int, t: GlobalTensor, m: ArrayMetadata) -> None:
+        """Lay out the files of one tensor."""
+        if not t.numel:
+            return
+        grid = [-(-n // c) for n, c in zip(t.shape, m.chunk, strict=True)]
+        per = [c // i for c, i in zip(m.chunk, m.inner, strict=True)]
+        for position in np.ndindex(*grid):
+            end = 0
+            index = np.full((numel(per), 2), (1 << 64) - 1, "<u8")
+            for k, inside in enumerate(np.ndindex(*per)):
+                at = [p * n + i for p, n, i in zip(position, per, inside, strict=True)]
+                lo = [a * i for a, i in zip(at, m.inner, strict=True)]
+                if any(x >= n for x, n in zip(lo, t.shape, strict=True)):
+                    continue
+                hi = [min(x + i, n) for x, i, n in zip(lo, m.inner, t.shape, strict=True)]
+                num = numel([b - a for a, b in zip(lo, hi, strict=True)]) * t.dtype.itemsize
+                self.rows.append((number, lo, hi, 0))
+                self.file.append(len(self.files))
+                self.offset.append(end)
+                self.length.append(num)
+                index[k] = end, m.inner_bytes
+                end += m.inner_bytes
+            if m.index is not None:
+                data = index.tobytes()
+                data += int(checksums.crc32c(data)).to_bytes(4, "little")
+                self.fragments.append((len(self.files), end, data))
+                end += len(data)
+            self.files.append((f"{t.name}/{m.key(position)}", end))
+
+
+# ---- metadata
+
+
+def _array_json(t: GlobalTensor, m: ArrayMetadata, kind: str) -> dict[str, Any]:
+    codecs: list[dict[str, Any]] = [_LITTLE if t.dtype.itemsize > 1 else {"name": "bytes"}]
+    if m.index is not None:
+        settings = {
+            "chunk_shape": list(m.inner),
+            "codecs": codecs,
+            "index_codecs": [_LITTLE, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": settings}]
+    carried = kind == "zarr" and not m.known
+    name = f"uint{8 * t.dtype.itemsize}" if carried else t.dtype.name
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(t.shape),
+        "data_type": name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(m.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill(name),
+        "codecs": codecs,
+        "attributes": {TRUE_DTYPE: t.dtype.name} if carried else {},
+        "storage_transformers": [],
+    }
+
+
+def _fill(name: str) -> Any:
+    if name == "bool":
+        return False
+    if name.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if "float" in name else 0
+
+
+def _group_json() -> dict[str, Any]:
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
+def _json(node: dict[str, Any]) -> bytes:
+    return json.dumps(node, indent=1).encode()

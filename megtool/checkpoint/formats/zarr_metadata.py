@@ -1,0 +1,299 @@
+"""The metadata of one zarr array, v2 (`.zarray`) or v3 (`zarr.json`), read with suspicion.
+
+Facts are from the zarr v2 and v3 specifications (zarr-specs.readthedocs.io) and from what
+tensorstore adds to them: the element types `bfloat16` and `float8_*`, in v2 as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import MOST_DIMS
+from megtool.checkpoint.formats.header import DAMAGED, shown
+from megtool.checkpoint.transport.cast import element
+from megtool.dtypes import DTYPES, DType, dtype
+from megtool.errors import FormatError
+from megtool.tensors.box import numel
+
+V2_NAME, V3_NAME = ".zarray", "zarr.json"
+TRUE_DTYPE = "megtool_dtype"
+"""The attribute that names the type whose bits unsigned integers carry."""
+
+ONLY_TENSORSTORE = frozenset(
+    d.name for d in DTYPES if d.name == "bfloat16" or d.name.startswith("float8_")
+)
+"""Element types that tensorstore knows and zarr-python does not."""
+
+_DTYPES = {d.name: d for d in DTYPES}
+_V2_DTYPES = {np.dtype(d.numpy).str[1:]: d for d in DTYPES if d.name not in ONLY_TENSORSTORE}
+_SHAPING = ("bytes", "transpose", "sharding_indexed")
+_COMPRESSIONS = (
+    "adler32 blosc bz2 crc32 crc32c delta fletcher32 gzip jenkins_lookup3 lz4 lzma shuffle zlib "
+    "zstd"
+)
+"""Codecs that turn numbers into bytes and back, and run nothing: `pickle` is one that does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """How the index of a v3 shard is kept: at which end of the file, and if with a checksum."""
+
+    at_end: bool
+    checksum: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayMetadata:
+    """One array.
+
+    `chunk` is what one file holds; `inner` what is encoded at a time, the same unless sharded.
+    `is_raw` says that an encoded `inner` is its elements, little-endian, in row-major order, or in
+    column-major order where `is_column_major`; padded to full size at the edges of the array.
+    `fill` is one element of chunks that are missing, as an unsigned integer of its width. `known`
+    says that zarr-python knows the type stored.
+    """
+
+    version: int
+    shape: tuple[int, ...]
+    dtype: DType
+    chunk: tuple[int, ...]
+    inner: tuple[int, ...]
+    is_raw: bool
+    fill: NDArray[Any]
+    separator: str
+    prefix: str
+    known: bool = True
+    is_column_major: bool = False
+    index: Index | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """A file holds several encoded chunks."""
+        return self.index is not None or self.chunk != self.inner
+
+    @property
+    def inner_bytes(self) -> int:
+        """Bytes of one decoded `inner`."""
+        return numel(self.inner) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many `inner` there are in every dimension."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.inner, strict=True))
+
+    def key(self, position: tuple[int, ...]) -> str:
+        """The path of a chunk file, relative to the array."""
+        name = self.separator.join(map(str, position))
+        return self.separator.join(p for p in (self.prefix, name) if p) or "0"
+
+
+class _Reader:
+    """Reads members of a JSON object, each proved to be what it has to be."""
+
+    def __init__(self, data: Any, file: Path) -> None:
+        self.file = file
+        self.data = self.members(data, "the metadata")
+
+    def bad(self, message: str, hint: str = DAMAGED) -> FormatError:
+        return FormatError(message, file=self.file, hint=hint)
+
+    def members(self, value: Any, what: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self.bad(f"{what} is {shown(value)}, no JSON object")
+        return value
+
+    def named(self, value: Any, what: str) -> tuple[str, dict[str, Any]]:
+        """An extension of v3: a name, and its configuration."""
+        if isinstance(value, str):
+            return value, {}
+        held = self.members(value, what)
+        if not isinstance(held.get("name"), str):
+            raise self.bad(f"{what} has the name {shown(held.get('name'))}")
+        return held["name"], self.members(held.get("configuration", {}), f"the {what}'s settings")
+
+    def items(self, value: Any, what: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.bad(f"{what} is {shown(value)}, no list")
+        return value
+
+    def sizes(self, value: Any, what: str, least: int) -> tuple[int, ...]:
+        sizes = self.items(value, what)
+        if len(sizes) > MOST_DIMS or any(type(n) is not int or n < least for n in sizes):
+            raise self.bad(f"{what} is {shown(value)}")
+        if math.prod(sizes) >= 1 << 62:
+            raise self.bad(f"{what} {shown(value)} has more elements than any storage")
+        return tuple(sizes)
+
+    def grid(self, shape: tuple[int, ...], value: Any, what: str) -> tuple[int, ...]:
+        chunk = self.sizes(value, what, 1)
+        if len(chunk) != len(shape):
+            raise self.bad(f"{what} {list(chunk)} does not fit the shape {list(shape)}")
+        return chunk
+
+    def choice(self, value: Any, what: str, choices: tuple[Any, ...]) -> Any:
+        if value not in choices or isinstance(value, bool):
+            raise self.bad(f"{what} is {shown(value)}", f"known: {', '.join(map(str, choices))}")
+        return value
+
+    def compression(self, name: object) -> None:
+        plain = name.removeprefix("numcodecs.") if isinstance(name, str) else ""
+        if plain not in _COMPRESSIONS.split():
+            raise self.bad(f"codec {shown(name)} is unknown", f"known: {_COMPRESSIONS}")
+
+    def fill(self, value: Any, kind: DType) -> NDArray[Any]:
+        width = f"<u{kind.itemsize}"
+        try:
+            if value is None:
+                return np.zeros(1, width)
+            if isinstance(value, str) and value.startswith("0x"):
+                return np.array([int(value, 16)]).astype(np.uint64).astype(width)
+            if isinstance(value, list):
+                value = complex(*map(float, value))
+            elif isinstance(value, str):
+                value = float(value)
+            elif not isinstance(value, int | float):
+                raise ValueError
+            return element(value, kind).view(width).reshape(1)
+        except (ValueError, TypeError, OverflowError) as e:
+            raise self.bad(f"the fill value {shown(value)} is no {kind}") from e
+
+
+def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMetadata:
+    """The array a `.zarray` describes.
+
+    Megatron's zarr back end stored bfloat16 as two bytes of no type (`|V2`) where tensorstore was
+    missing: `void_is_bfloat16` reads them so.
+
+    Raises:
+        FormatError: it is no such thing, or names something unknown.
+    """
+    r = _Reader(data, file)
+    held = r.data
+    r.choice(held.get("zarr_format"), "zarr_format", (2,))
+    shape = r.sizes(held.get("shape"), "the shape", 0)
+    chunk = r.grid(shape, held.get("chunks"), "the chunk shape")
+    name = held.get("dtype")
+    kind: DType | None = None
+    swapped = False
+    if isinstance(name, str):
+        if name in ONLY_TENSORSTORE:
+            kind = _DTYPES[name]
+        elif name in ("<V2", "|V2") and void_is_bfloat16:
+            kind = dtype("bfloat16")
+        elif name[:1] in "<>|=":
+            kind = _V2_DTYPES.get(name[1:])
+            swapped = name[:1] == ">" and kind is not None and kind.itemsize > 1
+    if kind is None:
+        raise r.bad(f"elements of type {shown(name)} are not supported", "convert them first")
+    codecs = [held.get("compressor"), *r.items(held.get("filters") or [], "the filters")]
+    codecs = [r.members(c, "a codec") for c in codecs if c is not None]
+    for codec in codecs:
+        r.compression(codec.get("id"))
+    order = r.choice(held.get("order", "C"), "the order", ("C", "F"))
+    return ArrayMetadata(
+        version=2,
+        shape=shape,
+        dtype=kind,
+        chunk=chunk,
+        inner=chunk,
+        is_raw=not codecs and not swapped,
+        is_column_major=order == "F",
+        fill=r.fill(held.get("fill_value"), kind),
+        separator=r.choice(held.get("dimension_separator", "."), "the separator", (".", "/")),
+        prefix="",
+        known=kind.name not in ONLY_TENSORSTORE,
+    )
+
+
+def read_v3(data: Any, *, file: Path) -> ArrayMetadata:
+    """The array a `zarr.json` describes.
+
+    Raises:
+        FormatError: it is no such thing, or names something unknown.
+    """
+    r = _Reader(data, file)
+    held = r.data
+    r.choice(held.get("zarr_format"), "zarr_format", (3,))
+    shape = r.sizes(held.get("shape"), "the shape", 0)
+    grid, settings = r.named(held.get("chunk_grid"), "the chunk grid")
+    r.choice(grid, "the chunk grid", ("regular",))
+    chunk = r.grid(shape, settings.get("chunk_shape"), "the chunk shape")
+    name, _ = r.named(held.get("data_type"), "the data type")
+    kind = _DTYPES.get(name)
+    if kind is None:
+        raise r.bad(f"elements of type {shown(name)} are not supported", "convert them first")
+    stored = kind
+    true = r.members(held.get("attributes", {}), "the attributes").get(TRUE_DTYPE)
+    if true is not None:
+        kind = _DTYPES.get(true) if isinstance(true, str) else None
+        if kind is None or stored.name != f"uint{8 * kind.itemsize}":
+            raise r.bad(f"elements of {stored} are said to be {shown(true)}")
+    encoding, settings = r.named(held.get("chunk_key_encoding"), "the chunk key encoding")
+    r.choice(encoding, "the chunk key encoding", ("default", "v2"))
+    usual = "/" if encoding == "default" else "."
+    separator = r.choice(settings.get("separator", usual), "the separator", (".", "/"))
+    for one in r.items(held.get("storage_transformers", []), "the storage transformers"):
+        raise r.bad(f"the storage transformer {shown(one)} is unknown")
+    codecs = [r.named(c, "a codec") for c in r.items(held.get("codecs"), "the codecs")]
+    _check_codecs(r, codecs)
+    inner, index = chunk, None
+    is_raw = _is_raw(codecs, kind)
+    if codecs and codecs[0][0] == "sharding_indexed":
+        inner, index, is_raw = _sharding(r, codecs, chunk, kind)
+    return ArrayMetadata(
+        version=3,
+        shape=shape,
+        dtype=kind,
+        chunk=chunk,
+        inner=inner,
+        is_raw=is_raw,
+        fill=r.fill(held.get("fill_value"), stored),
+        separator=separator,
+        prefix="c" if encoding == "default" else "",
+        known=stored.name not in ONLY_TENSORSTORE,
+        index=index,
+    )
+
+
+_Codecs = list[tuple[str, dict[str, Any]]]
+
+
+def _check_codecs(r: _Reader, codecs: _Codecs) -> None:
+    if not codecs:
+        raise r.bad("no codec turns the elements into bytes")
+    for name, _ in codecs:
+        if name not in _SHAPING:
+            r.compression(name)
+
+
+def _is_raw(codecs: _Codecs, kind: DType) -> bool:
+    """Whether the only codec writes little-endian elements."""
+    if [name for name, _ in codecs] != ["bytes"]:
+        return False
+    return kind.itemsize == 1 or codecs[0][1].get("endian") == "little"
+
+
+def _sharding(
+    r: _Reader, codecs: _Codecs, chunk: tuple[int, ...], kind: DType
+) -> tuple[tuple[int, ...], Index | None, bool]:
+    """The inner chunk of a shard, where its index is (if it is one we read), and if it is raw."""
+    settings = codecs[0][1]
+    inner = r.grid(chunk, settings.get("chunk_shape"), "the inner chunk shape")
+    if any(c % i for c, i in zip(chunk, inner, strict=True)):
+        raise r.bad(f"inner chunks of {list(inner)} do not divide the shard {list(chunk)}")
+    inside = [r.named(c, "a codec") for c in r.items(settings.get("codecs"), "the inner codecs")]
+    _check_codecs(r, inside)
+    around = [r.named(c, "a codec") for c in r.items(settings.get("index_codecs"), "index codecs")]
+    _check_codecs(r, around)
+    at = r.choice(settings.get("index_location", "end"), "the index location", ("start", "end"))
+    names = [name for name, _ in around]
+    plain = names in (["bytes"], ["bytes", "crc32c"]) and around[0][1].get("endian") == "little"
+    is_raw = plain and len(codecs) == 1 and _is_raw(inside, kind)
+    index = Index(at_end=at == "end", checksum=len(names) == 2) if is_raw else None
+    return inner, index, is_raw

@@ -1,0 +1,182 @@
+"""Regroup: the bytes of a checkpoint under other tensors, cut into other boxes.
+
+The distributed optimizer stores flat buckets, Megatron's legacy format one file per rank. Both hold
+row-major pieces of the model's tensors, so saying which piece is which gives a catalogue in model
+space, over the same bytes. It works for a checkpoint that is read and for one laid out ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Cells, Extents, Located, Replica
+from megtool.tensors.box import Boxes, Ints
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """New tensors, and the pieces of old shards that they are made of.
+
+    Piece `i` is the box `boxes[i]` (padded to the widest tensor with `[0, 1)`) of `tensors[
+    tensor[i]]`, and lies in row-major order in shard `shard[i]` of the old catalogue, from its
+    element `start[i]` on. `copies` are pieces whose box another piece has already: they are
+    compared (`verify`), never read.
+    """
+
+    tensors: Sequence[GlobalTensor]
+    tensor: Ints
+    boxes: Boxes
+    shard: Ints
+    start: Ints
+    copies: NDArray[np.bool_]
+
+
+def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regrouping) -> Catalogue:
+    """The catalogue of the old tensors that `keep` names, and of the new ones, over the same bytes.
+
+    Headers of the shards concerned are read where offsets depend on them.
+
+    Raises:
+        FormatError: a header is damaged.
+    """
+    chosen = np.array([keep(t.name) for t in catalogue.tensors], bool)
+    s = catalogue.shards
+    old = np.flatnonzero(chosen[s.tensor]) if len(s) else np.zeros(0, np.int64)
+    first, second = _pieces(regrouping, ~regrouping.copies), _pieces(regrouping, regrouping.copies)
+    rows = np.concatenate([old, first.shard])
+    located = _locate(catalogue, rows)
+    tensors = [t for t, c in zip(catalogue.tensors, chosen, strict=True) if c]
+    every = [*tensors, *regrouping.tensors]
+    ndim = widest(every)
+    number = np.concatenate([(np.cumsum(chosen) - 1)[s.tensor[old]], len(tensors) + first.tensor])
+    boxes = Boxes(
+        np.concatenate([_wide(s.boxes.lo[old], ndim, 0), _wide(first.boxes.lo, ndim, 0)]),
+        np.concatenate([_wide(s.boxes.hi[old], ndim, 1), _wide(first.boxes.hi, ndim, 1)]),
+    )
+    item = np.array([t.dtype.itemsize for t in every], np.int64)[number]
+    start = np.concatenate([np.zeros(len(old), np.int64), first.start])
+    packed = np.array([t.packing is not None for t in every], bool)[number]
+    length = np.where(packed, catalogue.extents.length[rows], boxes.volume() * item)
+    order = np.argsort(number, kind="stable")
+    strides = {k: v for k, v in located.strides.items() if k < len(old)}
+    extents = Extents(
+        file=catalogue.extents.file[rows][order],
+        offset=(located.offset + start * item)[order],
+        length=length[order],
+        contained=bool(strides),
+    )
+    cells = catalogue.cells
+    return replace(
+        catalogue,
+        tensors=every,
+        shards=Shards(
+            number[order].astype(np.int32), boxes[order], s.owner[rows][order].astype(np.int32)
+        ),
+        extents=extents,
+        replicas=[]
+        if strides or cells
+        else _replicas(catalogue, regrouping, first, second, order, len(old)),
+        locate_contained=_known(extents, strides, order) if strides else None,
+        cells=Cells(cells.held[rows][order], lambda i: cells.read(int(rows[order[i]])))
+        if cells
+        else None,
+        _index={},
+    )
+
+
+def _pieces(r: Regrouping, chosen: NDArray[np.bool_]) -> Regrouping:
+    rows = np.flatnonzero(chosen)
+    return Regrouping(
+        r.tensors, r.tensor[rows], r.boxes[rows], r.shard[rows], r.start[rows], r.copies[rows]
+    )
+
+
+def _locate(catalogue: Catalogue, rows: Ints) -> Located:
+    """Offsets of many shards, each asked for once."""
+    if not catalogue.extents.contained:
+        return Located(offset=catalogue.extents.offset[rows])
+    distinct, which = np.unique(rows, return_inverse=True)
+    found = catalogue.locate(distinct)
+    strides = {}
+    if found.strides:
+        strides = {
+            k: found.strides[w]
+            for k, w in enumerate(which.reshape(-1).tolist())
+            if w in found.strides
+        }
+    return Located(offset=found.offset[which.reshape(-1)], strides=strides)
+
+
+def _known(
+    extents: Extents, strides: dict[int, tuple[int, ...]], order: Ints
+) -> Callable[[NDArray[np.int64]], Located]:
+    """A way to locate shards of which some are not row-major."""
+    place = np.argsort(order)
+    by_row = {int(place[k]): v for k, v in strides.items()}
+
+    def locate(shards: NDArray[np.int64]) -> Located:
+        found = {k: by_row[r] for k, r in enumerate(shards.tolist()) if r in by_row}
+        return Located(offset=extents.offset[shards], strides=found)
+
+    return locate
+
+
+def _replicas(
+    catalogue: Catalogue,
+    regrouping: Regrouping,
+    first: Regrouping,
+    second: Regrouping,
+    order: Ints,
+    num_old: int,
+) -> list[Replica]:
+    """Copies by the new row of the piece that has the same box."""
+    if not len(second.tensor):
+        return []
+    place = np.argsort(order)
+    at = {
+        (t, *lo, *hi): int(place[num_old + k])
+        for k, (t, lo, hi) in enumerate(
+            zip(
+                first.tensor.tolist(),
+                first.boxes.lo.tolist(),
+                first.boxes.hi.tolist(),
+                strict=True,
+            )
+        )
+    }
+    offset = _locate(catalogue, second.shard).offset
+    item = np.array([t.dtype.itemsize for t in regrouping.tensors], np.int64)[second.tensor]
+    offset, length = offset + second.start * item, second.boxes.volume() * item
+    out = []
+    for k, (t, lo, hi) in enumerate(
+        zip(
+            second.tensor.tolist(),
+            second.boxes.lo.tolist(),
+            second.boxes.hi.tolist(),
+            strict=True,
+        )
+    ):
+        row = at.get((t, *lo, *hi))
+        if row is not None:
+            out.append(
+                Replica(
+                    shard=row,
+                    file=int(catalogue.extents.file[second.shard[k]]),
+                    offset=int(offset[k]),
+                    length=int(length[k]),
+                )
+            )
+    return out
+
+
+def _wide(array: Ints, ndim: int, value: int) -> Ints:
+    """Columns padded to `ndim` with `value`, or cut to it (what is cut is padding)."""
+    if array.shape[1] >= ndim:
+        return array[:, :ndim]
+    more = np.full((len(array), ndim - array.shape[1]), value, np.int64)
+    return np.concatenate([array, more], axis=1)

@@ -1,0 +1,101 @@
+"""Options: what the verbs take in common, and the panels into which --help sorts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def option(panel: str, what: str, *flags: str, metavar: str | None = None, **extra: Any) -> Any:
+    """An option in one of the panels into which --help sorts them."""
+    return typer.Option(*flags, help=what, metavar=metavar, rich_help_panel=panel, **extra)
+
+
+def source_option(what: str, *flags: str, metavar: str) -> Any:
+    """An option that says what to read."""
+    return option("Input", what, *flags, metavar=metavar)
+
+
+def layout(what: str, *flags: str) -> Any:
+    """The size of a parallel axis."""
+    return option("Parallel layout", what, *flags, metavar="N", min=1)
+
+
+def output(what: str, *flags: str, metavar: str | None = None, **extra: Any) -> Any:
+    """An option that says what to write, print or use for it."""
+    return option("Output", what, *flags, metavar=metavar, **extra)
+
+
+def dangerous(what: str, *flags: str) -> Any:
+    """An option that can lose something."""
+    return option("Dangerous", what, *flags)
+
+
+def place(what: str, metavar: str) -> Any:
+    """An argument that names a file or a folder."""
+    return typer.Argument(help=what, metavar=metavar, show_default=False)
+
+
+Source = Annotated[Path, place("A checkpoint: a folder, a save folder, or a single file.", "SRC")]
+Family = Annotated[
+    str | None,
+    source_option("The model family, if the checkpoint names none.", "--family", metavar="NAME"),
+]
+Like = Annotated[
+    Path | None,
+    source_option(
+        "A Hugging Face folder to take config and tokenizer from.", "--like", metavar="FOLDER"
+    ),
+]
+Iteration = Annotated[
+    str | None,
+    source_option("Iteration of a save folder; default: the latest.", "--iteration", metavar="N"),
+]
+Json = Annotated[bool, output("Print the report as JSON.", "--json")]
+Quiet = Annotated[bool, output("No progress and no warnings.", "--quiet", "-q")]
+Verbose = Annotated[bool, output("More messages, and tracebacks.", "--verbose", "-v")]
+Threads = Annotated[
+    int | None,
+    output("Threads; default: one a core, 8 at most.", "--threads", metavar="N", min=1),
+]
+
+Layers = Annotated[
+    str | None,
+    source_option(
+        "Only these transformer layers, numbered anew: 0-15, or 0-3,8.", "--layers", metavar="LIST"
+    ),
+]
+Tp = Annotated[
+    int | None,
+    layout("Tensor-parallel ranks; like the other axes, the source's unless given.", "--tp"),
+]
+Pp = Annotated[int | None, layout("Pipeline-parallel ranks.", "--pp")]
+Vpp = Annotated[int | None, layout("Virtual pipeline stages per rank.", "--vpp")]
+Ep = Annotated[int | None, layout("Expert-parallel ranks.", "--ep")]
+Etp = Annotated[int | None, layout("Tensor-parallel ranks of experts; default: --tp.", "--etp")]
+Cp = Annotated[int | None, layout("Context-parallel ranks.", "--cp")]
+Dp = Annotated[int | None, layout("Data-parallel ranks.", "--dp")]
+FirstStageLayers = Annotated[
+    int | None, layout("Layers of the first pipeline stage.", "--first-stage-layers")
+]
+LastStageLayers = Annotated[
+    int | None, layout("Layers of the last pipeline stage.", "--last-stage-layers")
+]
+AccountForEmbedding = Annotated[
+    bool,
+    option("Parallel layout", "Count the embedding as a layer.", "--account-for-embedding"),
+]
+AccountForLoss = Annotated[
+    bool, option("Parallel layout", "Count the loss as a layer.", "--account-for-loss")
+]
+PipelineLayout = Annotated[
+    str | None,
+    option(
+        "Parallel layout",
+        "Layers of every stage in Megatron's words, such as Et*3|(tt|)*29m|L.",
+        "--pipeline-layout",
+        metavar="TEXT",
+    ),
+]

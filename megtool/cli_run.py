@@ -1,0 +1,82 @@
+"""Running a verb: its report to stdout, its errors in one line, its exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from megtool.errors import MegtoolError, StorageError
+from megtool.log import Bar, Progress, printable, say, set_up
+
+
+class Report(Protocol):
+    """What every command returns. It may also have an `exit_status`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+
+
+def run(
+    work: Callable[[Progress], Report],
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    resumes: bool = False,
+) -> int:
+    """Do `work` under the common manners and return the exit status.
+
+    The report goes to stdout, everything else to stderr. `resumes` says that an interrupted run
+    goes on when it is started again.
+    """
+    set_up(quiet=quiet, verbose=verbose)
+    try:
+        with Bar(shown=not quiet) as progress:
+            report = work(progress)
+        if as_json:
+            put(json.dumps(_plain(report.to_json()), indent=2))
+        else:
+            put("\n".join(printable(line) for line in report.lines()))
+    except MegtoolError as error:
+        if verbose:
+            traceback.print_exception(error)
+        say("error", str(error))
+        return error.exit_status
+    except KeyboardInterrupt:
+        say("error", "interrupted")
+        if resumes:
+            say("hint", "the same command resumes where this one stopped")
+        return 130
+    return int(getattr(report, "exit_status", 0))
+
+
+def _plain(value: Any) -> Any:
+    """`value` with numbers that JSON cannot hold as strings: `"nan"`, `"inf"`, `"-inf"`."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def put(text: str) -> None:
+    """Print to stdout; a reader who has gone is no failure, a full disk is."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough: no failure
+            raise StorageError(
+                f"cannot write to stdout: {error.strerror}",
+                hint="the work is done, and only the report is lost",
+            ) from error

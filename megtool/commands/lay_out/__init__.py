@@ -1,0 +1,1 @@
+"""One kind of destination a file: its tensors, their cuts, and the files beside them."""

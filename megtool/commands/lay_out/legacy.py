@@ -1,0 +1,225 @@
+"""Megatron's legacy `torch` format: a folder per model-parallel rank, weights and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.containers.pickled import inert_global
+from megtool.checkpoint.formats.legacy import lay_out as lay_out_files
+from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
+from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.regroup import regroup
+from megtool.commands.lay_out.target import Request, Target
+from megtool.commands.megatron.from_ranks import expert_rank
+from megtool.commands.megatron.groups import Inner, read_groups
+from megtool.commands.megatron.optimizer import run_of, states_of
+from megtool.commands.megatron.pieces import Collected, boxes_of
+from megtool.commands.megatron.rank_names import to_local
+from megtool.commands.megatron.state import (
+    carried_objects,
+    common_state,
+    rank_state,
+    saved_iteration,
+)
+from megtool.commands.megatron.to_buckets import Run
+from megtool.commands.opened import Opened
+from megtool.commands.small_files import files_beside_ranks
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.ranks import Parameter, Place, rank_parameters
+from megtool.dtypes import DType
+from megtool.errors import MappingError
+from megtool.parallel.pipeline import Pipeline
+from megtool.tensors import buckets
+from megtool.tensors.parameters import registered
+from megtool.tensors.sharded import GlobalTensor
+
+_LINEAR = (".linear_qkv", ".linear_proj", ".linear_fc1", ".linear_fc2")
+_FLAT = "distrib_optim"
+
+
+def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+    """Lay out `model_optim_rng.pt`, and `distrib_optim.pt` where there is state, of every rank."""
+    config = source.model.config if source.model else None
+    if config is None:
+        raise MappingError(
+            "files per rank need the model's configuration",
+            file=source.path,
+            hint="--like HF_FOLDER gives it",
+        )
+    parallel = out.parallel or ParallelConfig()
+    weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
+    writer = _Writer(source, config, parallel, weights, states_of(out.side))
+    out.dropped += carried_objects(source.catalogue, parallel)[1]
+    common = common_state(source, parallel, out.side.tensors, dtype, request.optimizer)
+    files = writer.files(common)
+    iteration = saved_iteration(source.catalogue)
+    small = files_beside_ranks(source, dtype)
+    destination = lay_out_files(files, iteration=iteration, small=small)
+    row = {
+        destination.catalogue.tensors[int(t)].name: k
+        for k, t in enumerate(destination.catalogue.shards.tensor.tolist())
+    }
+    collected = Collected(repeat=True)
+    kinds = {t.name: t for t in out.side.tensors}
+    for stored, name, p, start in writer.pieces:
+        tensor = replace(kinds[name], shape=p.shape)
+        for box, position in boxes_of(p, 0, p.numel):
+            collected.add(tensor, box, row[stored], start + position)
+    catalogue = regroup(destination.catalogue, lambda _: False, collected.regrouping())
+    catalogue.shards.owner[:] = np.asarray(catalogue.extents.file, np.int32)
+    out.destination = replace(destination, catalogue=catalogue)
+    out.store_under(collected.names)
+    out.sidecar_folder = folder_name(iteration)
+
+
+class _Writer:
+    """The trees of all files, and which part of the model each tensor in them is.
+
+    `pieces` are `(stored name, name in the model, parameter, first element)`.
+    """
+
+    def __init__(
+        self,
+        source: Opened,
+        config: ModelConfig,
+        parallel: ParallelConfig,
+        weights: Sequence[GlobalTensor],
+        states: Mapping[str, DType],
+    ) -> None:
+        self.source, self.config, self.parallel = source, config, parallel
+        self.states = states
+        self.run: Run = run_of(source, parallel, weights)
+        self.dtypes = {t.name: t.dtype for t in weights}
+        self.ranks = rank_parameters(weights, config, parallel)
+        self.has_own = parallel.ep > 1 and any(
+            p.is_expert for found in self.ranks.values() for p in found
+        )
+        self.pieces: list[tuple[str, str, Parameter, int]] = []
+
+    def files(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Every rank's files by path, their trees with `GlobalTensor` leaves."""
+        p = self.parallel
+        groups = read_groups(self.source.catalogue)
+        inner = groups.for_chain(1 + self.has_own) if groups else []
+        out: dict[str, Any] = {}
+        sizes = Sizes(tp=p.tp, pp=p.pp, ep=p.ep, etp=p.etp)
+        for (tp, pp, ep), is_first in sizes.ranks().items():
+            folder = rank_folder((tp, pp, ep))
+            stage, expert = pp or 0, ep or 0
+            members = [self._members(stage, chunk, tp, expert) for chunk in range(p.vpp)]
+            tree = self._small(common, inner, (tp, stage, expert))
+            for chunk, found in enumerate(members):
+                key = "model" if p.vpp == 1 else f"model{chunk}"
+                tree[key] = self._model(folder, key, found, stage, chunk, expert)
+            out[f"{folder}/model_optim_rng.pt"] = tree
+            if self.states:
+                flat = self._flat(folder, members, with_dense=is_first)
+                if flat is not None:
+                    out[f"{folder}/{_FLAT}.pt"] = flat
+        return out
+
+    def _members(self, stage: int, chunk: int, tp: int, ep: int) -> list[Parameter]:
+        """A chunk's parameters as they are registered: dense ones, and the rank's experts."""
+        at = Place(stage, chunk, 0, tp)
+        dense = [p for p in self.ranks.get(at, []) if not p.is_expert]
+        at = Place(stage, chunk, ep, expert_rank(tp, ep, self.parallel))
+        experts = [p for p in self.ranks.get(at, []) if p.is_expert]
+        found = [*dense, *experts]
+        order = registered([(_known(p), p.expert) for p in found], self.run.order)
+        return [found[i] for i in order]
+
+    def _model(
+        self,
+        folder: str,
+        key: str,
+        members: Sequence[Parameter],
+        stage: int,
+        chunk: int,
+        ep: int,
+    ) -> Any:
+        """The state dict of one chunk: names of its modules, and an extra state per linear."""
+        layers = Pipeline.of(self.parallel).layers_of(self.config.num_layers, stage, chunk)
+        first_expert = ep * self.config.num_experts // self.parallel.ep
+        tree: dict[str, Any] = {}
+        for p in members:
+            name = to_local(
+                p,
+                first_layer=layers.start,
+                first_expert=first_expert,
+                fused=self.run.order.fused_norms,
+                grouped=self.run.order.grouped_experts,
+            )
+            stored = f"{folder}/model_optim_rng/{key}/{name}"
+            kind = self.dtypes[p.key]
+            tree[name] = GlobalTensor(name=stored, shape=p.local_shape, dtype=kind)
+            self.pieces.append((stored, p.key, p, 0))
+            module = name.rpartition(".")[0]
+            if module.endswith(_LINEAR) and f"{module}._extra_state" not in tree:
+                tree[f"{module}._extra_state"] = None
+        return _ordered(tree)
+
+    def _small(
+        self, common: Mapping[str, Any], inner: Sequence[Inner], rank: tuple[int, int, int]
+    ) -> dict[str, Any]:
+        """What a rank keeps beside its tensors."""
+        tree = {k: v for k, v in common.items() if k not in ("content_metadata", "optimizer")}
+        if self.states and inner:
+            parts = [dict(one) for one in inner]
+            tree["optimizer"] = parts[0] if len(parts) == 1 else parts
+        return tree | rank_state(self.source.catalogue, self.parallel, rank)
+
+    def _flat(
+        self, folder: str, members: Sequence[Sequence[Parameter]], *, with_dense: bool
+    ) -> Any:
+        """The tree of a rank's distrib_optim.pt; None where it holds nothing."""
+        if not self.has_own:
+            return self._chain(folder, "", members) if with_dense else None
+        dense = [[p for p in found if not p.is_expert] for found in members]
+        experts = [[p for p in found if p.is_expert] for found in members]
+        first = self._chain(folder, "0/", dense) if with_dense else None
+        return [first, self._chain(folder, "1/", experts)]
+
+    def _chain(self, folder: str, chain: str, members: Sequence[Sequence[Parameter]]) -> Any:
+        """One optimizer's buffers, their buckets one after the other without padding."""
+        dtypes = (
+            inert_global("torch", self.run.param_dtype),
+            inert_global("torch", self.run.grad_dtype),
+        )
+        spelled = f"torch.{self.run.param_dtype},torch.{self.run.grad_dtype}"
+        out: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, listed in enumerate(members):
+            found = [p for p in listed if not p.key.endswith(".expert_bias")]
+            slots, sizes = buckets.lay_out(
+                [p.numel for p in found],
+                [p.is_shared for p in found],
+                bucket_size=self.run.bucket_size,
+            )
+            starts = [sum(sizes[:k]) for k in range(len(sizes))]
+            held: dict[str, Any] = {}
+            for state, kind in self.states.items():
+                stored = f"{folder}/{_FLAT}/{chain}{number}/{spelled}/{state}"
+                held[state] = GlobalTensor(name=stored, shape=(sum(sizes),), dtype=kind)
+                for p, slot in zip(found, slots, strict=True):
+                    name = f"optimizer.state.{state}.{p.key}"
+                    self.pieces.append((stored, name, p, starts[slot.bucket] + slot.start))
+            held["numel_unpadded"] = sum(sizes)
+            out[number] = {dtypes: held}
+        return out
+
+
+def _known(p: Parameter) -> str:
+    """The key by which the order is known; buffers stand where their module's weight does."""
+    return p.module_key.replace(".expert_bias", ".bias")
+
+
+def _ordered(values: dict[str, Any]) -> Any:
+    """An OrderedDict, as `state_dict()` gives."""
+    node = inert_global("collections", "OrderedDict")()
+    for key, value in values.items():
+        node[key] = value
+    return node

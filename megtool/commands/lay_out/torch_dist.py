@@ -1,0 +1,158 @@
+"""torch.distributed checkpoints: Megatron's, with the optimizer as it is asked for, and plain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
+from megtool.checkpoint.regroup import regroup
+from megtool.commands.lay_out.target import Request, Target
+from megtool.commands.megatron.groups import BY_DP, read_groups
+from megtool.commands.megatron.optimizer import run_of, states_of
+from megtool.commands.megatron.state import (
+    carried_objects,
+    common_state,
+    extra_states,
+    lost_state,
+    saved_iteration,
+)
+from megtool.commands.megatron.to_buckets import lay_out_buckets, objects_of, regrouping_of
+from megtool.commands.opened import Opened
+from megtool.commands.small_files import files_beside_ranks
+from megtool.config import ParallelConfig
+from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.sharding import shard
+from megtool.dtypes import DType
+from megtool.errors import MappingError
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+
+def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+    """Lay out one data file per rank, the objects, and the files beside them."""
+    parallel = out.parallel or ParallelConfig()
+    megatron = out.format == "torch_dist"
+    if megatron and request.optimizer == BY_DP and states_of(out.side):
+        _lay_out_by_buckets(source, request, out, dtype, parallel)
+        return
+    shards = out.side.shards
+    if shards is None:
+        shards = rows_over_ranks(out.side.tensors, parallel.dp)
+    _lay_out(source, request, out, dtype, parallel, out.side.tensors, shards, {})
+
+
+def _lay_out(
+    source: Opened,
+    request: Request,
+    out: Target,
+    dtype: DType | None,
+    parallel: ParallelConfig,
+    tensors: Sequence[GlobalTensor],
+    shards: Shards,
+    more: dict[str, Any],
+) -> None:
+    """Everything, for stored tensors and shards that are settled; `more` are further objects."""
+    megatron = out.format == "torch_dist"
+    num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
+    small = files_beside_ranks(source, dtype)
+    carried, lost = carried_objects(source.catalogue, parallel)
+    out.dropped += lost
+    objects: dict[str, Any] = {**carried, **more}
+    if megatron and source.catalogue.format != "torch_dist":
+        objects |= extra_states(out.side.tensors, objects)
+    iteration = saved_iteration(source.catalogue)
+    common = None
+    if megatron:
+        common = common_state(source, parallel, out.side.tensors, dtype, request.optimizer)
+    else:
+        out.dropped += lost_state(source.catalogue, out.format)
+    out.destination = lay_out_ranks(
+        tensors,
+        shards,
+        num_files=num_files,
+        objects=objects,
+        common=common,
+        iteration=iteration,
+        small=small,
+        key_paths=source.catalogue.metadata.get("planner_data"),
+        megatron=megatron,
+    )
+    if megatron:
+        out.sidecar_folder = folder_name(iteration)
+
+
+def _lay_out_by_buckets(
+    source: Opened,
+    request: Request,
+    out: Target,
+    dtype: DType | None,
+    parallel: ParallelConfig,
+) -> None:
+    """Weights as tensors, their optimizer state in buckets."""
+    config = source.model.config if source.model else None
+    if config is None:
+        raise MappingError(
+            "buckets need the model's configuration",
+            file=source.path,
+            hint="--like HF_FOLDER gives it; --optimizer fully_reshardable does without",
+        )
+    weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
+    run = run_of(source, parallel, weights)
+    groups = read_groups(source.catalogue)
+    laid = lay_out_buckets(weights, states_of(out.side), config, parallel, run)
+    stored = [*weights, *laid.tensors]
+    cut = shard(weights, parallel, config=config)
+    shards = _joined(cut, laid.ranges, len(weights), max(widest(stored), 1))
+    inner = groups.for_chain(laid.num_chains) if groups else [{}] * laid.num_chains
+    more = objects_of(laid, run, inner)
+    _lay_out(source, request, out, dtype, parallel, stored, shards, more)
+    prefixes = {s: f"optimizer.state.{s}." for s in states_of(out.side)}
+    regrouping, names = regrouping_of(laid, shards, len(weights), prefixes)
+    flat = {t.name for t in laid.tensors}
+    destination = out.destination
+    out.destination = replace(
+        destination,
+        catalogue=regroup(destination.catalogue, lambda n: n not in flat, regrouping),
+    )
+    out.store_under(names)
+
+
+def _joined(
+    cut: Shards, ranges: Sequence[Sequence[tuple[int, int, int]]], first: int, ndim: int
+) -> Shards:
+    """Shards of the weights, then those of the flat tensors."""
+    rows = [
+        (int(t), lo, hi, int(owner))
+        for t, lo, hi, owner in zip(
+            cut.tensor.tolist(),
+            cut.boxes.lo.tolist(),
+            cut.boxes.hi.tolist(),
+            cut.owner.tolist(),
+            strict=True,
+        )
+    ]
+    flat = [
+        (first + number, [a], [b], owner)
+        for number, found in enumerate(ranges)
+        for a, b, owner in found
+    ]
+    return Shards.build([*rows, *flat], ndim)
+
+
+def rows_over_ranks(tensors: Sequence[GlobalTensor], ranks: int) -> Shards:
+    """Cut each tensor's first dimension as torch's fully sharded data parallel does: `ranks` near
+    equal chunks, the last ones possibly empty; 0-d tensors belong to rank 0."""
+    rows = []
+    for number, t in enumerate(tensors):
+        zeros = [0] * len(t.shape)
+        if not t.shape or not t.numel:
+            rows.append((number, zeros, list(t.shape), 0))
+            continue
+        step = math.ceil(t.shape[0] / ranks)
+        for rank, start in enumerate(range(0, t.shape[0], step)):
+            end = min(start + step, t.shape[0])
+            rows.append((number, [start, *zeros[1:]], [end, *t.shape[1:]], rank))
+    return Shards.build(rows, widest(tensors))

@@ -1,0 +1,1 @@
+"""Megatron's rank files and optimizer buckets, as tensors of the model and back."""

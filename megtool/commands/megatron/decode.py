@@ -1,0 +1,230 @@
+"""Decode: flat optimizer buffers read as state of the model's tensors.
+
+Nothing on disk says which parameter lies where in a bucket. The registration order says it, and
+there are several; so every known order is tried, the likely one first, until one fills all buckets
+exactly and every master weight it finds, rounded, is the model's weight (see `proof`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.regroup import regroup
+from megtool.commands.megatron.pieces import Collected, boxes_of
+from megtool.commands.megatron.proof import Mismatch, disproof
+from megtool.convert.ranks import Parameter
+from megtool.errors import FormatError, MappingError
+from megtool.tensors import buckets
+from megtool.tensors.buckets import Slot
+from megtool.tensors.parameters import ORDERS, Order, likely_orders, registered
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket's state: its unpadded size in elements, and the stored tensor of every state.
+
+    It begins at element `offset` of these tensors.
+    """
+
+    size: int
+    states: Mapping[str, str]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """One flat buffer: the parameters in it, as its rank's file or the model lists them.
+
+    `buckets` are its buckets in order. Where `is_coalesced`, they are one after the other in a
+    single one, cut by one of the `bucket_sizes` (None: not at all).
+    """
+
+    members: Sequence[Parameter]
+    buckets: Sequence[Bucket]
+    is_coalesced: bool = False
+    bucket_sizes: Sequence[int | None] = (None,)
+
+    def place(self, ordered: Sequence[Parameter]) -> list[Laid] | None:
+        """Where each parameter lies; None when so ordered they do not fill the buffer."""
+        numels = [p.numel for p in ordered]
+        if not self.is_coalesced:
+            sizes = [b.size for b in self.buckets]
+            slots = buckets.fit(numels, sizes) or buckets.fit(numels, sizes, alignment=1)
+            if slots is None:
+                return None
+            held = [self.buckets[s.bucket] for s in slots]
+            return [Laid(p, b, s) for p, b, s in zip(ordered, held, slots, strict=True)]
+        (whole,) = self.buckets
+        slots = buckets.split_coalesced(
+            numels, [p.is_shared for p in ordered], whole.size, self.bucket_sizes
+        )
+        if slots is None:
+            return None
+        return [Laid(p, whole, s) for p, s in zip(ordered, slots, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A parameter, the bucket it lies in, and where."""
+
+    parameter: Parameter
+    bucket: Bucket
+    slot: Slot
+
+
+def decode(
+    catalogue: Catalogue,
+    holders: Sequence[Holder],
+    is_flat: Callable[[str], bool],
+    *,
+    whole: bool = False,
+) -> Catalogue:
+    """The catalogue with flat buffers as `optimizer.state.STATE.KEY`, one tensor per layer.
+
+    `catalogue` holds the model's weights, stacked or per layer, and the buffers, which are those
+    tensors that `is_flat` names. `whole` compares all master weights with the model's, instead of
+    some elements of each parameter. The order found is kept in `metadata["registration_order"]`
+    (None: one that only the rank's file knows).
+
+    Raises:
+        FormatError: no known order fills the buffers, or in every one that does, master weights
+            are not the model's weights; names the first parameter that is not.
+    """
+    worst: Mismatch | None = None
+    tried: set[object] = set()
+    for order in _orders(catalogue):
+        laid = _lay(holders, order)
+        if laid is None:
+            continue
+        key = tuple((x.parameter.key, x.parameter.expert, x.slot.start) for x in laid)
+        if key in tried:
+            continue
+        tried.add(key)
+        candidate = _regrouped(catalogue, laid, is_flat)
+        mismatch = disproof(candidate, catalogue, whole=whole)
+        if mismatch is None:
+            candidate.metadata["registration_order"] = order or _order_of(holders)
+            return candidate
+        worst = worst or mismatch
+    if worst is not None:
+        raise worst.error(catalogue.root)
+    raise FormatError(
+        "the optimizer's buckets do not add up to this model's parameters in any known order",
+        file=catalogue.root,
+        hint="the optimizer belongs to another model or layout; --optimizer none leaves it out",
+    )
+
+
+def _orders(catalogue: Catalogue) -> list[Order | None]:
+    """Orders to try: a rank's file lists its own, otherwise what the args make likely."""
+    held = catalogue.metadata.get("args")
+    args: Mapping[str, Any] = held if isinstance(held, dict) else {}
+    listed: list[Order | None] = [None] if catalogue.format == "megatron" else []
+    return listed + list(likely_orders(args.get("transformer_impl"), args.get("moe_grouped_gemm")))
+
+
+def _order_of(holders: Sequence[Holder]) -> Order | None:
+    """The known order in which files list their parameters, if it is one."""
+    for order in ORDERS:
+        try:
+            if all(_is_in(order, holder.members) for holder in holders):
+                return order
+        except MappingError:
+            return None
+    return None
+
+
+def _is_in(order: Order, members: Sequence[Parameter]) -> bool:
+    places = registered([(p.module_key, p.expert) for p in members], order)
+    return places == list(range(len(members)))
+
+
+def _lay(holders: Sequence[Holder], order: Order | None) -> list[Laid] | None:
+    """Where every parameter lies; None when an order does not fill a buffer."""
+    out: list[Laid] = []
+    for holder in holders:
+        ordered = list(holder.members)
+        if order is not None:
+            try:
+                places = registered([(p.module_key, p.expert) for p in ordered], order)
+            except MappingError:
+                if holder.is_coalesced:  # the file's own order is the better one
+                    return None
+                raise
+            ordered = [ordered[i] for i in places]
+        laid = holder.place(ordered)
+        if laid is None:
+            return None
+        out += laid
+    return out
+
+
+def _regrouped(
+    catalogue: Catalogue, laid: Sequence[Laid], is_flat: Callable[[str], bool]
+) -> Catalogue:
+    """The catalogue with every parameter's state in model space."""
+    collected = Collected()
+    chunks = _Chunks(catalogue)
+    copies: dict[object, list[Laid]] = {}
+    for item in laid:
+        copies.setdefault((item.parameter.key, item.parameter.boxes), []).append(item)
+    for items in copies.values():
+        for state in items[0].bucket.states:
+            held = [
+                (x.bucket.states[state], x.bucket.offset + x.slot.start, x.slot.numel)
+                for x in items
+                if state in x.bucket.states
+            ]
+            # Copies are cut alike, wherever their ranks' ranges end: then they can be compared.
+            cuts = sorted({c for at in held for c in chunks.cuts(*at)})
+            p = items[0].parameter
+            for name, first, _ in held:
+                kind = catalogue[name].dtype
+                tensor = GlobalTensor(
+                    name=f"optimizer.state.{state}.{p.key}", shape=p.shape, dtype=kind
+                )
+                for a, b in pairwise(cuts):
+                    shard, start = chunks.at(name, first + a)
+                    for box, position in boxes_of(p, a, b):
+                        collected.add(tensor, box, shard, start + position)
+    return regroup(catalogue, lambda n: not is_flat(n), collected.regrouping())
+
+
+class _Chunks:
+    """Where the chunks of 1-d stored tensors begin."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._known: dict[str, tuple[list[int], list[int]]] = {}
+
+    def _of(self, name: str) -> tuple[list[int], list[int]]:
+        """Starts of a tensor's chunks, ascending, and their rows."""
+        if name not in self._known:
+            rows = self._catalogue.shards.of(self._catalogue.index[name])
+            boxes = self._catalogue.shards.boxes
+            pairs = sorted(
+                (int(boxes.lo[r, 0]), r)
+                for r in range(rows.start, rows.stop)
+                if boxes.hi[r, 0] > boxes.lo[r, 0]
+            )
+            self._known[name] = [p[0] for p in pairs], [p[1] for p in pairs]
+        return self._known[name]
+
+    def cuts(self, name: str, first: int, numel: int) -> list[int]:
+        """Where a range is cut, counted from its start; its two ends are among them."""
+        starts, _ = self._of(name)
+        a = bisect.bisect_right(starts, first)
+        b = bisect.bisect_left(starts, first + numel)
+        return [0, *(s - first for s in starts[a:b]), numel]
+
+    def at(self, name: str, element: int) -> tuple[int, int]:
+        """The row of the chunk that holds an element, and the element's position in it."""
+        starts, rows = self._of(name)
+        k = bisect.bisect_right(starts, element) - 1
+        return rows[k], element - starts[k]

@@ -1,0 +1,181 @@
+"""From buckets: Megatron's default optimizer format (`dp_reshardable`), by its names on disk."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
+from megtool.commands.megatron.decode import Bucket, Holder, decode
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.megatron import split_state
+from megtool.convert.ranks import Parameter, Place, rank_parameters
+from megtool.errors import FormatError
+from megtool.tensors.buckets import default_bucket_size
+from megtool.tensors.sharded import GlobalTensor
+
+BUCKET = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Buffer:
+    """One flat buffer: the optimizer of a chain, its data-parallel group, number and dtype."""
+
+    chain: int
+    group: int
+    number: int
+    dtype: str
+    grad_dtype: str
+
+
+def has_buckets(catalogue: Catalogue) -> bool:
+    """The checkpoint holds optimizer state in buckets."""
+    return any(BUCKET.fullmatch(t.name) for t in catalogue.tensors)
+
+
+def buffers_of(catalogue: Catalogue) -> dict[Buffer, list[Bucket]]:
+    """The buffers a checkpoint holds, each with its buckets in order.
+
+    Raises:
+        FormatError: a bucket is missing, or its states differ in size.
+    """
+    found: dict[Buffer, dict[int, dict[str, GlobalTensor]]] = {}
+    for t in catalogue.tensors:
+        if match := BUCKET.fullmatch(t.name):
+            chain, group, number, dtype, grad, bucket, state = match.groups()
+            buffer = Buffer(int(chain or 0), int(group), int(number), dtype, grad)
+            found.setdefault(buffer, {}).setdefault(int(bucket), {})[state] = t
+    out: dict[Buffer, list[Bucket]] = {}
+    for buffer, numbered in sorted(found.items()):
+        if sorted(numbered) != list(range(len(numbered))):
+            missing = min(set(range(max(numbered) + 1)) - set(numbered))
+            raise FormatError(
+                f"bucket {missing} of {buffer} is missing",
+                file=catalogue.root,
+                hint="the optimizer state is incomplete; --optimizer none leaves it out",
+            )
+        out[buffer] = []
+        for _, states in sorted(numbered.items()):
+            sizes = {t.numel for t in states.values()}
+            if len(sizes) != 1:
+                some = next(iter(states.values()))
+                raise FormatError(
+                    f"states of one bucket differ in size: {sorted(sizes)} elements",
+                    file=catalogue.root,
+                    tensor=some.name,
+                )
+            out[buffer].append(Bucket(sizes.pop(), {s: t.name for s, t in states.items()}))
+    return out
+
+
+def from_buckets(
+    catalogue: Catalogue, config: ModelConfig, parallel: ParallelConfig, *, whole: bool = False
+) -> Catalogue:
+    """The catalogue with its buckets' state as `optimizer.state.STATE.KEY`, one per layer.
+
+    `parallel` is the layout the checkpoint was saved at.
+
+    Raises:
+        FormatError: see `decode`.
+    """
+    weights = [t for t in catalogue.tensors if _is_weight(t)]
+    found = buffers_of(catalogue)
+    ranks = rank_parameters(weights, config, parallel)
+    holders = list(_holders(found, ranks, parallel, catalogue))
+    out = decode(catalogue, holders, lambda n: BUCKET.fullmatch(n) is not None, whole=whole)
+    out.metadata["bucket_dtypes"] = next((b.dtype, b.grad_dtype) for b in found)
+    return out
+
+
+def _is_weight(t: GlobalTensor) -> bool:
+    name = t.name
+    return not BUCKET.fullmatch(name) and split_state(name)[0] == "" and not _is_buffer(name)
+
+
+def _is_buffer(name: str) -> bool:
+    """Buffers of modules are no parameters: no optimizer has state for them."""
+    return name.endswith((".expert_bias", ".inv_freq", ".local_tokens_per_expert"))
+
+
+def _holders(
+    found: Mapping[Buffer, list[Bucket]],
+    ranks: Mapping[Place, list[Parameter]],
+    parallel: ParallelConfig,
+    catalogue: Catalogue,
+) -> Iterator[Holder]:
+    """Every buffer with the parameters in it."""
+    chunks = parallel.vpp
+    has_own = parallel.ep > 1 and any(p.is_expert for ps in ranks.values() for p in ps)
+    per_group: dict[tuple[int, int], list[Buffer]] = {}
+    for buffer in found:
+        per_group.setdefault((buffer.chain, buffer.group), []).append(buffer)
+    expected = parallel.tp * parallel.pp
+    groups = {g for c, g in per_group if c == 0}
+    if groups != set(range(expected)):
+        raise FormatError(
+            f"optimizer state of {len(groups)} model-parallel ranks, but tp={parallel.tp} x "
+            f"pp={parallel.pp} in the args",
+            file=catalogue.root,
+            hint="ranks are missing: "
+            + ", ".join(str(g) for g in sorted(set(range(expected)) - groups)[:8])
+            if groups < set(range(expected))
+            else "the args belong to another layout",
+        )
+    is_coalesced = bool(catalogue.metadata.get(COALESCED))
+    sizes = _bucket_sizes(catalogue)
+    for (chain, group), own in sorted(per_group.items()):
+        dtypes = max(len(own) // chunks, 1)
+        for buffer in own:
+            chunk = buffer.number // dtypes
+            members = _members(ranks, parallel, chain, group, chunk, has_own)
+            if dtypes > 1:
+                members = [p for p in members if _belongs(p, buffer.dtype)]
+            yield Holder(
+                members=members,
+                buckets=found[buffer],
+                is_coalesced=is_coalesced and len(found[buffer]) == 1,
+                bucket_sizes=sizes,
+            )
+
+
+def _bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:
+    """Sizes that buckets stored one after the other may have had: the args do not always say."""
+    args = catalogue.metadata.get("args") or {}
+    ranks = [args.get(k) for k in ("data_parallel_size", "context_parallel_size")]
+    dp = math.prod(n for n in ranks if isinstance(n, int) and n > 0)
+    said = args.get("ddp_bucket_size")
+    return (None, said) if isinstance(said, int) and said > 0 else (None, default_bucket_size(dp))
+
+
+def _members(
+    ranks: Mapping[Place, list[Parameter]],
+    parallel: ParallelConfig,
+    chain: int,
+    group: int,
+    chunk: int,
+    has_own: bool,
+) -> list[Parameter]:
+    """Parameters of a data-parallel group's chunk; experts have a chain of their own when spread.
+
+    Groups count the model-parallel ranks of a pipeline stage, tensor ranks fastest.
+    """
+    if has_own and chain:
+        stage, rest = divmod(group, parallel.ep * parallel.etp)
+        ep, tp = divmod(rest, parallel.etp)
+        return [p for p in ranks.get(Place(stage, chunk, ep, tp), []) if p.is_expert]
+    stage, tp = divmod(group, parallel.tp)
+    out = ranks.get(Place(stage, chunk, 0, tp), [])
+    return [p for p in out if not (p.is_expert and has_own)]
+
+
+def _belongs(p: Parameter, dtype: str) -> bool:
+    """With several dtypes, fp8 weights (`uint8`) are the matrices of linear layers."""
+    if dtype == "uint8":
+        return len(p.local_shape) == 2 and ".linear_" in p.key
+    return p.dtype == dtype

@@ -1,0 +1,118 @@
+"""Groups: the optimizer's param groups, step and loss scale, which every format keeps elsewhere.
+
+Megatron keeps them in the common state (`fully_reshardable`, and optimizers that are not
+distributed), in one object per data-parallel group (`dp_reshardable`), or in every rank's
+`model_optim_rng.pt` (legacy). Expert parameters spread over ranks have an optimizer of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.zipped import load_object
+
+FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
+SHARDING = "param_state_sharding_type"
+OBJECT = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
+)
+_SMALL = ("optimizer", "grad_scaler")
+
+Inner = dict[str, Any]
+"""What one optimizer of a chain keeps beside its tensors: `optimizer` and perhaps `grad_scaler`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The small state of every optimizer of a chain, the dense one first."""
+
+    chain: tuple[Inner, ...]
+
+    def for_chain(self, length: int) -> list[Inner]:
+        """The state for a chain of another length.
+
+        Two become one by leaving out the experts', whose settings are the same; one becomes two by
+        marking a copy of its groups as expert-parallel.
+        """
+        if length <= len(self.chain):
+            return [dict(c) for c in self.chain[:length]]
+        last = self.chain[-1]
+        experts = {**last, "optimizer": _of_experts(last.get("optimizer"))}
+        return [dict(c) for c in self.chain] + [experts] * (length - len(self.chain))
+
+
+def read_groups(catalogue: Catalogue) -> Groups | None:
+    """The optimizer's small state, wherever the checkpoint keeps it; None if it has none."""
+    chain = _from_objects(catalogue) or _from_common(catalogue)
+    return Groups(chain=tuple(chain)) if chain else None
+
+
+def is_group_object(name: str) -> bool:
+    """The object is a part of the optimizer's small state, or sizes that follow from the layout."""
+    match = OBJECT.fullmatch(name)
+    return match is not None and match[3] != "param_state"
+
+
+def in_common(inner: Sequence[Inner], kind: str | None) -> Any:
+    """What stands under `optimizer` in Megatron's common state.
+
+    `kind` is the optimizer's sharding type; with `dp_reshardable` nothing but that stands there.
+    """
+    parts: list[dict[str, Any]] = []
+    for one in inner:
+        part = {} if kind == BY_DP else {k: one[k] for k in one if k != SHARDING}
+        parts.append(part if kind is None else {**part, SHARDING: kind})
+    return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def _from_objects(catalogue: Catalogue) -> list[Inner]:
+    """One object per data-parallel group; all of a chain are alike, so the first will do."""
+    found: dict[int, dict[str, str]] = {}
+    for name in catalogue.objects:
+        match = OBJECT.fullmatch(name)
+        if match and match[3] in _SMALL:
+            found.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
+    return [
+        {key: _value(catalogue, name) for key, name in names.items()}
+        for _, names in sorted(found.items())
+    ]
+
+
+def _value(catalogue: Catalogue, name: str) -> Any:
+    held = catalogue.objects[name]
+    if held.extent is None:
+        return held.value
+    file, offset, length = held.extent
+    path = catalogue.path(file)
+    with open(path, "rb") as f:
+        tree = load_object(f.fileno(), offset, length, file=path)
+    return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+
+
+def _from_common(catalogue: Catalogue) -> list[Inner]:
+    common = catalogue.metadata.get("common")
+    held = common.get("optimizer") if isinstance(common, dict) else None
+    if isinstance(held, dict) and held and all(isinstance(k, int) for k in held):
+        held = [held[k] for k in sorted(held)]
+    parts = held if isinstance(held, list) else [held]
+    out = []
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("optimizer"), dict):
+            out.append({k: v for k, v in part.items() if k in _SMALL})
+    return out
+
+
+def _of_experts(inner: Any) -> Any:
+    """Param groups of the experts' own optimizer, made of the dense one's."""
+    if not isinstance(inner, Mapping):
+        return inner
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list):
+        return inner
+    marked = [{**g, "is_expert_parallel": True} if isinstance(g, dict) else g for g in groups]
+    decayed = [g for g in marked if not isinstance(g, dict) or g.get("wd_mult") != 0.0]
+    return {**inner, "param_groups": decayed or marked}

@@ -1,0 +1,63 @@
+"""Model space: whatever Megatron stores by rank or by bucket, as tensors of the model."""
+
+from __future__ import annotations
+
+import logging
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.commands.megatron.from_buckets import from_buckets, has_buckets
+from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
+from megtool.commands.megatron.from_ranks import from_ranks
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.parallel_args import parallel_from_args
+from megtool.errors import FormatError, LayoutError, MegtoolError
+
+_LOG = logging.getLogger(__name__)
+
+
+def in_model_space(
+    catalogue: Catalogue, config: ModelConfig | None, *, whole: bool = False, lenient: bool = False
+) -> Catalogue:
+    """The catalogue with all tensors in model space; as it is where nothing else is in it.
+
+    With `lenient` what cannot be decoded stays as it is stored, with a warning that says why.
+
+    Raises:
+        FormatError: optimizer state that cannot be decoded, or is of another model.
+    """
+    if has_fragments(catalogue):
+        catalogue = from_fragments(catalogue)
+    if not has_buckets(catalogue) and catalogue.format != "megatron":
+        return catalogue
+    try:
+        return _decoded(catalogue, config, whole)
+    except MegtoolError as e:
+        if not lenient:
+            raise
+        _LOG.warning("optimizer state stays in its buckets: %s", e.message)
+        return catalogue
+
+
+def _decoded(catalogue: Catalogue, config: ModelConfig | None, whole: bool) -> Catalogue:
+    if config is None:
+        what = "files per rank" if catalogue.format == "megatron" else "optimizer state in buckets"
+        raise FormatError(
+            f"{what} need the model's configuration, and the checkpoint's args lack it",
+            file=catalogue.root,
+            hint="--like HF_FOLDER gives it, or --optimizer none leaves the optimizer out",
+        )
+    try:
+        read = from_ranks if catalogue.format == "megatron" else from_buckets
+        return read(catalogue, config, saved_layout(catalogue), whole=whole)
+    except LayoutError as e:
+        raise FormatError(
+            f"the checkpoint's args contradict themselves: {e.message}",
+            file=catalogue.root,
+            hint="--optimizer none leaves the optimizer out",
+        ) from e
+
+
+def saved_layout(catalogue: Catalogue) -> ParallelConfig:
+    """The layout a checkpoint was saved at, by its args."""
+    args = catalogue.metadata.get("args")
+    return parallel_from_args(args if isinstance(args, dict) else {})

@@ -1,0 +1,103 @@
+"""Optimizer: in which format its state is asked for, and what a run that loads it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.commands.megatron.groups import BY_DP, FULLY
+from megtool.commands.megatron.to_buckets import Run
+from megtool.commands.opened import Opened
+from megtool.config import ParallelConfig
+from megtool.convert.dialects import Side, TargetSide
+from megtool.convert.megatron import split_state
+from megtool.dtypes import DType
+from megtool.errors import UsageError
+from megtool.tensors.buckets import default_bucket_size
+from megtool.tensors.parameters import Order, likely_orders
+from megtool.tensors.sharded import GlobalTensor
+
+NONE, LEGACY = "none", "legacy"
+KINDS = (FULLY, BY_DP, LEGACY, NONE)
+_FORMATS = {FULLY: "torch_dist", BY_DP: "torch_dist", LEGACY: "megatron"}
+
+
+def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) -> str | None:
+    """The format of the optimizer state to write; None where it stays as it is spelled.
+
+    Raises:
+        UsageError: an unknown format, or one that the target cannot hold.
+    """
+    if asked is not None and asked not in KINDS:
+        raise UsageError(f"optimizer format {asked!r}", hint=f"one of {', '.join(KINDS)}")
+    home = _FORMATS.get(asked or "")
+    if home is not None and home != to:
+        raise UsageError(
+            f"optimizer format {asked!r} belongs to --to {home}, not to {to!r}",
+            hint=f"--to {home}, or leave --optimizer out",
+        )
+    if asked == NONE or not side.states:
+        return None
+    if to == "megatron":
+        return LEGACY
+    if to != "torch_dist":
+        return None
+    if asked is not None:
+        return asked
+    is_distributed = sharding_type(source) is not None or source.format == "megatron"
+    return FULLY if is_distributed or side.states.get("main") == "param" else None
+
+
+def sharding_type(source: Catalogue) -> str | None:
+    """How a checkpoint says its distributed optimizer is stored; None where it has none."""
+    content = source.metadata.get("content_metadata")
+    found = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def states_of(side: TargetSide) -> dict[str, DType]:
+    """The optimizer states among stored tensors, as they are spelled, and their dtypes."""
+    out: dict[str, DType] = {}
+    for t in side.tensors:
+        state, spelled, _ = split_state(t.name)
+        if state:
+            out.setdefault(spelled, t.dtype)
+    return out
+
+
+def run_of(source: Opened, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
+    """How the run that will load the checkpoint cuts its buckets, as far as the source says."""
+    held = source.catalogue.metadata.get("args")
+    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    floats = [t.dtype.name for t in weights if t.dtype.is_float]
+    param = max(set(floats), key=floats.count) if floats else "float32"
+    known = source.catalogue.metadata.get("bucket_dtypes")
+    in_fp32 = args.get("accumulate_allreduce_grads_in_fp32", param == "bfloat16")
+    grad = known[1] if known else ("float32" if in_fp32 else param)
+    size = None
+    if args.get("overlap_grad_reduce"):
+        given = args.get("ddp_bucket_size")
+        replicas = parallel.dp * parallel.cp
+        size = given if isinstance(given, int) and given > 0 else default_bucket_size(replicas)
+    return Run(
+        order=registration_order(source.catalogue),
+        param_dtype=param,
+        grad_dtype=grad,
+        bucket_size=size,
+    )
+
+
+def registration_order(catalogue: Catalogue) -> Order:
+    """In which order the parameters are registered: as found, or as the args make likely."""
+    found = catalogue.metadata.get("registration_order")
+    if isinstance(found, Order):
+        return found
+    held = catalogue.metadata.get("args")
+    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    implementation = args.get("transformer_impl")
+    if implementation is None and any(
+        ".input_layernorm." in name for name in catalogue.metadata.get("module_names", ())
+    ):
+        implementation = "local"
+    return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]

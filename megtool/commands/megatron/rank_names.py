@@ -1,0 +1,75 @@
+"""Rank names: what a rank's own modules call a parameter, against its name in the whole model.
+
+`model_optim_rng.pt` keeps names of the module tree: layers count from the first of the chunk,
+experts are numbered within the rank, and norms are called as the layer implementation has them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megtool.convert.ranks import Parameter
+
+_LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)")
+_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
+_GLOBAL_EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
+_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A rank's tensor by its name in the whole model; `expert` counts over all ranks."""
+
+    key: str
+    expert: int | None
+
+
+def to_global(name: str, *, first_layer: int, first_expert: int) -> Global:
+    """The global key of a rank's own name.
+
+    `first_layer` and `first_expert` are those the rank's chunk begins with.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return Global(name, None)
+    head = f"{match[1]}.layers.{first_layer + int(match[2])}."
+    suffix = match[3]
+    if found := _GROUPED.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{found[1]}.{found[2]}"
+        return Global(key, first_expert + int(found[3]))
+    if found := _SEQUENTIAL.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{found[2]}.{found[3]}"
+        return Global(key, first_expert + int(found[1]))
+    return Global(head + suffix, None)
+
+
+def to_local(
+    parameter: Parameter, *, first_layer: int, first_expert: int, fused: bool, grouped: bool
+) -> str:
+    """The name a rank's own modules give a parameter.
+
+    `fused`: Transformer Engine's layers, which hold the norms in the linear layers behind them;
+    `grouped`: experts numbered in the weights' names.
+    """
+    match = _LAYER.fullmatch(parameter.module_key)
+    if match is None:
+        return parameter.module_key
+    suffix = match[3]
+    expert = parameter.expert - first_expert
+    if found := _GLOBAL_EXPERT.fullmatch(suffix):
+        linear, kind = found[1], found[2]
+        suffix = (
+            f"mlp.experts.linear_fc{linear}.{kind}{expert}"
+            if grouped
+            else f"mlp.experts.local_experts.{expert}.linear_fc{linear}.{kind}"
+        )
+    elif not fused:
+        for of_linear, own in _NORMS:
+            if suffix.startswith(of_linear):
+                suffix = own + suffix.removeprefix(of_linear)
+    return f"{match[1]}.layers.{int(match[2]) - first_layer}.{suffix}"

@@ -1,0 +1,133 @@
+"""Megatron's names for experts, latent attention and multi-token prediction, in every spelling.
+
+`WRITTEN` are the rows for single layers of what megtool.convert.megatron lacks, `READ` spellings
+that are accepted but never written: experts one by one (Megatron's `singleton_local_shards`,
+legacy checkpoints, `fsdp_dtensor`), and gate and up rows apart, as `_w` and `_v`.
+Sources: megatron/core/transformer/{multi_latent_attention,multi_token_prediction}.py,
+moe/{router,experts,shared_experts}.py and fsdp_dtensor_checkpoint.py of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from megtool.convert.mapping import Cat, Row, Stacked, Table, in_mtp
+
+_L = "decoder.layers.{l}."
+_A, _M = _L + "self_attention.", _L + "mlp."
+_ATTN, _MLP = "layers.{l}.attn.", "layers.{l}.mlp."
+_EXPERT, _SHARED = _MLP + "experts.{e}.", _MLP + "shared."
+_DENSE, _MOE = "l not in moe_layers", "l in moe_layers"
+_MLA = "kv_lora_rank"
+
+# The norms of the low-rank queries, keys and values are part of Transformer Engine's up-projections
+# and modules of their own in local layers.
+WRITTEN: Table = (
+    Row(
+        _L + "input_layernorm.weight",
+        "layers.{l}.attn_norm.weight",
+        also=(_A + "linear_qkv_down_proj.layer_norm_weight",),
+        when=_MLA,
+    ),
+    Row(_L + "input_layernorm.bias", "layers.{l}.attn_norm.bias", when=_MLA),
+    Row(_A + "linear_q_proj.weight", _ATTN + "q.weight", when=f"{_MLA} and not q_lora_rank"),
+    Row(_A + "linear_q_down_proj.weight", _ATTN + "q_down.weight", when="q_lora_rank"),
+    Row(
+        _A + "linear_q_up_proj.layer_norm_weight",
+        _ATTN + "q_down_norm.weight",
+        also=(_A + "q_layernorm.weight",),
+        when="q_lora_rank",
+    ),
+    Row(_A + "linear_q_up_proj.weight", _ATTN + "q_up.weight", when="q_lora_rank"),
+    Row(_A + "linear_kv_down_proj.weight", _ATTN + "kv_down.weight", when=_MLA),
+    Row(
+        _A + "linear_kv_up_proj.layer_norm_weight",
+        _ATTN + "kv_down_norm.weight",
+        also=(_A + "kv_layernorm.weight",),
+        when=_MLA,
+    ),
+    Row(_A + "linear_kv_up_proj.weight", _ATTN + "kv_up.weight", when=_MLA),
+    Row(_A + "core_attention.softmax_offset", _ATTN + "sinks"),
+    Row(_M + "router.bias", _MLP + "router.bias", when=_MOE),
+    Row(_M + "router.expert_bias", _MLP + "router.expert_bias", when=_MOE),
+    Row(
+        _M + "experts.experts.linear_fc1.bias",
+        Stacked(Cat(_EXPERT + "gate.bias", _EXPERT + "up.bias"), "e"),
+        when=f"gated and {_MOE}",
+    ),
+    Row(
+        _M + "experts.experts.linear_fc1.bias",
+        Stacked(_EXPERT + "up.bias", "e"),
+        when=f"not gated and {_MOE}",
+    ),
+    Row(
+        _M + "experts.experts.linear_fc2.bias",
+        Stacked(_EXPERT + "down.bias", "e"),
+        when=_MOE,
+    ),
+    Row(
+        _M + "shared_experts.gate_weight",
+        _SHARED + "router.weight",
+        when=f"shared_ffn_hidden_size and {_MOE}",
+    ),
+)
+
+# A part of an expert as (module, kind): its name in each spelling; `{}` is what comes after.
+_SINGLE = (
+    "experts.experts.{{e}}.{0}.{1}{2}",
+    "experts.local_experts.{{e}}.{0}.{1}{2}",
+    "experts.{0}.{1}{{e}}{2}",
+)
+
+
+def _single(module: str, kind: str, end: str = "") -> tuple[str, ...]:
+    return tuple(_M + name.format(module, kind, end) for name in _SINGLE)
+
+
+def _row(names: tuple[str, ...], word: Cat | str, when: str) -> Row:
+    return Row(names[0], word, also=names[1:], when=when)
+
+
+READ: Table = (
+    *(
+        row
+        for kind in ("weight", "bias")
+        for row in (
+            _row(
+                _single("linear_fc1", kind),
+                Cat(_EXPERT + f"gate.{kind}", _EXPERT + f"up.{kind}"),
+                f"gated and {_MOE}",
+            ),
+            _row(_single("linear_fc1", kind), _EXPERT + f"up.{kind}", f"not gated and {_MOE}"),
+            _row(_single("linear_fc1", kind, "_w"), _EXPERT + f"gate.{kind}", _MOE),
+            _row(_single("linear_fc1", kind, "_v"), _EXPERT + f"up.{kind}", _MOE),
+            _row(_single("linear_fc2", kind), _EXPERT + f"down.{kind}", _MOE),
+            Row(_M + f"linear_fc1.{kind}_w", _MLP + f"gate.{kind}", when=_DENSE),
+            Row(_M + f"linear_fc1.{kind}_v", _MLP + f"up.{kind}", when=_DENSE),
+        )
+    ),
+    Row(_M + "shared_experts.linear_fc1.weight_w", _SHARED + "gate.weight", when=_MOE),
+    Row(_M + "shared_experts.linear_fc1.weight_v", _SHARED + "up.weight", when=_MOE),
+    Row(
+        _A + "linear_qkv_down_proj.weight",
+        Cat(_ATTN + "q_down.weight", _ATTN + "kv_down.weight"),
+        when="q_lora_rank",
+    ),
+)
+
+
+def mtp_rows(layers: Table) -> tuple[Row, ...]:
+    """Rows of the layers of multi-token prediction, out of those of the decoder's layers.
+
+    Megatron calls the inner layer `transformer_layer` on disk, and newer releases
+    `mtp_model_layer` in memory (so in what is not `torch_dist`).
+    """
+    inner = (f"mtp.layers.{{m}}.{name}." for name in ("transformer_layer", "mtp_model_layer"))
+    return (
+        Row("mtp.layers.{m}.enorm.weight", "mtp.{m}.embed_norm.weight"),
+        Row("mtp.layers.{m}.enorm.bias", "mtp.{m}.embed_norm.bias"),
+        Row("mtp.layers.{m}.hnorm.weight", "mtp.{m}.hidden_norm.weight"),
+        Row("mtp.layers.{m}.hnorm.bias", "mtp.{m}.hidden_norm.bias"),
+        Row("mtp.layers.{m}.eh_proj.weight", "mtp.{m}.proj.weight"),
+        *in_mtp(layers, *((_L, name) for name in inner)),
+        Row("mtp.layers.{m}.final_layernorm.weight", "mtp.{m}.norm.weight"),
+        Row("mtp.layers.{m}.final_layernorm.bias", "mtp.{m}.norm.bias"),
+    )

@@ -1,0 +1,15 @@
+"""INT8: one signed byte an element, scaled by channel, by tensor or by group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.packing.parts import Part
+
+
+def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
+    """The integers as float32."""
+    return values.view(np.int8).astype(np.float32)

@@ -1,0 +1,16 @@
+"""NVFP4: FP4 codes, two a byte, a scale in FP8 (E4M3) for every 16, and one more a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.packing.floats import four_bit_pairs
+from megtool.packing.parts import Part
+
+
+def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
+    """Codes along the last axis, low nibble first."""
+    return four_bit_pairs(values)

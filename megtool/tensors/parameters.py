@@ -1,0 +1,181 @@
+"""Megatron's registration order: how the parameters of one rank follow each other in its modules.
+
+The distributed optimizer lays its buckets out in this order reversed, and nothing on disk says
+which it was: Transformer Engine registers the norm it fuses into the next linear layer after
+attention's output projection, Megatron's own layers register it before. Sources: megatron-core
+0.16.1, `models/gpt/gpt_model.py`, `transformer/{transformer_layer,attention,mlp}.py`,
+`transformer/moe/{moe_layer,shared_experts,experts}.py`,
+`transformer/multi_latent_attention.py`; transformer_engine 2.x,
+`pytorch/module/layernorm_linear.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megtool.errors import MappingError
+
+_NORM = (
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.layer_norm_bias",
+    "input_layernorm.weight",
+    "input_layernorm.bias",
+)
+_ATTENTION = (
+    "self_attention.core_attention.softmax_offset",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_proj.post_layernorm.weight",
+)
+_QKV = (
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.q_layernorm.weight",
+    "self_attention.q_layernorm.bias",
+    "self_attention.k_layernorm.weight",
+    "self_attention.k_layernorm.bias",
+)
+_LATENT = (
+    "self_attention.linear_q_proj.layer_norm_weight",
+    "self_attention.linear_q_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.q_layernorm.weight",
+    "self_attention.kv_layernorm.weight",
+)
+_MLP = (
+    "pre_mlp_layernorm.weight",
+    "pre_mlp_layernorm.bias",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.layer_norm_bias",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+    "mlp.linear_fc2.post_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.router.bias",
+)
+_SHARED_EXPERTS = (
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc1.bias",
+    "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_experts.linear_fc2.bias",
+)
+_MTP = ("enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_proj.weight")
+_SECTIONS = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight",
+    "decoder.layers",
+    "decoder.final_layernorm.weight",
+    "decoder.final_layernorm.bias",
+    "decoder.final_norm.weight",
+    "decoder.final_norm.bias",
+    "mtp.layers",
+    "output_layer.weight",
+    "output_layer.bias",
+)
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One registration order.
+
+    `fused_norms`: a layer's first norm belongs to the linear layer behind it (Transformer Engine).
+    `grouped_experts`: all experts' first matrices come before all their second ones.
+    """
+
+    fused_norms: bool
+    grouped_experts: bool
+
+    def __str__(self) -> str:
+        layers = "Transformer Engine's" if self.fused_norms else "Megatron's own"
+        return f"{layers} layers, {'grouped' if self.grouped_experts else 'sequential'} experts"
+
+    def position(self, key: str, expert: int = 0) -> tuple[int, ...]:
+        """Where a parameter stands; positions compare as registration goes.
+
+        `key` is a global per-layer name (`decoder.layers.3.mlp.linear_fc1.weight`); expert
+        matrices are named without their index, which is `expert`.
+
+        Raises:
+            MappingError: a name that no known module has.
+        """
+        match = _LAYER.fullmatch(key)
+        if match is None:
+            if key not in _SECTIONS:
+                raise _unknown(key)
+            return (_SECTIONS.index(key),)
+        section, layer, inner, suffix = match[1], int(match[2]), match[3], match[4]
+        place = (_SECTIONS.index(f"{section}.layers"), layer)
+        if section == "mtp" and inner is None:
+            if suffix in _MTP:
+                return (*place, _MTP.index(suffix))
+            if suffix.startswith("final_layernorm."):
+                return (*place, len(_MTP) + 1)
+            raise _unknown(key)
+        return (*place, len(_MTP), *self._inside(key, suffix, expert))
+
+    def _inside(self, key: str, suffix: str, expert: int) -> tuple[int, ...]:
+        """Where a parameter stands inside its transformer layer."""
+        if match := _EXPERT.fullmatch(suffix):
+            matrix = 2 * int(match[1]) + (match[2] == "bias")
+            within = (matrix, expert) if self.grouped_experts else (expert, matrix)
+            return (len(self._layer), *within)
+        if suffix in _SHARED_EXPERTS:
+            return (len(self._layer) + 1, _SHARED_EXPERTS.index(suffix))
+        if suffix not in self._layer:
+            raise _unknown(key)
+        return (self._layer.index(suffix),)
+
+    @property
+    def _layer(self) -> tuple[str, ...]:
+        return _FUSED if self.fused_norms else _LOCAL
+
+
+_FUSED = (*(n for n in _NORM if "input" in n), *_ATTENTION, *_NORM[:2], *_QKV, *_LATENT, *_MLP)
+_LOCAL = (*_NORM, *_ATTENTION, *_QKV, *_LATENT, *_MLP)
+
+ORDERS = tuple(
+    Order(fused_norms=fused, grouped_experts=grouped)
+    for fused in (True, False)
+    for grouped in (True, False)
+)
+"""All known orders, the most common first."""
+
+
+def likely_orders(implementation: str | None, grouped_gemm: bool | None) -> list[Order]:
+    """All known orders, those first that a checkpoint's args make likely.
+
+    `implementation` is Megatron's `transformer_impl`, `grouped_gemm` its `moe_grouped_gemm`.
+    """
+    wants_fused = implementation != "local"
+    wants_grouped = grouped_gemm is not False
+
+    def unlikely(order: Order) -> int:
+        return 2 * (order.fused_norms != wants_fused) + (order.grouped_experts != wants_grouped)
+
+    return sorted(ORDERS, key=unlikely)
+
+
+def registered(keys: Sequence[tuple[str, int]], order: Order) -> list[int]:
+    """Indices of `(key, expert)` pairs as they are registered."""
+    return sorted(range(len(keys)), key=lambda i: order.position(*keys[i]))
+
+
+def _unknown(key: str) -> MappingError:
+    return MappingError(
+        f"where {key!r} stands among a rank's parameters is not known",
+        tensor=key,
+        hint="optimizer state in buckets cannot be told apart; --optimizer none leaves it out",
+    )

@@ -1,0 +1,363 @@
+"""Dense families against transformers' own models, through the whole engine and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+from megtool.commands.opened import open_model
+from megtool.commands.reshard import reshard
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.dialects import read_side
+from megtool.convert.families import detect_family, family
+from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.errors import MappingError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family's model class, and what its tiny configuration says besides sizes."""
+
+    family: str
+    model: str
+    config: str
+    keys: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = ",".join(f"{k}={v}" for k, v in self.keys.items() if not isinstance(v, list | dict))
+        return f"{self.model}({said})"
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GPT2_SIZES: dict[str, Any] = {
+    "n_embd": 32,
+    "n_inner": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 101,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+BIASED, WINDOWED = {"attention_bias": True}, {"use_sliding_window": True, "sliding_window": 16}
+QWEN2, QWEN3 = ("qwen2", "Qwen2ForCausalLM", "Qwen2"), ("qwen3", "Qwen3ForCausalLM", "Qwen3")
+GEMMA = ("gemma", "GemmaForCausalLM", "Gemma")
+GEMMA2, GEMMA3 = (
+    ("gemma2", "Gemma2ForCausalLM", "Gemma2"),
+    ("gemma3", "Gemma3ForCausalLM", "Gemma3Text"),
+)
+PHI3, GPT2 = ("phi3", "Phi3ForCausalLM", "Phi3"), ("gpt2", "GPT2LMHeadModel", "GPT2")
+NEOX, BERT = ("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoX"), "MegatronBert"
+GRANITE = ("granite", "GraniteForCausalLM", "Granite")
+SMOLLM3 = ("smollm3", "SmolLM3ForCausalLM", "SmolLM3")
+STARCODER2 = ("starcoder2", "Starcoder2ForCausalLM", "Starcoder2")
+NEMOTRON = ("nemotron", "NemotronForCausalLM", "Nemotron")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+CASES = [
+    Case(*QWEN2, UNTIED),
+    Case(*QWEN2, TIED | WINDOWED | {"max_window_layers": 1, "num_key_value_heads": 4}),
+    Case(*QWEN3, UNTIED | {"head_dim": 16}),
+    Case(*QWEN3, TIED | BIASED | {"head_dim": 8, "rope_parameters": LLAMA3}),
+    Case(*GEMMA, TIED | {"head_dim": 16}),
+    Case(*GEMMA, UNTIED | BIASED | {"head_dim": 8, "num_key_value_heads": 1}),
+    Case(*GEMMA2, TIED | {"head_dim": 16, "sliding_window": 32, "num_hidden_layers": 4}),
+    Case(*GEMMA2, UNTIED | BIASED | {"head_dim": 8, "final_logit_softcapping": None}),
+    Case(*GEMMA3, TIED | {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 16}),
+    Case(*GEMMA3, UNTIED | {"head_dim": 8, "layer_types": ["full_attention"] * 2}),
+    Case(*PHI3, UNTIED),
+    Case(*PHI3, TIED | {"sliding_window": 16, "num_key_value_heads": 4}),
+    Case(*GPT2, TIED),
+    Case(*GPT2, UNTIED | {"activation_function": "gelu"}),
+    Case(*NEOX, UNTIED),
+    Case(*NEOX, TIED | {"attention_bias": False, "use_parallel_residual": False}),
+    Case("bert", "MegatronBertForMaskedLM", BERT, TIED),
+    Case("bert", "MegatronBertForMaskedLM", BERT, UNTIED | {"type_vocab_size": 3}),
+    Case("bert", "MegatronBertForPreTraining", BERT, TIED),
+    Case(*GRANITE, UNTIED | {"embedding_multiplier": 12.0}),
+    Case(*GRANITE, TIED | BIASED | {"mlp_bias": True}),
+    Case(*SMOLLM3, TIED | {"num_hidden_layers": 4}),
+    Case(*STARCODER2, TIED),
+    Case(*STARCODER2, UNTIED | {"use_bias": False, "sliding_window": 32}),
+    Case(*NEMOTRON, UNTIED | {"head_dim": 8}),
+    Case(*NEMOTRON, TIED | BIASED | {"mlp_bias": True, "head_dim": 8}),
+    Case("llama", "MistralForCausalLM", "Mistral", {"sliding_window": 32, "head_dim": 8}),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def made(case: Case) -> Any:
+    """The transformers configuration of a case."""
+    sizes = GPT2_SIZES if case.family == "gpt2" else SIZES
+    if case.family in ("gpt_neox", "bert"):
+        sizes = {k: v for k, v in sizes.items() if k != "num_key_value_heads"}
+    return getattr(transformers, f"{case.config}Config")(**(sizes | case.keys))
+
+
+def save(case: Case, folder: Path) -> Any:
+    """A random model of a case, saved by transformers; norms and biases are random too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, case.model)(made(case))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return model
+
+
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Dtype, shape and bytes of every tensor in a folder."""
+    return {
+        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return loaded
+
+
+@cases
+def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    save(case, tmp_path / "hf")
+    before = stored(tmp_path / "hf")
+    opened = open_model(tmp_path / "hf")
+    assert opened.model is not None
+    assert opened.model.family is not None
+    assert opened.model.family.name == case.family
+    for unused, _ in opened.side.dropped:
+        assert (case.model, unused) == ("MegatronBertForMaskedLM", "cls.predictions.bias")
+        before.pop(unused)
+    assert {p.stored for p in opened.side.placements.values()} == set(before)
+
+    there = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, pp=2, fsync=False)
+    assert [d for d in there.dropped if d.is_lost] == []
+    again = reshard(tmp_path / "meg", tmp_path / "meg1", tp=1, pp=1, fsync=False)
+    assert [d for d in again.dropped if d.is_lost] == []
+    back = reshard(tmp_path / "meg1", tmp_path / "back", to="hf", fsync=False)
+    assert [d for d in back.dropped if d.is_lost] == []
+    assert stored(tmp_path / "back") == before
+    assert config_of(tmp_path / "back") == config_of(tmp_path / "hf")
+
+
+@cases
+def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> None:
+    """Megatron's tensors fit the configuration that their args alone give."""
+    save(case, tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    config = open_model(tmp_path / "hf").side.config
+    assert config is not None
+    said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
+    for name in SHAPES:
+        assert getattr(said, name) == getattr(config, name), name
+    if config.mlp_bias and not config.qkv_bias:
+        return  # Megatron has no word for that, and a warning says so
+    meg = open_model(tmp_path / "meg")
+    kind = family(case.family)
+    said_all = ModelConfig(
+        **{f.name: getattr(said, f.name) for f in fields(said) if f.name != "extra"},
+        extra=config.extra,
+    )
+    side = read_side(meg.catalogue.tensors, family=kind, config=said_all, dialect="megatron")
+    assert side.canonical == meg.side.canonical
+
+
+SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+    "tied_embeddings",
+    "norm",
+    "norm_eps",
+    "zero_centered_norm",
+    "gated",
+    "qk_norm",
+    "position_embedding",
+    "rotary_percent",
+    "rope_base",
+    "window_size",
+    "window_skip_freq",
+    "num_token_types",
+)
+
+
+@cases
+def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
+    original = made(case).to_dict()
+    found = detect_family({"architectures": [case.model]})
+    config = found.read_config(original)
+    written = found.write_config(config)
+    read = type(made(case))(**written).to_dict()
+    assert {k: read[k] for k in original} == original
+    assert found.read_config(written) == config
+
+
+def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
+    """One of each kind of layout: the model is whole, and computes the same."""
+    for number, case in enumerate(CASES):
+        if number and CASES[number - 1].family == case.family:
+            continue
+        folder = tmp_path / f"{number}"
+        kind = type(save(case, folder / "hf"))
+        reshard(folder / "hf", folder / "meg", to="torch_dist", tp=2, fsync=False)
+        reshard(folder / "meg", folder / "back", to="hf", fsync=False)
+        model = kind.from_pretrained(folder / "hf")
+        theirs, info = kind.from_pretrained(folder / "back", output_loading_info=True)
+        assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        tokens = torch.arange(12).reshape(1, 12)
+        with torch.no_grad():
+            ours, want = theirs.eval()(tokens)[0], model.eval()(tokens)[0]
+        assert torch.equal(ours, want), case
+
+
+WINDOWS = [
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, (0, None)),
+    ("qwen2", WINDOWED | {"max_window_layers": 4}, (16, (0, 0, 0, 0, 1, 1))),
+    ("qwen2", WINDOWED | {"max_window_layers": 0}, (16, None)),
+    ("gemma2", {"sliding_window": 16}, (16, 2)),
+    ("gemma3", {"sliding_window": 16}, (16, 6)),
+    ("gemma3", {"sliding_window": 16, "sliding_window_pattern": 3}, (16, 3)),
+    ("phi3", {"sliding_window": 16}, (16, None)),
+    ("phi3", {"sliding_window": None}, (0, None)),
+    ("llama", {"layer_types": ["full_attention"] * 6, "sliding_window": 16}, (0, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "want"), WINDOWS)
+def test_windows_are_read_as_megatron_counts_them(
+    name: str, keys: dict[str, Any], want: tuple[int, Any]
+) -> None:
+    """Older configurations, which have no `layer_types`, among them."""
+    stored = SIZES | {"num_hidden_layers": 6} | keys
+    config = family(name).read_config(stored)
+    assert (config.window_size, config.window_skip_freq) == want
+    args = args_from_config(config)
+    assert args["window_size"] == ((want[0] - 1, 0) if want[0] else None)
+    assert config_from_args(args).window_skip_freq == want[1]
+    written = family(name).write_config(config)
+    assert {k: written[k] for k in keys} == keys
+
+
+def test_older_gemma3_keys() -> None:
+    old = SIZES | {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = family("gemma3").read_config(old)
+    assert (config.rope_base, config.rope_local_base) == (1e6, 2e4)
+    written = family("gemma3").write_config(config)
+    assert {k: written[k] for k in old} == old
+    assert any("one rotary base" in text for text in megatron_limits(config))
+
+
+def test_published_gpt2_names_lack_the_prefix(tmp_path: Path) -> None:
+    """The checkpoints of the hub hold the bare model, and causal masks beside it."""
+    from safetensors.torch import load_file, save_file
+
+    save(Case(*GPT2, TIED), tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    held = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    held["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(held, file)
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    report = reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    assert [d for d in report.dropped if d.is_lost] == []
+    new = load_file(tmp_path / "back" / "model.safetensors")
+    assert {k.removeprefix("transformer.") for k in new} == set(held) - {"h.0.attn.bias"}
+    assert all(torch.equal(v, held[k.removeprefix("transformer.")]) for k, v in new.items())
+
+
+def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**{k: v for k, v in SIZES.items() if "key_value" not in k})
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
+    with pytest.raises(MappingError, match="post-LN"):
+        reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": {},
+                    "sliding_attention": {"rope_type": "linear"},
+                }
+            },
+            "layers with a window",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads"),
+        ("nemotron", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("bert", {"is_decoder": True}, "is_decoder=True"),
+        ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
+    ],
+)
+def test_values_a_family_does_not_know_are_refused(
+    name: str, keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(MappingError, match=said):
+        family(name).read_config(SIZES | keys)
+
+
+@pytest.mark.parametrize("keys", [{"scale_attn_by_inverse_layer_idx": True}, {"n_inner": 0}])
+def test_gpt2_values_are_checked(keys: dict[str, Any]) -> None:
+    with pytest.raises(MappingError):
+        family("gpt2").read_config(GPT2_SIZES | keys)
+
+
+def test_a_family_says_what_it_cannot_write() -> None:
+    neox = family("gpt_neox")
+    config = neox.read_config({k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    with pytest.raises(MappingError, match="head_dim is 16, but in this family it is always"):
+        neox.write_config(ModelConfig(**(values | {"head_dim": 16})))
+    with pytest.raises(MappingError, match="activation is 'silu'"):
+        neox.write_config(ModelConfig(**(values | {"activation": "silu"})))
+    assert any("parallel" in text for text in megatron_limits(config, neox))
+
+
+def test_limits_are_told_when_converting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(Case(*NEOX, UNTIED), tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    assert "attention and MLP in parallel" in caplog.text

@@ -1,0 +1,491 @@
+"""Mixtures of experts, latent attention and multi-token prediction against transformers' models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.commands.opened import open_model
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.dialects import read_side, write_side
+from megtool.convert.families import detect_family, family
+from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.dtypes import dtype
+from megtool.errors import MappingError
+from megtool.tensors.sharded import GlobalTensor
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+EIGHT = {"intermediate_size": 24, "num_local_experts": 8}
+QWEN = {"intermediate_size": 40, "moe_intermediate_size": 24, "num_experts": 4}
+DEEPSEEK = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("mixtral", "Mixtral", EIGHT),
+    ("mixtral", "Mixtral", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
+    ("qwen2_moe", "Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 48}),
+    (
+        "qwen2_moe",
+        "Qwen2Moe",
+        QWEN
+        | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    ("qwen3_moe", "Qwen3Moe", QWEN | {"head_dim": 16}),
+    (
+        "qwen3_moe",
+        "Qwen3Moe",
+        QWEN | {"head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"rope_parameters": YARN}),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"first_k_dense_replace": 0}),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 3}),
+    (
+        "llama4",
+        "Llama4",
+        EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 2},
+    ),
+    (
+        "llama4",
+        "Llama4",
+        EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 1},
+    ),
+    ("gpt_oss", "GptOss", EIGHT | {"head_dim": 8}),
+]
+IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
+cases = pytest.mark.parametrize("case", CASES, ids=IDS)
+FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
+Case = tuple[str, str, dict[str, Any]]
+STORED = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def made(case: Case) -> Any:
+    """The transformers configuration of a case."""
+    kind = f"{case[1]}TextConfig" if case[0] == "llama4" else f"{case[1]}Config"
+    return getattr(transformers, kind)(**(SIZES | case[2]))
+
+
+def save(case: Case, folder: Path, **how: Any) -> Any:
+    """A random model saved by transformers, with random norms and biases too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{case[1]}ForCausalLM")(made(case)).to(torch.bfloat16)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def stored(folder: Path) -> STORED:
+    """Dtype, shape and bytes of every tensor in a folder."""
+    return {
+        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in safetensors.deserialize(file.read_bytes())
+    }
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return loaded
+
+
+def change_config(folder: Path, **keys: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | keys))
+
+
+# ---- whole models, there and back
+
+
+@cases
+def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    save(case, tmp_path / "hf")
+    before = stored(tmp_path / "hf")
+    opened = open_model(tmp_path / "hf")
+    assert opened.model is not None
+    assert opened.model.family is not None
+    assert opened.model.family.name == case[0]
+    assert opened.side.dropped == []
+    assert {p.stored for p in opened.side.placements.values()} == set(before)
+
+    at, options = tmp_path / "hf", {"to": "torch_dist"}
+    for number, layout in enumerate(({"tp": 2, "ep": 2}, {"tp": 1, "pp": 2, "ep": 4}, {"ep": 1})):
+        report = reshard(at, tmp_path / f"{number}", fsync=False, **options, **layout)
+        assert [d for d in report.dropped if d.is_lost] == []
+        assert report.layout | layout == report.layout
+        at, options = tmp_path / f"{number}", {}
+    back = reshard(at, tmp_path / "back", to="hf", fsync=False)
+    assert [d for d in back.dropped if d.is_lost] == []
+    assert stored(tmp_path / "back") == before
+    assert config_of(tmp_path / "back") == config_of(tmp_path / "hf")
+    assert verify(tmp_path / "hf", tmp_path / "1").verdict == "equal"
+
+
+@cases
+def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> None:
+    """Megatron's tensors are whole and the same by what their args alone say."""
+    save(case, tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    meg = open_model(tmp_path / "meg")
+    config = meg.side.config
+    assert config is not None
+    said = config_from_args(args_from_config(config, ParallelConfig(tp=2, ep=2)))
+    differ = {
+        f.name for f in fields(ModelConfig) if getattr(said, f.name) != getattr(config, f.name)
+    }
+    # Presence of a router's bias is told by its tensor; what only generation needs, by no arg.
+    told = {"attn_out_bias"} if megatron_limits(config) else set()
+    assert differ <= {"extra", "router_bias"} | told
+    side = read_side(meg.catalogue.tensors, config=said, dialect="megatron")
+    assert side.canonical == meg.side.canonical
+    assert side.dropped == []
+
+
+@cases
+def test_a_configuration_is_written_as_transformers_reads_it(case: Case) -> None:
+    original = made(case).to_dict()
+    found = detect_family({"architectures": [f"{case[1]}ForCausalLM"]})
+    config = found.read_config(original)
+    written = found.write_config(config)
+    read = type(made(case))(**written).to_dict()
+    renamed = {"decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"}
+    assert {k: read[k] for k in original if k not in renamed} == {
+        k: v for k, v in original.items() if k not in renamed
+    } | ({"head_dim": config.head_dim} if "head_dim" in original and case[0] == "mixtral" else {})
+    assert found.read_config(written) == config
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_what_a_foreign_checkpoint_becomes_loads_in_transformers(name: str, tmp_path: Path) -> None:
+    """Without any file of Hugging Face's: the configuration comes from Megatron's args alone."""
+    case = FIRST[name]
+    kind = type(save(case, tmp_path / "hf"))
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, fsync=False)
+    for file in (tmp_path / "meg" / "release" / "hf").iterdir():
+        file.unlink()
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", family=name, fsync=False)
+    model = kind.from_pretrained(tmp_path / "hf")
+    theirs, info = kind.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.arange(12).reshape(1, 12)
+    with torch.no_grad():
+        ours, want = theirs.eval()(tokens).logits, model.eval()(tokens).logits
+    assert want.isfinite().all()
+    if name != "llama4":  # no arg says which of its layers turn and which attend in chunks
+        assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_fused_experts_are_read_and_written_one_by_one(name: str, tmp_path: Path) -> None:
+    case = FIRST[name]
+    save(case, tmp_path / "hf")
+    save(case, tmp_path / "fused", save_original_format=False)
+    assert any(n.endswith("experts.gate_up_proj") for n in stored(tmp_path / "fused"))
+    assert verify(tmp_path / "hf", tmp_path / "fused").verdict == "equal"
+    reshard(tmp_path / "fused", tmp_path / "meg", to="torch_dist", tp=2, ep=2, fsync=False)
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", fsync=False)
+    assert stored(tmp_path / "back") == stored(tmp_path / "hf")
+
+
+# ---- multi-token prediction, expert bias
+
+
+def with_mtp(folder: Path, layers: int = 2) -> STORED:
+    """A DeepSeek-V3 as published: layers after the last one, each with copies of both ends."""
+    from safetensors.torch import load_file, save_file
+
+    save(FIRST["deepseek_v3"], folder)
+    held = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [n for n in held if n.startswith("model.layers.3.")]:
+        for m in range(layers):
+            new = name.replace("layers.3.", f"layers.{4 + m}.")
+            held[new] = torch.randn(held[name].shape, generator=generator).to(held[name].dtype)
+            if new.endswith("e_score_correction_bias"):
+                held[new] = held[new].float()
+    for m in range(layers):
+        at = f"model.layers.{4 + m}."
+        for part in ("enorm", "hnorm", "shared_head.norm"):
+            held[f"{at}{part}.weight"] = torch.randn(32, generator=generator).bfloat16()
+        held[f"{at}eh_proj.weight"] = torch.randn(32, 64, generator=generator).bfloat16()
+        held[f"{at}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
+        held[f"{at}shared_head.head.weight"] = held["lm_head.weight"].clone()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=layers)
+    return stored(folder)
+
+
+def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
+    before = with_mtp(tmp_path / "hf")
+    copies = {n for n in before if n.endswith((".embed_tokens.weight", "_head.head.weight"))}
+    copies -= {"model.embed_tokens.weight"}
+    report = reshard(
+        tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, pp=2, fsync=False
+    )
+    assert {d.name for d in report.dropped} == copies
+    held = {t.name: t.shape for t in open_checkpoint(tmp_path / "meg").tensors}
+    inner = "mtp.layers.1.transformer_layer."
+    assert held["mtp.layers.1.eh_proj.weight"] == (32, 64)
+    assert held[inner + "mlp.experts.experts.linear_fc1.weight"] == (4, 48, 32)
+    assert held[inner + "mlp.router.expert_bias"] == (4,)
+    assert held[inner + "self_attention.linear_kv_up_proj.layer_norm_weight"] == (16,)
+    for file in (tmp_path / "meg" / "release" / "hf").iterdir():
+        file.unlink()
+    back = reshard(tmp_path / "meg", tmp_path / "back", to="hf", family="deepseek_v3", fsync=False)
+    assert [d for d in back.dropped if d.is_lost] == []
+    assert stored(tmp_path / "back") == {n: t for n, t in before.items() if n not in copies}
+    assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == 2
+
+
+def test_expert_bias_keeps_its_type(tmp_path: Path) -> None:
+    before = with_mtp(tmp_path / "hf", layers=1)
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", dtype="float16", fsync=False)
+    kinds = {t.name: t.dtype.name for t in open_checkpoint(tmp_path / "meg").tensors}
+    bias = "mlp.router.expert_bias"
+    assert kinds[f"mtp.layers.0.transformer_layer.{bias}"] == "float32"
+    assert kinds[f"decoder.layers.1.{bias}"] == "bfloat16"
+    assert kinds["decoder.layers.1.mlp.router.weight"] == "float16"
+    reshard(tmp_path / "meg", tmp_path / "back", to="hf", dtype="bfloat16", fsync=False)
+    name = "model.layers.4.mlp.gate.e_score_correction_bias"
+    assert stored(tmp_path / "back")[name] == before[name]
+
+
+def test_one_layer_too_many_is_named(tmp_path: Path) -> None:
+    with_mtp(tmp_path / "hf")
+    change_config(tmp_path / "hf", num_nextn_predict_layers=1)
+    with pytest.raises(MappingError, match=r"model\.layers\.5\..*num_layers is 4"):
+        open_model(tmp_path / "hf")
+    change_config(tmp_path / "hf", num_nextn_predict_layers=3)
+    with pytest.raises(MappingError, match=r"missing: 'mtp\.2\.attn_norm"):
+        open_model(tmp_path / "hf")
+
+
+# ---- Megatron's other spellings
+
+
+def singleton(name: str, a: np.ndarray) -> dict[str, np.ndarray]:
+    """Experts one by one, gate and up rows apart: Megatron's `singleton_local_shards`."""
+    return one_by_one(name, a, "experts.experts.{e}.{module}.{kind}{end}", apart=True)
+
+
+def fsdp(name: str, a: np.ndarray) -> dict[str, np.ndarray]:
+    """Megatron-FSDP's names."""
+    return one_by_one(name, a, "experts.{module}.{kind}{e}{end}", apart=True)
+
+
+def grouped(name: str, a: np.ndarray) -> dict[str, np.ndarray]:
+    """Legacy checkpoints of Transformer Engine's grouped layers, as newer releases name them."""
+    out = one_by_one(name, a, "experts.{module}.{kind}{e}{end}", apart=False)
+    return {n.replace(".transformer_layer.", ".mtp_model_layer."): v for n, v in out.items()}
+
+
+def sequential(name: str, a: np.ndarray) -> dict[str, np.ndarray]:
+    """Legacy checkpoints of local layers, whose norms are modules of their own."""
+    out = one_by_one(name, a, "experts.local_experts.{e}.{module}.{kind}{end}", apart=False)
+    renames = {
+        "linear_q_up_proj.layer_norm_": "q_layernorm.",
+        "linear_kv_up_proj.layer_norm_": "kv_layernorm.",
+        "linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.pre_mlp": "pre_mlp",
+    }
+    for old, new in renames.items():
+        out = {n.replace(old, new): v for n, v in out.items()}
+    return out
+
+
+def one_by_one(name: str, a: np.ndarray, form: str, *, apart: bool) -> dict[str, np.ndarray]:
+    at, found, part = name.partition("experts.experts.")
+    if not found:
+        return halves(name, a) if apart else {name: a}
+    module, kind = part.split(".")
+    out = {}
+    for e, one in enumerate(a):
+        made = at + form.format(e=e, module=module, kind=kind, end="")
+        split = apart and module == "linear_fc1"
+        out |= halves(made, one, is_fc1=True) if split else {made: one}
+    return out
+
+
+def halves(name: str, a: np.ndarray, *, is_fc1: bool = False) -> dict[str, np.ndarray]:
+    if not is_fc1 and not name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
+        return {name: a}
+    gate, up = np.split(a, 2)
+    return {f"{name}_w": gate, f"{name}_v": up}
+
+
+@pytest.mark.parametrize("spell", [singleton, fsdp, grouped, sequential])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "qwen2_moe"])
+def test_every_spelling_of_megatron_is_read(
+    name: str,
+    spell: Callable[[str, np.ndarray], dict[str, np.ndarray]],
+    tmp_path: Path,
+    carry: Callable[..., dict[str, np.ndarray]],
+) -> None:
+    if name == "deepseek_v3":
+        with_mtp(tmp_path)
+    else:
+        save(FIRST[name], tmp_path)
+    opened = open_model(tmp_path)
+    rng = np.random.default_rng(0)
+    arrays = {t.name: rng.random(t.shape).astype(np.float32) for t in opened.catalogue.tensors}
+    tensors = [
+        GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
+    ]
+    hf = read_side(tensors, family=family(name), config=opened.side.config)
+    megatron = carry(hf, arrays, write_side(hf, dialect="megatron", per_layer=True))
+    spelled = {n: v for key, a in megatron.items() for n, v in spell(key, a).items()}
+    assert set(spelled) != set(megatron)
+    side = read_side(
+        [GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in spelled.items()],
+        family=family(name),
+        config=opened.side.config,
+    )
+    back = carry(side, spelled, write_side(side, dialect="hf"))
+    assert all((back[n] == arrays[n]).all() for n in back)
+    assert set(back) == {p.stored for p in hf.placements.values()}
+
+
+def test_a_fused_down_projection_is_read() -> None:
+    config = family("deepseek_v2").read_config(SIZES | DEEPSEEK)
+    key = "decoder.layers.1.self_attention.linear_qkv_down_proj.weight"
+    tensor = GlobalTensor(name=key, shape=(12 + 16 + 4, 32), dtype=dtype("bfloat16"))
+    side = read_side([tensor], config=config, partial=True)
+    held = {n: p.base for n, p in side.placements.items()}
+    assert held == {
+        "layers.1.attn.q_down.weight": (0, 0),
+        "layers.1.attn.kv_down.weight": (12, 0),
+    }
+
+
+def test_packed_experts_are_rows(carry: Callable[..., dict[str, np.ndarray]]) -> None:
+    """gpt-oss's packed tensors, once decoded, are the transposed of the plain ones."""
+    config = family("gpt_oss").read_config(SIZES | EIGHT | {"head_dim": 8})
+    rng = np.random.default_rng(0)
+    at = "model.layers.2.mlp.experts."
+    packed = {
+        f"{at}gate_up_proj_blocks": rng.random((8, 48, 32)),
+        f"{at}down_proj_blocks": rng.random((8, 32, 24)),
+    }
+    tensors = [
+        GlobalTensor(name=n, shape=a.shape, dtype=dtype("float64")) for n, a in packed.items()
+    ]
+    side = read_side(tensors, family=family("gpt_oss"), config=config, partial=True)
+    plain = carry(side, packed, write_side(side, dialect="hf"))
+    assert set(plain) == {f"{at}gate_up_proj", f"{at}down_proj"}
+    for name, a in packed.items():
+        assert (plain[name.removesuffix("_blocks")] == a.transpose(0, 2, 1)).all()
+
+
+# ---- configurations
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "want"),
+    [
+        ("qwen2_moe", {"decoder_sparse_step": 1}, 1),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, (0, 1, 0, 1)),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 1, 0, 0)),
+        ("qwen3_moe", {"mlp_only_layers": []}, 1),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, (0, 0, 0, 1)),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, 1),
+        ("llama4", {"interleave_moe_layer_step": 2}, (0, 1, 0, 1)),
+        ("llama4", {"interleave_moe_layer_step": 1, "moe_layers": [0]}, (1, 0, 0, 0)),
+    ],
+)
+def test_which_layers_are_mixtures(name: str, keys: dict[str, Any], want: Any) -> None:
+    config = family(name).read_config(SIZES | FIRST[name][2] | keys)
+    assert config.moe_layer_freq == want
+    written = family(name).write_config(config)
+    assert family(name).read_config(written).moe_layer_freq == want
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("qwen2_moe", {"mlp_only_layers": [4]}, "layer 4 is listed in 'mlp_only_layers'"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("llama4", {"moe_layers": "all"}, "moe_layers is 'all'"),
+        ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
+        ("deepseek_v2", {"v_head_dim": 0}, "kv_lora_rank is 16"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank is -1"),
+    ],
+)
+def test_wrong_configurations_are_named(name: str, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(MappingError, match=said):
+        family(name).read_config(SIZES | FIRST[name][2] | keys)
+
+
+def test_what_a_family_cannot_say_is_refused() -> None:
+    v3 = family("deepseek_v3").read_config(SIZES | DEEPSEEK)
+    changed = {f.name: getattr(v3, f.name) for f in fields(v3)}
+    with pytest.raises(MappingError, match="no multiple of moe_ffn_hidden_size 24"):
+        family("deepseek_v3").write_config(ModelConfig(**changed | {"shared_ffn_hidden_size": 25}))
+    with pytest.raises(MappingError, match="moe_layer_freq"):
+        family("deepseek_v3").write_config(
+            ModelConfig(**changed | {"moe_layer_freq": (1, 0, 1, 0)})
+        )
+
+
+def test_yarn_reaches_megatrons_args() -> None:
+    config = family("deepseek_v2").read_config(SIZES | DEEPSEEK | {"rope_parameters": YARN})
+    args = args_from_config(config)
+    assert (args["rope_type"], args["rotary_scaling_factor"], args["mscale"]) == (
+        "yarn",
+        40.0,
+        0.707,
+    )
+    oss = family("gpt_oss").read_config(SIZES | EIGHT | {"head_dim": 8, "rope_parameters": YARN})
+    args = args_from_config(oss)
+    assert args["position_embedding_type"] == "yarn"
+    assert args["yarn_rotary_scaling_factor"] == 40.0
+    assert args["window_size"] == (127, 0)
+    assert megatron_limits(config, family("deepseek_v2")) == []
+    assert megatron_limits(oss, family("gpt_oss")) == []

@@ -1,0 +1,233 @@
+"""A world of gloo processes in which a megatron-core of any version saves optimizer state on a CPU.
+
+    PYTHONPATH=CORE python old_core_world.py FOLDER [options as JSON]
+
+Weights are filled from key-seeded global tensors (`megatron_world.expected`), master weights and
+moments from what `state_of` makes of them, so every layout and every way to store the state has a
+known content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint import filesystem
+from torch.overrides import TorchFunctionMode
+
+WORLD = runpy.run_path(str(Path(__file__).with_name("megatron_world.py")), run_name="world")
+LAYERS, HIDDEN, HEADS, GROUPS = (WORLD[k] for k in ("LAYERS", "HIDDEN", "HEADS", "GROUPS"))
+FFN, VOCAB, ITERATION = (WORLD[k] for k in ("FFN", "VOCAB", "ITERATION"))
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def state_of(state: str, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The global tensor of a state; master weights round to the bfloat16 weights."""
+    weight = WORLD["expected"](key, shape, torch.bfloat16).float()
+    if state == "param":
+        return weight * (1 + 2.0**-12)
+    moment = WORLD["expected"](f"{state}.{key}", shape, torch.bfloat16).float()
+    return moment if state == "exp_avg" else moment.abs()
+
+
+class _CudaToCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def pretend_cuda() -> None:
+    """What the distributed optimizer needs of a GPU."""
+    cpu, of_type = torch.device("cpu"), torch.Tensor.type
+
+    class Stream:
+        def wait_stream(self, *_: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = of_type(self, *args, **kwargs)
+        return found if args or kwargs else "torch.cuda." + found.rsplit(".", 1)[1]
+
+    np.product = np.prod  # removed in numpy 2
+    filesystem._write_item.__defaults__ = (filesystem.SerializationFormat.TORCH_SAVE,)  # torch 2.7
+    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.Stream, torch.cuda.stream = Stream, lambda *_: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.Tensor.type = type_of
+    _CudaToCpu().__enter__()
+
+
+def main() -> None:
+    folder = sys.argv[1]
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(work, (folder, port, options), nprocs=options.get("world", 2), join=True)
+
+
+def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
+    warnings.filterwarnings("ignore")
+    world = options.get("world", 2)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "NVTE_CPU_OFFLOAD_V1": "0",
+    }
+    pretend_cuda()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    from megatron.core import dist_checkpointing, parallel_state
+
+    tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    chunk = WORLD["build"]({"tp": tp, "pp": pp, "ep": ep}, {**options, "dtype": "bfloat16"})[0]
+    kind = options["sharding"]
+    metadata = {
+        "distrib_optim_sharding_type": kind,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": options.get("avoid_prefix", True),
+    }
+    if rank == 0:
+        into = Path(folder) / f"iter_{ITERATION:07d}"
+        into.mkdir(parents=True)
+        (into.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    dist.barrier()
+    optimizer = optimizer_of(chunk, options)
+    fill_states(chunk, optimizer)
+    with contextlib.suppress(TypeError):
+        state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    try:
+        held = optimizer.sharded_state_dict(state, metadata=metadata)
+        more = {"content_metadata": metadata}
+    except TypeError:
+        held, more = optimizer.sharded_state_dict(state, sharding_type=kind), {}
+    args = argparse.Namespace(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        group_query_attention=True,
+        num_query_groups=GROUPS,
+        swiglu=True,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        untie_embeddings_and_output_weights=True,
+        padded_vocab_size=VOCAB,
+        num_experts=options.get("experts"),
+        moe_ffn_hidden_size=24 if options.get("experts") else None,
+        moe_router_topk=2,
+        position_embedding_type="rope",
+        transformer_impl="local",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+    )
+    common = {"iteration": ITERATION, "args": args, "checkpoint_version": 3.0}
+    where = str(Path(folder) / f"iter_{ITERATION:07d}")
+    whole = {**state, "optimizer": held, **common}
+    try:
+        dist_checkpointing.save(whole, where, **more)
+    except TypeError:
+        dist_checkpointing.save(whole, where)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def optimizer_of(chunk: Any, options: dict[str, Any]) -> Any:
+    """The distributed optimizer of a chunk, its states initialised."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    WORLD["fill"]({"model": chunk.sharded_state_dict()})
+    data_parallel = DistributedDataParallel(
+        chunk.config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=options.get("bucket_size") is not None,
+            bucket_size=options.get("bucket_size"),
+        ),
+        chunk,
+    )
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=0.01,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(config, [data_parallel])
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        begin(one.optimizer)
+    return optimizer
+
+
+def begin(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's optimizer make its states."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fill_states(chunk: Any, optimizer: Any) -> None:
+    """Give every state of every parameter its content, through the weights' own sharding."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    kept = {n: p.detach().clone() for n, p in chunk.named_parameters()}
+    local: dict[str, dict[Any, torch.Tensor]] = {}
+    for state in STATES:
+        for value in list(nested_values(chunk.sharded_state_dict())):
+            if isinstance(value, ShardedTensorFactory):
+                parts = list(nested_values(value.build()))
+            else:
+                parts = [value] if isinstance(value, ShardedTensor) else []
+            for t in parts:
+                first = t.global_offset[: t.prepend_axis_num]
+                own = zip(t.global_offset[t.prepend_axis_num :], t.local_shape, strict=True)
+                box = [*(slice(o, o + 1) for o in first), *(slice(o, o + n) for o, n in own)]
+                whole = state_of("exp_avg" if state == "param" else state, t.key, t.global_shape)
+                if state == "param":
+                    whole = state_of("param", t.key, t.global_shape)
+                with torch.no_grad():
+                    t.data.copy_(whole[tuple(box)].reshape(t.local_shape))
+        local[state] = {p: p.detach().float().reshape(-1) for p in chunk.parameters()}
+        if state == "param":
+            local[state] = {p: v * (1 + 2.0**-12) for p, v in local[state].items()}
+    with torch.no_grad():
+        for name, p in chunk.named_parameters():
+            p.copy_(kept[name])
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for p in one.model_param_gbuf_map:
+            found = one._get_main_param_and_optimizer_states(p)
+            own = one._get_model_param_range_map(p)["param"]
+            for state in STATES:
+                found[state].copy_(local[state][p][own.start : own.end])
+
+
+if __name__ == "__main__":
+    main()
