@@ -163,4 +163,11 @@ FAMILY = Family(
         Row("binary_head.weight", "next_sentence.weight"),
         Row("binary_head.bias", "next_sentence.bias"),
     ),
+    limits=(
+        (
+            "num_token_types != 2 or 'MegatronBertForPreTraining' not in architectures",
+            "Megatron's training script makes two token types and the next-sentence head, or "
+            "neither (--bert-no-binary-head)",
+        ),
+    ),
 )

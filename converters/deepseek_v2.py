@@ -18,6 +18,7 @@ from megtool.convert import (
     Nullable,
     Only,
     Rope,
+    Unless,
 )
 
 FAMILY = Family(
@@ -25,6 +26,12 @@ FAMILY = Family(
     architectures=("DeepseekV2ForCausalLM",),
     model_types=("deepseek_v2",),
     traits={"norm": "rmsnorm", "gated": True, "activation": "silu", "qk_norm": True},
+    limits=(
+        (
+            "router_num_groups > 1 and num_experts_per_token > router_topk_groups",
+            "Megatron ranks groups of experts by the sum of their best scores, not by the best",
+        ),
+    ),
     config=(
         Key("num_hidden_layers", "num_layers"),
         Key("hidden_size", "hidden_size"),
@@ -48,9 +55,9 @@ FAMILY = Family(
         Multiple("n_shared_experts", "shared_ffn_hidden_size", unit="moe_ffn_hidden_size"),
         MoeLayers(first="first_k_dense_replace"),
         Only("moe_layer_freq", 1),
-        Nullable("n_group", "router_num_groups"),
-        Nullable("topk_group", "router_topk_groups"),
-        Implied("topk_method", "'group_limited_greedy' if router_num_groups > 1 else 'greedy'"),
+        Unless("n_group", "router_num_groups", "topk_method", "greedy"),
+        Unless("topk_group", "router_topk_groups", "topk_method", "greedy"),
+        Implied("topk_method", "'group_limited_greedy' if router_num_groups else 'greedy'"),
         Key("routed_scaling_factor", "router_scaling", 1.0),
         Inverted("norm_topk_prob", "router_pre_softmax", False),
         Only("hidden_act", "silu"),

@@ -38,5 +38,7 @@ FAMILY = Family(
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
-    limits=((True, "Gemma's embeddings are multiplied by sqrt(hidden_size), which is no arg"),),
+    limits=(
+        (True, "Megatron does not multiply embeddings by sqrt(hidden_size) (Megatron-Bridge does)"),
+    ),
 )

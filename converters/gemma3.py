@@ -70,8 +70,8 @@ FAMILY = Family(
         ),
     ),
     limits=(
-        (True, "Gemma's embeddings are multiplied by sqrt(hidden_size), which is no arg"),
-        (True, "norms after attention and after the MLP are Megatron-Bridge's alone"),
+        (True, "Megatron does not multiply embeddings by sqrt(hidden_size) (Megatron-Bridge does)"),
+        (True, "Megatron has no norms after attention and MLP (Megatron-Bridge has)"),
         (True, "query_pre_attn_scalar has to be set by hand in Megatron (softmax_scale)"),
     ),
 )

@@ -38,7 +38,9 @@ FAMILY = Family(
         Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("tie_word_embeddings", "tied_embeddings", True),
         OneOf(
-            "activation_function", "activation", ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu")
+            "activation_function",
+            "activation",
+            ("gelu_new", "gelu", "gelu_pytorch_tanh"),
         ),
         Only("scale_attn_weights", True),
         Only("scale_attn_by_inverse_layer_idx", False),

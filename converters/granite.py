@@ -35,7 +35,5 @@ FAMILY = Family(
         Rope(10000.0),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
-    limits=(
-        (True, "Granite's multipliers (embedding, attention, residual, logits) are no args"),
-    ),
+    limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),
 )

@@ -30,6 +30,13 @@ FAMILY = Family(
         "rope_interleaved": True,
         "router_score": "sigmoid",
     },
+    limits=(
+        (
+            True,
+            "attention in chunks, layers without rotation and norms without weights have to be set "
+            "by hand in Megatron",
+        ),
+    ),
     # The intermediate size is that of experts, the routed and the shared one.
     config=(
         Key("num_hidden_layers", "num_layers"),

@@ -8,6 +8,7 @@ from megtool.convert import (
     Default,
     Family,
     Key,
+    NoRope,
     OneOf,
     Rope,
     Window,
@@ -35,9 +36,7 @@ FAMILY = Family(
         OneOf("hidden_act", "activation", ("silu",)),
         Rope(2000000.0),
         Window(switch="use_sliding_window"),
+        NoRope(),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
-    limits=(
-        (True, "layers without rotary embedding have to be set in Megatron (--no-rope-freq)"),
-    ),
 )

@@ -187,7 +187,15 @@ def _reshard(
     ] = None,
     max_shard_size: Annotated[
         str | None,
-        output("Largest file of an hf folder; default: 5GB.", "--max-shard-size", metavar="SIZE"),
+        output(
+            "Largest file; default: 5GB for hf, 1GiB for zarr and tensorstore.",
+            "--max-shard-size",
+            metavar="SIZE",
+        ),
+    ] = None,
+    compress: Annotated[
+        Literal["zstd", "blosc"] | None,
+        output("Compress the chunks of zarr or tensorstore; default: raw ones.", "--compress"),
     ] = None,
     digest: Annotated[
         Literal["all", "buffered", "none"],
@@ -255,6 +263,7 @@ def _reshard(
             exclude=exclude or [],
             rename=rename or [],
             max_shard_size=max_shard_size,
+            compress=compress,
             threads=threads,
             memory=memory,
             digest=digest,

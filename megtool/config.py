@@ -24,8 +24,9 @@ class ModelConfig:
     what it holds. `moe_layer_freq` is Megatron's: an int n makes every n-th layer (from the first)
     a mixture of experts, a tuple says so layer by layer. A token attends to `window_size` tokens,
     itself included (0: to all before it); `window_skip_freq` n lets every n-th layer attend to all,
-    a tuple has a 1 for every layer with a window, and None gives one to all. `extra` keeps the keys
-    of the configuration it was read from that nothing else here says, verbatim.
+    a tuple has a 1 for every layer with a window, and None gives one to all. `no_rope_layers` has a
+    1 for every layer without rotary embedding. `extra` keeps the keys of the configuration it was
+    read from that nothing else here says, verbatim.
 
     Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
     qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
@@ -65,6 +66,7 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     window_size: int = 0
     window_skip_freq: int | tuple[int, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
     num_token_types: int = 0
     num_experts: int = 0
     num_experts_per_token: int = 0

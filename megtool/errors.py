@@ -85,6 +85,10 @@ class UnknownFamilyError(MappingError):
     """Nothing says which model family this is, or no family is called so."""
 
 
+class UnknownTensorsError(MappingError):
+    """Stored tensors that no line of a table knows."""
+
+
 class MissingPackageError(MegtoolError):
     """An optional package or a device is missing; the hint holds the exact `pip install`."""
 

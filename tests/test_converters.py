@@ -1,4 +1,4 @@
-"""Every family's table against transformers' own model, and families found by their file alone."""
+"""Llama's table against transformers' own model and a GGUF file, and how families are found."""
 
 from __future__ import annotations
 
@@ -264,78 +264,6 @@ def test_gguf_rows_agree_with_transformers(carry: Callable[..., dict[str, np.nda
             )
             mine = carry(side, arrays, one)[p.stored]
             assert (mine == state[p.stored].float().numpy()).all()
-
-
-TOY = '''"""A toy family whose attention is fused as GPT-NeoX fuses it."""
-
-from megtool.convert import Weight, Family, Grouped, Interleaved, Key, Row, Transposed
-
-L = "layers.{l}."
-FAMILY = Family(
-    name="toy",
-    architectures=("ToyForCausalLM",),
-    model_types=("toy",),
-    traits={"tied_embeddings": True},
-    vocabulary={"layers.{l}.extra.weight": Weight(("hidden_size",))},
-    megatron=(Row("decoder.layers.{l}.extra.weight", "layers.{l}.extra.weight"),),
-    config=(
-        Key("layers", "num_layers"),
-        Key("width", "hidden_size"),
-        Key("inner", "ffn_hidden_size"),
-        Key("heads", "num_heads"),
-        Key("heads", "num_kv_heads"),
-        Key("head", "head_dim"),
-        Key("words", "vocab_size"),
-    ),
-    hf=(
-        Row("wte", "embed.weight"),
-        Row("h.{l}.n1", L + "attn_norm.weight"),
-        Row(
-            "h.{l}.att",
-            Grouped(
-                L + "attn.q.weight", L + "attn.k.weight", L + "attn.v.weight", by="num_heads"
-            ),
-        ),
-        Row("h.{l}.out", Transposed(L + "attn.o.weight")),
-        Row("h.{l}.n2", L + "mlp_norm.weight"),
-        Row("h.{l}.in", Transposed(Interleaved(L + "mlp.gate.weight", L + "mlp.up.weight"))),
-        Row("h.{l}.down", L + "mlp.down.weight"),
-        Row("h.{l}.extra", L + "extra.weight"),
-        Row("nf", "norm.weight"),
-    ),
-)
-'''
-
-
-def test_a_family_is_one_file(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    carry: Callable[..., dict[str, np.ndarray]],
-) -> None:
-    (tmp_path / "toy.py").write_text(TOY)
-    package = importlib.import_module("megtool.converters")
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    assert {"llama", "toy"} <= set(family_names())
-    stored = {"layers": 2, "width": 8, "inner": 12, "heads": 4, "head": 4, "words": 30}
-    toy = detect_family({"architectures": ["ToyForCausalLM"]})
-    config = toy.read_config(stored)
-    shapes = {"wte": (30, 8), "nf": (8,)}
-    for i in range(2):
-        shapes |= {f"h.{i}.n1": (8,), f"h.{i}.n2": (8,), f"h.{i}.extra": (8,)}
-        shapes |= {f"h.{i}.att": (48, 8), f"h.{i}.out": (16, 8)}
-        shapes |= {f"h.{i}.in": (8, 24), f"h.{i}.down": (8, 12)}
-    rng = np.random.default_rng(0)
-    arrays = {n: rng.random(s).astype(np.float32) for n, s in shapes.items()}
-    side = read_side(tensors_of(arrays), family=toy, config=config)
-    there = write_side(side, dialect="megatron")
-    megatron = carry(side, arrays, there)
-    gate = megatron["decoder.layers.mlp.linear_fc1.weight"][1, :12]
-    assert (gate == arrays["h.1.in"][:, ::2].T).all()
-    back = read_side(tensors_of(megatron), family=toy, config=config)
-    again = carry(back, megatron, write_side(back, dialect="hf"))
-    assert all((again[n] == a).all() for n, a in arrays.items())
-    monkeypatch.undo()
-    importlib.sys.modules.pop("megtool.converters.toy", None)
 
 
 def test_unknown_families_list_the_known_ones() -> None:

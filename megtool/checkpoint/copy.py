@@ -155,15 +155,16 @@ def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int
 
 def _computes(plan: Plan) -> bool:
     """Whether torch will be needed."""
-    decoded = dtype("float32")
-    return any(
-        needs_torch(
-            plan.source_tensor(e).dtype if e.op is Op.CAST else decoded,
-            plan.target_tensor(e).dtype,
-        )
-        for e in plan.entries
-        if e.op in (Op.CAST, Op.DECODE)
-    )
+    single = dtype("float32")
+    for e in plan.entries:
+        to = plan.target_tensor(e).dtype
+        at = single if e.source is None or plan.source_tensor(e).packing else plan.source_tensor(e).dtype
+        if e.op in (Op.CAST, Op.DECODE) and needs_torch(at, to):
+            return True
+        between = reduced_in(to)
+        if e.op is Op.REDUCE and (needs_torch(at, between) or needs_torch(between, to)):
+            return True
+    return False
 
 
 def _digested(plan: Plan) -> dict[str, int]:

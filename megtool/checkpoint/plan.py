@@ -29,6 +29,7 @@ class Op(StrEnum):
     CAST = "cast"
     DECODE = "decode"
     FILL = "fill"
+    REDUCE = "reduce"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,9 @@ class Entry:
 
     Row-major order of `shape` is row-major order of the canonical tensor. Indices count into the
     tensors of source number `source_index` and of the target; fills have no source (-1).
+
+    A reduction is one entry per source, one after the other: the first writes the sum of all, each
+    times its `share`, and the others have its number in `adds_to`, which is -1 in what writes.
     """
 
     canonical: str
@@ -79,6 +83,13 @@ class Entry:
     source: Placement | None
     target: Placement
     fill: float = 0.0
+    share: float = 1.0
+    adds_to: int = -1
+
+    @property
+    def writes(self) -> bool:
+        """Elements of the target are written by this entry, not by the one it adds to."""
+        return self.adds_to < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +205,15 @@ class Plan:
             placements = [e.source if side == "source" else e.target for e in self.entries]
             self._sides[side] = _Columns.of(placements, self.steps.boxes.ndim, stored)
         return self._sides[side]
+
+    def terms(self, number: int) -> list[int]:
+        """The entries whose elements make entry `number`: of a reduction one per source."""
+        if self.entries[number].op is not Op.REDUCE:
+            return [number]
+        end = number + 1
+        while end < len(self.entries) and self.entries[end].adds_to == number:
+            end += 1
+        return list(range(number, end))
 
     def source_dtype_bytes(self, entry: Entry) -> int:
         """Bytes per element of an entry's source (of the target for fills)."""

@@ -46,7 +46,7 @@ from megtool.tensors.box import Boxes
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
-VERSION = 1
+VERSION = 2
 
 _OPS = tuple(Op)
 _DIGEST_BYTES = 64
@@ -223,9 +223,11 @@ def _put_entries(columns: Columns, entries: Sequence[Entry]) -> None:
         shape = views.setdefault((e.shape, (), ()), len(views))
         rows.append(
             (_OPS.index(e.op), e.source_index, e.source_tensor, e.target_tensor, *seen, shape)
+            + (e.adds_to,)
         )
         bases += [a.base if a else (), b.base]
-    columns["entries"] = np.array(rows, np.int64).reshape(-1, 7)
+    columns["entries"] = np.array(rows, np.int64).reshape(-1, 8)
+    columns["entries.share"] = np.array([e.share for e in entries], np.float64)
     columns["entries.fill"] = np.array([e.fill for e in entries], np.float64)
     columns["entries.base"] = np.array([x for base in bases for x in base], np.int64)
     columns["entries.base_width"] = np.array([len(base) for base in bases], np.int64)
@@ -243,9 +245,9 @@ def _entries(columns: Stored, catalogues: Sequence[Catalogue]) -> list[Entry]:
     flat = columns["entries.base"].tolist()
     bases = [tuple(flat[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=False)]
     canonical, held = names(columns, "entries.canonical"), names(columns, "entries.held")
-    fill = columns["entries.fill"].tolist()
+    fill, share = columns["entries.fill"].tolist(), columns["entries.share"].tolist()
     out = []
-    for k, (op, index, tensor, to, a, b, shape) in enumerate(columns["entries"].tolist()):
+    for k, (op, index, tensor, to, a, b, shape, adds_to) in enumerate(columns["entries"].tolist()):
         sides = [
             None
             if view < 0
@@ -259,7 +261,7 @@ def _entries(columns: Stored, catalogues: Sequence[Catalogue]) -> list[Entry]:
             )
             for side, view in enumerate((a, b))
         ]
-        if sides[1] is None or not -1 <= index < len(catalogues) - 1:
+        if sides[1] is None or not -1 <= index < len(catalogues) - 1 or not -1 <= adds_to < k:
             raise ValueError(f"entry {canonical[k]!r} makes no sense")
         out.append(
             Entry(
@@ -272,6 +274,8 @@ def _entries(columns: Stored, catalogues: Sequence[Catalogue]) -> list[Entry]:
                 source=sides[0],
                 target=sides[1],
                 fill=fill[k],
+                share=share[k],
+                adds_to=adds_to,
             )
         )
     return out

@@ -13,6 +13,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.cover import check_placements
+from megtool.checkpoint.entries import View, entries_of, view_of
 from megtool.checkpoint.plan import (
     Dropped,
     Entry,
@@ -23,9 +24,9 @@ from megtool.checkpoint.plan import (
     Source,
     Steps,
 )
-from megtool.errors import CoverageError, MappingError
+from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
-from megtool.tensors.relation import Placement, pieces, refine
+from megtool.tensors.relation import Placement, pieces
 
 
 def build(
@@ -36,14 +37,16 @@ def build(
     fills: Sequence[Fill] = (),
     dropped: Sequence[Dropped] = (),
     copies: Mapping[str, str] | None = None,
+    shares: Sequence[float] = (),
     options: str = "",
 ) -> Plan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
 
     `placements` say where each canonical tensor lies in the target; the first source that places
     the tensor gives it. A target that holds a tensor several times (once per tensor-parallel rank,
-    say) places it under further names too, which `copies` maps to the canonical one. `options` is
-    mixed into the fingerprint.
+    say) places it under further names too, which `copies` maps to the canonical one. With `shares`,
+    one a source, the target is their weighted sum: every source that places a tensor of floats adds
+    to it. `options` is mixed into the fingerprint.
 
     Raises:
         MappingError: no source has a tensor that the target needs, or the two place it in ways
@@ -52,13 +55,8 @@ def build(
             stores or places is neither used nor listed in `dropped`.
     """
     catalogues = tuple(s.catalogue for s in sources)
-    refined: _Refined = {}
     copies = copies or {}
-    entries = [
-        _entry(name, copies.get(name, name), p, sources, target.catalogue, refined)
-        for name, p in placements.items()
-    ]
-    entries += [_fill_entry(f, target.catalogue) for f in fills]
+    entries = entries_of(sources, target.catalogue, placements, fills, copies, shares)
     width = max([len(e.shape) for e in entries], default=0)
     source_pieces = _pieces(
         [(e.source_index, e.source_tensor, e.source) for e in entries], catalogues, width
@@ -78,112 +76,6 @@ def build(
     prove(plan, sources, placements, copies)
     plan.fingerprint = _fingerprint(plan, options)
     return plan
-
-
-_View = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-_Refined = dict[tuple[_View, _View], tuple[_View, _View]]
-
-
-def _view(p: Placement) -> _View:
-    return p.shape, p.dims, p.mults
-
-
-def _over(p: Placement, view: _View) -> Placement:
-    shape, dims, mults = view
-    return Placement(
-        canonical=p.canonical, stored=p.stored, shape=shape, dims=dims, mults=mults, base=p.base
-    )
-
-
-def _entry(
-    name: str,
-    held_as: str,
-    to: Placement,
-    sources: Sequence[Source],
-    target: Catalogue,
-    refined: _Refined,
-) -> Entry:
-    """One tensor's entry: called `name`, and read from what the sources call `held_as`."""
-    index = next((i for i, s in enumerate(sources) if held_as in s.placements), None)
-    if index is None:
-        raise MappingError(
-            f"the target needs {name!r}, which the source does not hold",
-            tensor=to.stored,
-        )
-    source, at = sources[index].catalogue, sources[index].placements[held_as]
-    source_tensor, target_tensor = _stored(at, source), _stored(to, target)
-    a, b = source.tensors[source_tensor], target.tensors[target_tensor]
-    if b.packing:
-        raise MappingError(f"elements are not encoded to {b.packing!r}", tensor=b.name)
-    held: Placement | None = at
-    if 0 in to.shape:
-        if 0 not in at.shape:
-            raise MappingError(
-                f"{name!r} has shape {list(at.shape)} as {a.name!r} and {list(to.shape)} as "
-                f"{b.name!r}",
-                tensor=b.name,
-            )
-        held = None
-    elif at.shape != to.shape:
-        views = _view(at), _view(to)
-        if views not in refined:
-            held, moved = refine(at, to)
-            refined[views] = _view(held), _view(moved)
-        held, to = _over(at, refined[views][0]), _over(to, refined[views][1])
-    op = Op.DECODE if a.packing else Op.COPY if a.dtype == b.dtype else Op.CAST
-    return Entry(
-        canonical=name,
-        op=op,
-        shape=to.shape,
-        source_index=index,
-        source_tensor=source_tensor,
-        target_tensor=target_tensor,
-        source=held,
-        target=to,
-    )
-
-
-def _stored(p: Placement, catalogue: Catalogue) -> int:
-    """The number of the tensor a placement lies in."""
-    number = catalogue.index.get(p.stored)
-    if number is None:
-        raise MappingError(
-            f"the mapping places {p.canonical!r} in {p.stored!r}, which is not there",
-            file=catalogue.root,
-            tensor=p.stored,
-        )
-    shape = catalogue.tensors[number].shape
-    if len(p.base) != len(shape):
-        raise MappingError(
-            f"the mapping places {p.canonical!r} at {list(p.base)} of a tensor of shape "
-            f"{list(shape)}",
-            file=catalogue.root,
-            tensor=p.stored,
-        )
-    return number
-
-
-def _fill_entry(fill: Fill, target: Catalogue) -> Entry:
-    shape = tuple(h - x for x, h in zip(fill.lo, fill.hi, strict=True))
-    placement = Placement(
-        canonical="",
-        stored=fill.stored,
-        shape=shape,
-        dims=tuple(range(len(shape))),
-        mults=(1,) * len(shape),
-        base=fill.lo,
-    )
-    return Entry(
-        canonical="",
-        op=Op.FILL,
-        shape=shape,
-        source_index=-1,
-        source_tensor=-1,
-        target_tensor=_stored(placement, target),
-        source=None,
-        target=placement,
-        fill=fill.value,
-    )
 
 
 def _pieces(
@@ -226,8 +118,8 @@ def _cut(
     base = np.array(
         [e[2].base + (0,) * (ndim - len(e[2].base)) for e in entries], np.int64
     ).reshape(len(entries), ndim)
-    views: dict[_View, int] = {}
-    view = np.array([views.setdefault(_view(e[2]), len(views)) for e in entries], np.int64)
+    views: dict[View, int] = {}
+    view = np.array([views.setdefault(view_of(e[2]), len(views)) for e in entries], np.int64)
     reach = np.ones((len(views), ndim), np.int64)
     for (shape, dims, mults), row in views.items():
         for n, d, m in zip(shape, dims, mults, strict=True):
@@ -365,6 +257,7 @@ def _fingerprint(plan: Plan, options: str) -> str:
         mix(
             (entry.canonical, entry.op.value, entry.source_index, entry.source_tensor),
             (entry.target_tensor, entry.fill, entry.shape, b.base, b.dims, b.mults),
+            (entry.share, entry.adds_to),
             (a.base, a.dims, a.mults) if a else None,
         )
     return h.hexdigest()

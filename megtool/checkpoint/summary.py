@@ -10,6 +10,7 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.transport.worker import SLOTS
+from megtool.dtypes import dtype
 from megtool.log import format_bytes
 from megtool.tensors.box import Ints, distinct, numel
 
@@ -203,6 +204,9 @@ def _stored_bytes(catalogue: Catalogue) -> Ints:
     """Bytes that each tensor's shards take in files."""
     out = np.zeros(len(catalogue.tensors), np.int64)
     np.add.at(out, catalogue.shards.tensor, catalogue.extents.length)
+    for name, parts in catalogue.packed.items():  # beside the codes lie scales
+        sizes = [numel(p.part.shape) * dtype(p.part.dtype).itemsize for p in parts]
+        out[catalogue.index[name]] = sum(sizes)
     return out
 
 

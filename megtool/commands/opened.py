@@ -12,14 +12,22 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
-from megtool.checkpoint.formats import CUT_BY_RANKS, open_checkpoint
+from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
+from megtool.commands.megatron.foreign_config import foreign_args
 from megtool.commands.megatron.model_space import in_model_space
 from megtool.config import ModelConfig
 from megtool.convert.dialects import Side, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import Family, detect_family, family
 from megtool.convert.gguf import config_from_gguf
+from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.megatron_args import config_from_args
-from megtool.errors import FormatError, MappingError, UnknownFamilyError, UsageError
+from megtool.errors import (
+    FormatError,
+    MappingError,
+    UnknownFamilyError,
+    UnknownTensorsError,
+    UsageError,
+)
 
 _LOG = logging.getLogger(__name__)
 _CARRIED = "hf/"
@@ -66,7 +74,7 @@ class Opened:
             return _attachments(self.like)
         found = self.catalogue.attachments
         carried = {n.removeprefix(_CARRIED): p for n, p in found.items() if n.startswith(_CARRIED)}
-        return carried if self.catalogue.format in CUT_BY_RANKS else dict(found)
+        return carried if self.catalogue.format in WITH_HF_FOLDER else dict(found)
 
 
 def open_model(
@@ -113,9 +121,12 @@ def open_model(
         catalogue = catalogue.select(keep)
         if not catalogue.tensors:
             raise UsageError("no tensor is selected", hint="`megtool inspect` lists the names")
-    dialect = detect_dialect([t.name for t in catalogue.tensors])
+    names = [t.name for t in catalogue.tensors]
+    dialect = detect_dialect(names)
     if model is None or (model.family is None and dialect != "megatron"):
         dialect = "identity"
+    if dialect == "megatron" and is_encoder_decoder(names):
+        dialect = "identity"  # carried under Megatron's own names
     try:
         side = read_side(
             catalogue.tensors,
@@ -125,10 +136,16 @@ def open_model(
             partial=keep is not None,
         )
     except MappingError as e:
-        if not lenient:
+        by_args = model.config if model is not None and model.family is None else None
+        if isinstance(e, UnknownTensorsError) and by_args is not None:
+            # Args name no family, and some have tensors of their own: all keep their names.
+            reason = e
+            side = read_side(catalogue.tensors, dialect="identity", config=by_args)
+        elif lenient:
+            reason, model = e, None
+            side = read_side(catalogue.tensors, dialect="identity")
+        else:
             raise
-        reason, model = e, None
-        side = read_side(catalogue.tensors, dialect="identity")
     if model is not None and side.config is not None:
         model = replace(model, config=side.config)
     for warning in catalogue.warnings:
@@ -195,6 +212,8 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
         chosen = named or detect_family(facts)
         return Model(family=chosen, config=config_from_gguf(facts, chosen, catalogue.tensors))
     args = catalogue.metadata.get("args")
+    if not isinstance(args, dict) and (foreign := foreign_args(catalogue)) is not None:
+        args = catalogue.metadata["args"] = foreign
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
         return Model(family=named, config=config_from_args(args))
     return None

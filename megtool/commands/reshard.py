@@ -68,6 +68,7 @@ def reshard(
     exclude: Sequence[str] = (),
     rename: Sequence[str] = (),
     max_shard_size: str | None = None,
+    compress: str | None = None,
     threads: int | None = None,
     memory: str = "128MiB",
     digest: str = "buffered",
@@ -88,8 +89,8 @@ def reshard(
     state in buckets is decoded, and proved by its master weights (all of them with `prove_all`).
     `dtype` casts model weights, never
     optimizer state. `select` and `exclude` are globs on the source's names,
-    `rename` patterns `OLD=NEW` on the target's. `max_shard_size` is for `hf` alone, and 5GB there
-    unless given.
+    `rename` patterns `OLD=NEW` on the target's. `max_shard_size` is for `hf` (5GB
+    unless given), `zarr` and `tensorstore` (1GiB); `compress` (`zstd`, `blosc`) for the latter two.
     A run that was interrupted resumes when it is called again with the same arguments.
 
     Raises:
@@ -131,6 +132,7 @@ def reshard(
         max_shard_bytes=(
             None if max_shard_size is None else parse_size(max_shard_size, "max shard size")
         ),
+        compress=compress,
         renames=tuple(rename),
         destination=destination,
     )
@@ -216,6 +218,8 @@ def _write(
             progress=lambda n: progress("reshard", n, total),
             expected=_expected(opened),
         )
+        if target.finish is not None:
+            target.finish(stage, threads)
         sidecar = _sidecar(opened, target, plan, copied)
         if sidecar.tensors:
             stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
@@ -260,9 +264,7 @@ def _report(
     )
 
 
-def _kept(
-    keep: Callable[[str], bool] | None, optimizer_only: bool
-) -> Callable[[str], bool] | None:
+def _kept(keep: Callable[[str], bool] | None, optimizer_only: bool) -> Callable[[str], bool] | None:
     """Which stored tensors are wanted."""
     if not optimizer_only:
         return keep

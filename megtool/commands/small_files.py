@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from megtool.checkpoint.formats import CUT_BY_RANKS
+from megtool.checkpoint.formats import WITH_HF_FOLDER
 from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
 from megtool.commands.opened import Model, Opened
 from megtool.dtypes import DType
@@ -84,7 +84,7 @@ def _with_dtype(config: bytes, dtype: DType) -> bytes:
 def files_beside_ranks(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data."""
     out = {f"hf/{n}": data for n, data in hugging_face_files(source, dtype).items()}
-    if source.catalogue.format in CUT_BY_RANKS:
+    if source.catalogue.format in WITH_HF_FOLDER:
         for name, path in source.catalogue.attachments.items():
             if not name.startswith("hf/"):
                 out[name] = path.read_bytes()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.formats import CUT_BY_RANKS, named
+from megtool.checkpoint.formats import ARRAYS, CUT_BY_RANKS, named
 from megtool.checkpoint.plan import Dropped
-from megtool.commands.lay_out import hugging_face, legacy, torch_dist
+from megtool.commands.lay_out import arrays, hugging_face, legacy, torch_dist
 from megtool.commands.lay_out.target import Request, Target, fill_of
 from megtool.commands.megatron.groups import BY_DP, FULLY
-from megtool.commands.megatron.optimizer import choose_optimizer
+from megtool.commands.megatron.optimizer import choose_optimizer, has_own_layers
 from megtool.commands.megatron.state import divisible_by
 from megtool.commands.names import renamed
 from megtool.commands.opened import Opened
@@ -60,11 +60,15 @@ def make_target(source: Opened, request: Request) -> Target:
         MappingError: the target needs a family that is not known.
     """
     kind = choose_format(source.catalogue, request.to)
-    if request.max_shard_bytes is not None and kind != "hf":
+    if request.max_shard_bytes is not None and kind not in ("hf", *ARRAYS):
         files = "whose files are one a rank" if kind in CUT_BY_RANKS else "which is one file"
         raise UsageError(
             f"--max-shard-size means nothing for --to {kind}, {files}",
             hint="--to hf writes a folder of shards",
+        )
+    if request.compress is not None and kind not in ARRAYS:
+        raise UsageError(
+            f"--compress means nothing for --to {kind}", hint=f"--to {' or '.join(ARRAYS)}"
         )
     dialect = _dialect(source, kind)
     parallel = _parallel(source, request, kind)
@@ -92,6 +96,7 @@ def make_target(source: Opened, request: Request) -> Target:
         "hf": hugging_face.lay_out,
         "safetensors": hugging_face.lay_out,
         "megatron": legacy.lay_out,
+        **dict.fromkeys(ARRAYS, arrays.lay_out),
     }.get(kind, torch_dist.lay_out)
     lay_out(source, replace(request, optimizer=optimizer), out, dtype)
     return out
@@ -118,6 +123,7 @@ def _write(
             per_layer=per_layer,
             divisible_by=divisible_by(source.catalogue),
             main=main,
+            own_layers=has_own_layers(source.catalogue),
         )
 
     if optimizer == FULLY:
@@ -152,7 +158,7 @@ def _dialect(source: Opened, kind: str) -> str:
     if own != "identity":
         return wanted
     named_so = detect_dialect([t.name for t in source.catalogue.tensors])
-    if kind in ("dcp", "safetensors") or named_so == wanted:
+    if kind in ("dcp", "safetensors", *ARRAYS) or named_so == wanted:
         return "identity"
     reason = source.reason
     if reason is not None and not isinstance(reason, UnknownFamilyError):

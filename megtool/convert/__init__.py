@@ -39,8 +39,19 @@ from megtool.convert.moe_settings import (
     MoeLayers,
     Multiple,
     Nullable,
+    Unless,
 )
-from megtool.convert.settings import Default, Derived, Key, OneOf, Only, Refused, Rope, Window
+from megtool.convert.settings import (
+    Default,
+    Derived,
+    Key,
+    NoRope,
+    OneOf,
+    Only,
+    Refused,
+    Rope,
+    Window,
+)
 
 __all__ = [
     "GGUF_DECODER",
@@ -67,6 +78,7 @@ __all__ = [
     "Key",
     "MoeLayers",
     "Multiple",
+    "NoRope",
     "Nullable",
     "OneOf",
     "Only",
@@ -79,6 +91,7 @@ __all__ = [
     "Same",
     "Stacked",
     "Transposed",
+    "Unless",
     "Weight",
     "Window",
     "hf_mtp",

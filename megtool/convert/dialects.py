@@ -13,7 +13,7 @@ from megtool.convert.families import Family
 from megtool.convert.mapping import Table, first_gap, stack_layers
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UnknownTensorsError
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
@@ -118,7 +118,7 @@ def read_side(
         config = replace(config, num_mtp_layers=0)  # config.json counts what transformers lacks
         model = Model(config, model.vocabulary)
     if unmatched:
-        raise MappingError(
+        raise UnknownTensorsError(
             f"{len(unmatched)} stored tensors are not known to "
             f"{family.name if family else dialect!r}: {summarise(unmatched)}",
             tensor=unmatched[0],
@@ -193,6 +193,7 @@ def write_side(
     per_layer: bool | None = None,
     divisible_by: int = 128,
     main: str | None = None,
+    own_layers: bool = False,
 ) -> TargetSide:
     """Make the tensors of another dialect (or layout) of what a source holds.
 
@@ -200,6 +201,8 @@ def write_side(
     optimizer state. For `megatron`, `per_layer` chooses one key per layer (the default where
     layers differ), the vocabulary is padded to a multiple of `divisible_by * tp`, and `main` is
     the spelling of master weights (`param` or `fp32_param`; the default is the source's).
+    `own_layers` says that Megatron's own layers will load it, not Transformer Engine's: the two
+    name the norm before experts differently.
     An `identity` source can only be written as `identity`.
 
     Raises:
@@ -236,7 +239,7 @@ def write_side(
             continue
         made = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
         if made.unplaced:
-            raise _homeless(made.unplaced, canonical, dialect, table, binding.model)
+            raise _homeless(made.unplaced, canonical, dialect, binding.rows, binding.model)
         lift = f"{state}:" if state else ""
         prefix = _prefix(state, source, main)
         out.tensors.extend(replace(t, name=prefix + t.name) for t in made.tensors)
@@ -247,6 +250,8 @@ def write_side(
             out.fills.append(
                 Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
             )
+    if dialect == "megatron" and own_layers:
+        out = _for_own_layers(out)
     if dialect == "megatron" and parallel is not None:
         return replace(out, shards=shard(out.tensors, parallel, config=config))
     return out
@@ -269,6 +274,23 @@ def _homeless(
         f"{text}: {stored!r} is {whole}, and {lacks!r} is the first missing",
         tensor=names[0],
         hint=f"select every part of it{', in every layer,' if stacked else ''} or none",
+    )
+
+
+def _for_own_layers(side: TargetSide) -> TargetSide:
+    """The names of megatron-core's own layers, which map every norm before an MLP alike."""
+
+    def name(text: str) -> str:
+        return text.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+
+    return replace(
+        side,
+        tensors=[replace(t, name=name(t.name)) for t in side.tensors],
+        placements={c: replace(p, stored=name(p.stored)) for c, p in side.placements.items()},
+        fills=[
+            replace(f, placement=replace(f.placement, stored=name(f.placement.stored)))
+            for f in side.fills
+        ],
     )
 
 
@@ -386,7 +408,7 @@ def _same_names(
             rest = (shape[0] - t.shape[0], *shape[1:])
             base = (t.shape[0], *(0 for _ in shape[1:]))
             fills.append(Padding(placement=replace(whole, shape=rest, base=base)))
-        is_weight = not is_optimizer_state(name)
+        is_weight = not is_optimizer_state(name) and not name.endswith(".router.expert_bias")
         kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
     shards = shard(tensors, parallel, config=config) if parallel is not None else None

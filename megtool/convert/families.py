@@ -119,5 +119,5 @@ def _unknown(message: str) -> UnknownFamilyError:
     return UnknownFamilyError(
         message,
         hint=f"known: {', '.join(family_names())}; name one with --family, or add a file "
-        "converters/NAME.py that defines FAMILY (converters/llama.py is an example)",
+        "converters/NAME.py that defines FAMILY (converters/README.md says how)",
     )

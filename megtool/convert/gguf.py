@@ -41,6 +41,7 @@ def config_from_gguf(
         return value
 
     heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+    head_dim = int(get("attention.key_length", hidden // heads))
     embedding = shapes.get("token_embd.weight", (0,))
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     values: dict[str, Any] = {
@@ -49,13 +50,15 @@ def config_from_gguf(
         "ffn_hidden_size": int(get("feed_forward_length")),
         "num_heads": heads,
         "num_kv_heads": int(get("attention.head_count_kv", heads)),
-        "head_dim": int(get("attention.key_length", hidden // heads)),
+        "head_dim": head_dim,
         "vocab_size": embedding[0] or int(get("vocab_size", len(tokens) or None)),
         "max_positions": int(get("context_length")),
         "norm_eps": _shortest(
             get("attention.layer_norm_rms_epsilon", get("attention.layer_norm_epsilon", 1e-5))
         ),
         "rope_base": _shortest(get("rope.freq_base", 10000.0)),
+        "rotary_percent": int(get("rope.dimension_count", head_dim)) / head_dim,
+        "window_size": int(get("attention.sliding_window", 0)),
         "tied_embeddings": bool(tensors) and "output.weight" not in shapes,
         "rope_scaling": _scaling(metadata, f"{arch}.rope.scaling."),
     }

@@ -177,6 +177,11 @@ def is_megatron(names: Iterable[str]) -> bool:
     )
 
 
+def is_encoder_decoder(names: Iterable[str]) -> bool:
+    """Some layers are an encoder's and some a decoder's that attends to it: T5."""
+    return any(".cross_attention." in split_state(n)[2] for n in names)
+
+
 def is_per_layer(names: Iterable[str]) -> bool:
     """The names are one key per layer (no leading layer axis)."""
     return any(_LAYER_KEY.match(split_state(n)[2]) for n in names)

@@ -11,6 +11,7 @@ from megtool.convert.families import Family
 from megtool.convert.megatron import padded_multiple
 from megtool.convert.moe_args import is_yarn, moe_args, moe_fields
 from megtool.convert.parallel_args import layout_args
+from megtool.convert.settings import num_layers
 from megtool.errors import MappingError
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -75,6 +76,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         rotary_percent=float(get("rotary_percent", 1.0)),
         rope_base=float(get("rotary_base", 10000)),
         rope_scaling=_scaling(args),
+        no_rope_layers=_no_rope(args),
         num_token_types=int(get("num_tokentypes", 0)),
         **_window(args),
         num_experts=experts,
@@ -144,6 +146,7 @@ def args_from_config(
         "window_attn_skip_freq": list(config.window_skip_freq)
         if isinstance(config.window_skip_freq, tuple)
         else config.window_skip_freq,
+        "no_rope_freq": list(config.no_rope_layers) if config.no_rope_layers else None,
         "num_tokentypes": config.num_token_types,
         "bert_binary_head": "ForPreTraining" in str(config.extra.get("architectures")),
         "attention_dropout": 0.0,
@@ -256,6 +259,16 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
         "window_size": left + 1,
         "window_skip_freq": tuple(freq) if isinstance(freq, list | tuple) else freq,
     }
+
+
+def _no_rope(args: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """A flag a layer; n says that every n-th has no rotary embedding."""
+    freq = args.get("no_rope_freq")
+    if not freq:
+        return None
+    if isinstance(freq, int):
+        return tuple(int((i + 1) % freq == 0) for i in range(num_layers(args)))
+    return tuple(int(f) for f in freq)
 
 
 def _whole(value: float) -> float | int:

@@ -72,6 +72,30 @@ class Inverted(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class Unless(Setting):
+    """A key that means nothing (0), and is kept verbatim, where the key `switch` is `value`.
+
+    A `switch` that is absent counts as `value`.
+    """
+
+    key: str
+    field: str
+    switch: str
+    value: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key's value, or 0 where it is switched off."""
+        is_off = stored.get(self.switch, self.value) == self.value
+        into[self.field] = 0 if is_off else stored.get(self.key) or 0
+        return () if is_off else (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The value, unless it is 0."""
+        if value := getattr(config, self.field):
+            into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
 class Multiple(Setting):
     """A key that counts how many times `unit` the field is: shared experts by their number."""
 

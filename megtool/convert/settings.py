@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.config import CONFIG_FIELDS, ModelConfig
+from megtool.config import CONFIG_FIELDS, MOST_LAYERS, ModelConfig
 from megtool.convert.expression import evaluate
 from megtool.errors import MappingError
 
@@ -226,6 +226,18 @@ class Rope(Setting):
             into[self.local_key] = config.rope_local_base
 
 
+def num_layers(fields: Mapping[str, Any]) -> int:
+    """The number of layers, checked before anything as long as it is made.
+
+    Raises:
+        MappingError: it is missing, or no possible number.
+    """
+    n = fields.get("num_layers")
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 < n <= MOST_LAYERS:
+        raise MappingError(f"num_layers is {n!r}", hint=f"an integer from 1 to {MOST_LAYERS:,}")
+    return n
+
+
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -250,7 +262,7 @@ class Window(Setting):
         size = stored.get(self.key, self.default) or 0
         if self.switch and not stored.get(self.switch):
             size = 0
-        layers = into["num_layers"]
+        layers = num_layers(into)
         kinds, every = stored.get("layer_types"), self.every
         if self.every_key:
             every = stored.get(self.every_key) or every
@@ -282,6 +294,37 @@ class Window(Setting):
             freq = tuple(int((i + 1) % freq != 0) for i in layers)
         if freq is not None:
             into["layer_types"] = [_WINDOWED if f else _FULL for f in freq]
+
+
+@dataclass(frozen=True, slots=True)
+class NoRope(Setting):
+    """Layers without rotary embedding: `key` has a 0 for each; else every `every`-th is one.
+
+    As with `Window`, the keys are kept verbatim in `extra`.
+    """
+
+    key: str = "no_rope_layers"
+    every_key: str = "no_rope_layer_interval"
+    every: int = 4
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """One flag a layer, or None where all turn."""
+        layers, turning = num_layers(into), stored.get(self.key)
+        if not turning:
+            every = stored.get(self.every_key) or self.every
+            turning = [int((i + 1) % every != 0) for i in range(layers)]
+        if len(turning) != layers or set(turning) - {0, 1}:
+            raise MappingError(
+                f"{self.key} is {turning!r}", hint=f"0 or 1 for each of {layers} layers"
+            )
+        into["no_rope_layers"] = None if all(turning) else tuple(1 - int(t) for t in turning)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The key, unless it was kept."""
+        if self.key not in config.extra:
+            flags = config.no_rope_layers or (0,) * config.num_layers
+            into[self.key] = [1 - f for f in flags]
 
 
 def _skip_freq(flags: tuple[int, ...]) -> int | tuple[int, ...] | None:

@@ -50,8 +50,12 @@ TP_DIMS: tuple[tuple[str, int], ...] = (
 )
 
 _LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
-_EXPERT = re.compile(r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc")
-_FC1 = re.compile(r"(.*linear_)fc1\.(?:weight|bias)$")
+_EXPERT = re.compile(
+    r"\.experts\.(?:experts\.|local_experts\.)?(?:(\d+)\.)?linear_fc[12](?:\.(?:weight|bias)(\d+))?"
+)
+_FC1 = re.compile(r"(.*linear_)fc1\.(?:weight|bias)(\d*)$")
+# An expert's number, and gate (`_w`) and up (`_v`) rows apart, change nothing about the cut.
+_SPELLING = re.compile(r"\.(weight|bias)\d*(?:_[wv])?$")
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 # What has no layer and is not on the first stage, where embeddings are: how its name begins, and
 # which place of the pipeline that is. The heads are BERT's.
@@ -157,12 +161,13 @@ def _tp_fault(config: ModelConfig, tp: int) -> str | None:
     """What TP does not divide, if anything."""
     if config.num_heads % tp:
         return f"num_heads={config.num_heads}"
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+    latent = bool(config.kv_lora_rank)  # every head has its own rows of keys and values
+    if not latent and config.num_kv_heads % tp and tp % config.num_kv_heads:
         return f"num_kv_heads={config.num_kv_heads} (nor is it a multiple of them)"
     rows = (config.num_heads * (1 + config.attn_output_gate) + 2 * config.num_kv_heads) * (
         config.head_dim
     )
-    if rows % tp:
+    if not latent and rows % tp:
         return f"{rows} fused query, key and value rows"
     if len(config.moe_layers) < config.num_layers and config.ffn_hidden_size % tp:
         return f"ffn_hidden_size={config.ffn_hidden_size}"
@@ -269,8 +274,8 @@ class Glu:
         match = _FC1.fullmatch(key)
         if match is None:
             return False
-        rows = self.shapes.get(f"{match[1]}fc1.weight", ())
-        columns = self.shapes.get(f"{match[1]}fc2.weight", ())
+        rows = self.shapes.get(f"{match[1]}fc1.weight{match[2]}", ())
+        columns = self.shapes.get(f"{match[1]}fc2.weight{match[2]}", ())
         if len(rows) > 1 and columns:
             return rows[-2] == 2 * columns[-1]
         return bool(self.gated)
@@ -280,21 +285,22 @@ def rule_of(key: str, is_glu: bool) -> Rule:
     """What a module key (stacked or per layer) says about its cut; `is_glu` is told by shapes."""
     match = _LAYER.fullmatch(key)
     expert = _EXPERT.search(key)
+    number = (expert[1] or expert[2]) if expert else None
     return Rule(
         tp_dim=_tp_dim(_suffix(key)),
         is_glu=is_glu,
         layer=int(match[1]) if match and match[1] else -1,
         has_layer_axis=bool(match and not match[1]),
-        expert=int(expert[1]) if expert and expert[1] else -1,
+        expert=int(number) if number else -1,
         is_expert=expert is not None,
-        has_expert_axis=bool(expert and not expert[1]),
+        has_expert_axis=expert is not None and number is None,
         place=next((place for begin, place in _PLACES if key.startswith(begin)), "first"),
     )
 
 
 def _suffix(key: str) -> str:
     match = _LAYER.fullmatch(key)
-    return match[2] if match else key
+    return _SPELLING.sub(r".\1", match[2] if match else key)
 
 
 @cache

@@ -69,7 +69,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, b[name]), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.peers if "modelopt" in k else ()) for k in KINDS]
+)
 def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
     want = quantised(tmp_path / "hf", kind)
     report = reshard(tmp_path / "hf", tmp_path / "out", to="hf", dtype="bfloat16", strict=True)

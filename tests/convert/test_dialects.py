@@ -202,7 +202,7 @@ def test_refusals() -> None:
     with pytest.raises(MappingError, match="needs the model's configuration"):
         read_side([], dialect="megatron")
     with pytest.raises(MappingError, match="need a family"):
-        read_side([], dialect="hf", config=config())
+        read_side(blind.tensors, dialect="hf", config=config())
 
 
 def test_dialects_are_told_by_names() -> None:
@@ -216,7 +216,7 @@ def test_dialects_are_told_by_names() -> None:
 
 def test_args_say_what_megatron_cannot_run() -> None:
     assert megatron_limits(config()) == []
-    odd = config(attn_out_bias=True, qkv_bias=True, rope_scaling={"rope_type": "yarn"})
+    odd = config(attn_out_bias=True, qkv_bias=True, rope_scaling={"rope_type": "longrope"})
     assert len(megatron_limits(odd)) == 2
     kept = args_from_config(config(), ParallelConfig(tp=4), known={"seed": 7, "world_size": 99})
     assert (kept["seed"], kept["world_size"], kept["padded_vocab_size"]) == (7, 4, 512)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.dialects import read_side
+from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
+from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.tensors.sharded import GlobalTensor
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -169,6 +178,50 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     assert config_of(tmp_path / "back") == config_of(tmp_path / "hf")
 
 
+@given(
+    case=st.sampled_from(CASES),
+    tp=st.sampled_from((1, 2, 4)),
+    per_layer=st.booleans(),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from((4, 8)),
+    vocabulary=st.integers(1, 300),
+)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_size_and_layout_comes_back(
+    carry: Callable[..., dict[str, np.ndarray]],
+    case: Case,
+    tp: int,
+    per_layer: bool,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+) -> None:
+    names = ("n_layer", "n_head") if case.family == "gpt2" else ("num_hidden_layers",)
+    names = names if case.family == "gpt2" else (*names, "num_attention_heads")
+    sizes = {names[0]: layers, names[1]: heads, "vocab_size": vocabulary}
+    keys = {k: v for k, v in case.keys.items() if k != "layer_types"}
+    case = Case(case.family, case.model, case.config, keys | sizes)
+    with TemporaryDirectory() as folder:
+        save(case, Path(folder))
+        found, keys = family(case.family), config_of(Path(folder))
+        arrays = {
+            name: np.frombuffer(data, np.uint16).reshape(shape)
+            for name, (_, shape, data) in stored(Path(folder)).items()
+        }
+    held = [GlobalTensor(name=n, shape=a.shape, dtype=dtype("bfloat16")) for n, a in arrays.items()]
+    side = read_side(held, family=found, config=found.read_config(keys))
+    for unused, _ in side.dropped:
+        arrays.pop(unused)
+    there = write_side(
+        side, dialect="megatron", parallel=ParallelConfig(tp=tp), per_layer=per_layer
+    )
+    middle = carry(side, arrays, there)
+    back = read_side(there.tensors, family=found, config=side.config)
+    again = carry(back, middle, write_side(back, dialect="hf"))
+    assert again.keys() == arrays.keys()
+    assert all((again[n] == a).all() for n, a in arrays.items())
+
+
 @cases
 def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> None:
     """Megatron's tensors fit the configuration that their args alone give."""
@@ -211,6 +264,7 @@ SHAPES = (
     "rope_base",
     "window_size",
     "window_skip_freq",
+    "no_rope_layers",
     "num_token_types",
 )
 
@@ -272,6 +326,24 @@ def test_windows_are_read_as_megatron_counts_them(
     assert {k: written[k] for k in keys} == keys
 
 
+@pytest.mark.parametrize(
+    ("keys", "want"),
+    [
+        ({}, (0, 0, 0, 1, 0, 0)),
+        ({"no_rope_layer_interval": 3}, (0, 0, 1, 0, 0, 1)),
+        ({"no_rope_layers": [1, 1, 1, 1, 1, 1]}, None),
+        ({"no_rope_layers": [0, 1, 1, 1, 1, 1]}, (1, 0, 0, 0, 0, 0)),
+    ],
+)
+def test_layers_without_rotary_embedding(keys: dict[str, Any], want: Any) -> None:
+    config = family("smollm3").read_config(SIZES | {"num_hidden_layers": 6} | keys)
+    assert config.no_rope_layers == want
+    assert config_from_args(args_from_config(config)).no_rope_layers == want
+    assert config_from_args(args_from_config(config) | {"no_rope_freq": 3}).no_rope_layers == (
+        (0, 0, 1, 0, 0, 1)
+    )
+
+
 def test_older_gemma3_keys() -> None:
     old = SIZES | {
         "rope_theta": 1e6,
@@ -302,6 +374,60 @@ def test_published_gpt2_names_lack_the_prefix(tmp_path: Path) -> None:
     assert all(torch.equal(v, held[k.removeprefix("transformer.")]) for k, v in new.items())
 
 
+GGUF = [
+    ("QWEN2", CASES[0]),
+    ("QWEN3", CASES[2]),
+    ("PHI3", Case(*PHI3, UNTIED)),
+    ("PHI3", CASES[11]),
+]
+
+
+@pytest.mark.parametrize(("arch", "case"), GGUF, ids=str)
+def test_gguf_files_hold_the_same_tensors(arch: str, case: Case, tmp_path: Path) -> None:
+    """A file made of transformers' tensors, under the names the gguf package gives them."""
+    gguf = pytest.importorskip("gguf")
+    model = save(case, tmp_path / "hf").float()
+    c = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], c.num_hidden_layers)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]])
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    if getattr(c, "head_dim", None):
+        writer.add_key_length(c.head_dim)
+    if case.keys.get("sliding_window"):
+        writer.add_sliding_window(c.sliding_window)
+    held = stored(tmp_path / "hf")
+    for name, tensor in model.state_dict().items():
+        if name in held:
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    report = reshard(
+        tmp_path / "model.gguf", tmp_path / "out", to="hf", dtype="bfloat16", fsync=False
+    )
+    assert report.family == case.family
+    assert stored(tmp_path / "out") == held
+    written = config_of(tmp_path / "out")
+    found = family(case.family)
+    want, got = found.read_config(config_of(tmp_path / "hf")), found.read_config(written)
+    assert all(getattr(got, name) == getattr(want, name) for name in SHAPES)
+
+
+def test_gemma_files_are_refused_by_name() -> None:
+    found = detect_family({"general.architecture": "gemma2"})
+    some = [GlobalTensor(name="token_embd.weight", shape=(101, 32), dtype=dtype("float32"))]
+    with pytest.raises(MappingError, match="'gemma2' has no table for 'gguf'"):
+        read_side(some, dialect="gguf", family=found, config=found.read_config(SIZES))
+
+
 def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
     config = transformers.BertConfig(**{k: v for k, v in SIZES.items() if "key_value" not in k})
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "hf")
@@ -325,6 +451,8 @@ def test_plain_bert_is_refused_with_the_reason(tmp_path: Path) -> None:
             },
             "layers with a window",
         ),
+        ("qwen2", WINDOWED | {"num_hidden_layers": 10**12}, "num_layers is 1000000000000"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, r"no_rope_layers is \[1, 2\]"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads"),
         ("nemotron", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("bert", {"is_decoder": True}, "is_decoder=True"),
@@ -355,9 +483,22 @@ def test_a_family_says_what_it_cannot_write() -> None:
     assert any("parallel" in text for text in megatron_limits(config, neox))
 
 
-def test_limits_are_told_when_converting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_limits_are_told_when_converting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(Case(*NEOX, UNTIED), tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
     assert "attention and MLP in parallel" in caplog.text
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[12], CASES[18]], ids=str)
+def test_args_alone_are_enough_for_another_layout(case: Case, tmp_path: Path) -> None:
+    """A Megatron checkpoint that names no family keeps its names where it has others than GPT's."""
+    save(case, tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    (carried,) = (tmp_path / "meg").glob("**/hf")
+    shutil.rmtree(carried)
+    reshard(tmp_path / "meg", tmp_path / "two", tp=2, pp=2, fsync=False)
+    assert verify(tmp_path / "meg", tmp_path / "two").verdict == "equal"
+    with pytest.raises(MappingError):
+        reshard(tmp_path / "two", tmp_path / "back", to="hf", fsync=False)
+    reshard(tmp_path / "two", tmp_path / "back", to="hf", like=tmp_path / "hf", fsync=False)
+    assert stored(tmp_path / "back") == stored(tmp_path / "hf")

@@ -83,7 +83,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         QWEN | {"head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
     ),
     ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
-    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"rope_parameters": YARN}),
+    (
+        "deepseek_v2",
+        "DeepseekV2",
+        DEEPSEEK | {"rope_parameters": YARN, "topk_method": "group_limited_greedy"},
+    ),
     ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"first_k_dense_replace": 0}),
     ("deepseek_v3", "DeepseekV3", DEEPSEEK),
     ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 3}),

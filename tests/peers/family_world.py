@@ -26,8 +26,9 @@ def main() -> None:
     cpu = torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: cpu
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", init_method=f"file://{tokens_file}.rendezvous", rank=0, world_size=1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    meeting = f"file://{tokens_file}.rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -100,9 +101,7 @@ def gpt(args: Any, config: Any) -> Any:
 
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=args.normalization
-        ),
+        get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,

@@ -2,6 +2,8 @@
 
     PYTHONPATH=CORE python old_core_world.py FOLDER [options as JSON]
 
+With `"load": true` it loads instead, and compares everything it loaded.
+
 Weights are filled from key-seeded global tensors (`megatron_world.expected`), master weights and
 moments from what `state_of` makes of them, so every layout and every way to store the state has a
 known content.
@@ -96,7 +98,7 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
     }
     pretend_cuda()
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
 
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
     parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
@@ -107,13 +109,36 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": options.get("avoid_prefix", True),
     }
+    where = str(Path(folder) / f"iter_{ITERATION:07d}")
+    optimizer = optimizer_of(chunk, options)
+    fill_states(chunk, optimizer)
+    if options.get("load"):
+        count = load(where, chunk, optimizer, metadata)
+        print(f"rank {rank} loaded {count} states")
+    else:
+        save(rank, where, chunk, optimizer, metadata, options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save(
+    rank: int,
+    where: str,
+    chunk: Any,
+    optimizer: Any,
+    metadata: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Save as an iteration of a save folder."""
+    from megatron.core import dist_checkpointing
+
+    tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
+    kind = metadata["distrib_optim_sharding_type"]
     if rank == 0:
-        into = Path(folder) / f"iter_{ITERATION:07d}"
+        into = Path(where)
         into.mkdir(parents=True)
         (into.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     dist.barrier()
-    optimizer = optimizer_of(chunk, options)
-    fill_states(chunk, optimizer)
     with contextlib.suppress(TypeError):
         state = {"model": chunk.sharded_state_dict(metadata=metadata)}
     try:
@@ -141,18 +166,69 @@ def work(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
+        data_parallel_size=options.get("world", 2) // (tp * pp),
+        ddp_bucket_size=options.get("bucket_size"),
         params_dtype=torch.bfloat16,
         bf16=True,
     )
     common = {"iteration": ITERATION, "args": args, "checkpoint_version": 3.0}
-    where = str(Path(folder) / f"iter_{ITERATION:07d}")
     whole = {**state, "optimizer": held, **common}
     try:
         dist_checkpointing.save(whole, where, **more)
     except TypeError:
         dist_checkpointing.save(whole, where)
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def load(where: str, chunk: Any, optimizer: Any, metadata: dict[str, Any]) -> int:
+    """Load over zeros and compare: the number of states."""
+    from megatron.core import dist_checkpointing
+
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    keep_step(type(inner[0]))
+    found = [
+        (p, one._get_main_param_and_optimizer_states(p))
+        for one in inner
+        for p in one.model_param_gbuf_map
+    ]
+    wanted = [{s: held[s].clone() for s in STATES} for _, held in found]
+    weights = {n: p.detach().clone() for n, p in chunk.named_parameters()}
+    with torch.no_grad():
+        for p in chunk.parameters():
+            p.zero_()
+        for _, held in found:
+            for state in STATES:
+                held[state].zero_()
+    state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    out = dist_checkpointing.load(state, where)
+    chunk.load_state_dict(out["model"])
+    optimizer.load_state_dict(out["optimizer"])
+    for name, p in chunk.named_parameters():
+        if not torch.equal(p, weights[name]):
+            raise AssertionError(f"{name} differs")
+    after = [
+        (p, one._get_main_param_and_optimizer_states(p))
+        for one in inner
+        for p in one.model_param_gbuf_map
+    ]
+    for (_, held), want in zip(after, wanted, strict=True):
+        for name in STATES:
+            if not torch.equal(held[name], want[name]):
+                raise AssertionError(f"{name} differs")
+    return len(after) * len(STATES)
+
+
+def keep_step(optimizer: Any) -> None:
+    """Loading sets every state torch's AdamW has, and `step` is in param groups: keep it."""
+    given = optimizer._set_main_param_and_optimizer_states
+
+    def kept(self: Any, p: Any, tensors: dict[str, Any]) -> Any:
+        group, order = self.model_param_group_index_map[p]
+        own = self.optimizer.param_groups[group]["params"][order]
+        step = {k: v for k, v in self.optimizer.state[own].items() if k == "step"}
+        return given(self, p, {**step, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = kept
 
 
 def optimizer_of(chunk: Any, options: dict[str, Any]) -> Any:

@@ -100,7 +100,7 @@ def plan(options: Options, phase: Phases) -> Options:
     with phase("open"):
         opened = open_model(Path(options["source"]))
     with phase("plan"):
-        target = make_target(opened, Request(destination=Path("unused"), **options["layout"]))
+        target = make_target(opened, Request(destination=Path("unused"), layout=options["layout"]))
         placements = {
             n: p for n, p in opened.side.placements.items() if n in target.side.placements
         }

@@ -94,14 +94,23 @@ class TorchFile:
             FormatError: a storage is missing, or the budget does not allow it.
         """
         for node in pickled.references(tree):
-            if not (isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage"):
+            key = _storage(node)
+            if key is None:
                 raise FormatError(f"{node!r} refers to no storage", file=self.file)
-            key = str(node.id[2])
             if key not in self._small:
                 _, size = self._archive.locate(f"data/{key}")
                 budget.take(size, file=self.file)
                 self._small[key] = self._archive.read(f"data/{key}")
             node.data = self._small[key]
+
+
+def _storage(node: Persistent) -> str | None:
+    """The storage that a reference stands for: `("storage", class, key, device, numel)`."""
+    pid = node.id
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+        return None
+    plain = pickled.is_global(pid[1]) and isinstance(pid[3], str) and type(pid[4]) is int
+    return pid[2] if plain and isinstance(pid[2], str) else None
 
 
 @contextmanager

@@ -55,9 +55,15 @@ class Format:
 CUT_BY_RANKS = ("torch_dist", "dcp", "megatron")
 """Formats whose files hold what each rank has; the others hold whole tensors."""
 
+ARRAYS = ("zarr", "tensorstore")
+"""Formats that keep one array per tensor."""
+
+WITH_HF_FOLDER = (*CUT_BY_RANKS, *ARRAYS)
+"""Formats beside whose data the small files of Hugging Face lie in `hf/`."""
+
 FORMATS: tuple[Format, ...] = (
     Format(
-        names=("zarr", "tensorstore"),
+        names=ARRAYS,
         module="megtool.checkpoint.formats.zarr",
         marks="a folder of zarr arrays",
         inside=(
@@ -67,6 +73,7 @@ FORMATS: tuple[Format, ...] = (
             ".zmetadata",
             "manifest.ocdbt",
             "metadata.json",
+            "common.pt",
             "iter_*",
             "release",
             "weights",
@@ -76,7 +83,7 @@ FORMATS: tuple[Format, ...] = (
         names=("torch_dist", "dcp"),
         module="megtool.checkpoint.formats.torch_dist",
         marks="a Megatron save folder or a folder with .metadata",
-        inside=(".metadata", "metadata.json", "*.distcp", "iter_*", "release"),
+        inside=(".metadata", "metadata.json", "*.distcp", "iter_*", "release", "weights"),
     ),
     Format(
         names=("megatron",),

@@ -10,8 +10,8 @@ from megtool.checkpoint.formats.header import names_in, stays_inside
 MAX_ATTACHMENT_BYTES = 64 << 20
 
 _FOLDERS = ("additional_chat_templates",)
-_CARRIED_FOLDERS = ("hf", "tokenizer")
-_CARRIED_FILES = ("run_config.yaml",)
+_CARRIED_FOLDERS = ("hf", "tokenizer", "context")
+_CARRIED_FILES = ("run_config.yaml", "train_state.pt")
 _NOT_SMALL = (
     ".safetensors",
     ".index.json",

@@ -152,10 +152,15 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _float8(stored: Stored, t: GlobalTensor) -> Folded | None:
-    """`fp8`, `fbgemm_fp8`: eight-bit floats, with `_scale_inv` or `_scale` beside the name."""
-    if t.dtype.name not in _FP8:
+    """`fp8`, `fbgemm_fp8`: eight-bit floats, with `_scale_inv` or `_scale` beside the name; among
+    them FP4 codes in int8, as transformers reads them."""
+    if _SCALES.search(t.name) or not t.shape:
         return None
-    return one_byte_codes(stored, t, "fp8")
+    if t.dtype.name in _FP8:
+        return one_byte_codes(stored, t, "fp8")
+    if t.dtype.name in ("int8", "uint8") and stored.find(t.name, "_scale_inv", "_scale"):
+        return codes_in_bytes(stored, t, t.name)
+    return None
 
 
 def _gpt_oss(stored: Stored, t: GlobalTensor) -> Folded | None:
@@ -171,22 +176,25 @@ def _compressed(stored: Stored, t: GlobalTensor) -> Folded | None:
         if t.dtype.name == "int32":
             return codes_in_words(stored, t)
         return codes_in_bytes(stored, t, t.name.removesuffix("_packed"))
-    if t.dtype.name in _FP8 and not _SCALES.search(t.name):
+    return _one_byte(stored, t)
+
+
+def _one_byte(stored: Stored, t: GlobalTensor) -> Folded | None:
+    if not t.shape or _SCALES.search(t.name):
+        return None
+    if t.dtype.name in _FP8:
         return one_byte_codes(stored, t, "fp8")
-    if t.dtype.name == "int8" and not _SCALES.search(t.name):
+    if t.dtype.name == "int8":
         return one_byte_codes(stored, t, "int8")
     return None
 
 
 def _modelopt(stored: Stored, t: GlobalTensor) -> Folded | None:
     """`modelopt`: `weight` of one byte; its shape beside the scale's tells how it is packed."""
-    if _SCALES.search(t.name):
-        return None
-    if t.dtype.name in _FP8:
-        return one_byte_codes(stored, t, "fp8")
-    if t.dtype.name == "int8":
-        return one_byte_codes(stored, t, "int8")
-    if t.dtype.name != "uint8":
+    if t.dtype.name != "uint8" or _SCALES.search(t.name) or len(t.shape) < 2:
+        return _one_byte(stored, t)
+    scale = stored.find(t.name, "_scale")
+    if scale is None and not t.name.endswith("weight"):
         return None
     scale = stored.need(t, "_scale")
     if len(scale.shape) == len(t.shape) and scale.shape[-2] == 2 * t.shape[-2]:
@@ -198,7 +206,7 @@ _METHODS: tuple[tuple[str, Callable[[Stored, GlobalTensor], Folded | None]], ...
     ("fp8|fbgemm_fp8", _float8),
     ("mxfp4", _gpt_oss),
     ("compressed-tensors|compressed_tensors", _compressed),
-    ("modelopt(?:_fp4|_mixed|_fp8|_mxfp8)?|nvfp4", _modelopt),
+    ("modelopt(?:_fp4|_mixed|_fp8|_mxfp8)?", _modelopt),
 )
 
 

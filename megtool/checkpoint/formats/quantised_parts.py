@@ -195,7 +195,7 @@ def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:
 
 def codes_in_bytes(stored: Stored, t: GlobalTensor, base: str) -> Folded:
     """FP4 codes, two a byte along the columns: NVFP4 (E4M3 scales) or MXFP4 (powers of two)."""
-    if t.dtype.name != "uint8" or not t.shape:
+    if t.dtype.itemsize != 1 or not t.shape:
         raise stored.fault(t, f"codes of {t.dtype} {list(t.shape)} are not known")
     shape = (*t.shape[:-1], t.shape[-1] * 2)
     last = len(shape) - 1

@@ -35,6 +35,10 @@ from megtool.tensors.sharded import Shards
 __all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
 
 NAMES = ("torch_dist", "dcp")
+WEIGHTS = "weights"
+"""The folder in which NeMo 2 keeps the data; beside it lies `context/`."""
+
+_UNFINISHED = "-unfinished"  # of NeMo's marker beside a folder that it still writes
 
 MAX_METADATA_BYTES = 4 << 30
 _MAX_SMALL_BYTES = 1 << 30
@@ -42,7 +46,7 @@ _MAX_SMALL_BYTES = 1 << 30
 
 def detect(path: Path) -> bool:
     """Whether `path` is such a folder, a Megatron save folder of some, or an unfinished one."""
-    if not path.is_dir() or is_distributed(path):
+    if not path.is_dir() or is_distributed(path) or is_distributed(path / WEIGHTS):
         return path.is_dir()
     folder = find_iteration(path, None)
     return folder is not None and is_distributed(folder)
@@ -61,7 +65,10 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         CoverageError: chunks do not tile their tensors.
     """
     here = is_distributed(path) and iteration is None
-    folder = path if here else find_iteration(path, iteration)
+    if here or not is_distributed(path / WEIGHTS):
+        folder = path if here else find_iteration(path, iteration)
+    else:
+        folder = path / WEIGHTS
     if folder is None:
         raise FormatError("no torch.distributed checkpoint here", file=path)
     megatron = _check_finished(folder, path)
@@ -91,7 +98,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             name: StoredObject(name=name, kind="bytes", extent=extent)
             for name, extent in found.objects.items()
         },
-        attachments=find_carried(folder, warnings),
+        attachments=find_carried(folder, warnings) | _beside_weights(folder, warnings),
         replicas=[Replica(shard=c, file=f, offset=o, length=n) for c, f, o, n in found.copies],
         warnings=warnings,
     )
@@ -104,6 +111,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 def _check_finished(folder: Path, asked: Path) -> bool:
     """Whether the save is Megatron's; an error unless it is complete."""
+    marker = folder.parent.with_name(folder.parent.name + _UNFINISHED)
+    if folder.name == WEIGHTS and marker.exists():
+        raise FormatError(
+            f"an unfinished save: {marker.name} lies beside it",
+            file=folder.parent,
+            hint="NeMo removes that file last; use an older checkpoint",
+        )
     megatron = (folder / "metadata.json").exists()
     if megatron and (folder / ".metadata").exists():
         check_inside(folder, "metadata.json")
@@ -135,9 +149,9 @@ def _unfinished(lacks: str, folder: Path, asked: Path) -> FormatError:
 
 def _complete_hint(folder: Path, asked: Path) -> str:
     around = folder.parent if folder == asked else asked
-    done = [p.name for p in sorted(around.glob("iter_*")) if (p / "metadata.json").exists()]
-    if (around / "release" / "metadata.json").exists():
-        done.append("release")
+    there = sorted(around.glob("iter_*"), key=lambda p: (len(p.name), p.name))
+    there.append(around / RELEASE)
+    done = [p.name for p in there if (p / "metadata.json").exists() and p != folder]
     return f"the last complete one is {around / done[-1]}" if done else "no complete one is beside"
 
 
@@ -160,6 +174,11 @@ def _data_files(folder: Path, paths: list[str]) -> list[StoredFile]:
     for path in paths:
         check_inside(folder, path)
     return [StoredFile.stat(folder, path) for path in paths]
+
+
+def _beside_weights(folder: Path, warnings: list[str]) -> dict[str, Path]:
+    """What travels with NeMo's data, which lies in a folder of its own."""
+    return find_carried(folder.parent, warnings) if folder.name == WEIGHTS else {}
 
 
 def _stale(folder: Path, paths: list[str]) -> list[str]:
@@ -207,11 +226,14 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
         out.update(pickled.plain(shown, file=folder / "common.pt"))
     if folder.name == RELEASE:
         out.pop("iteration", None)  # it says 0 there, and stands for none
+    elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
+        out["iteration"] = step
+        out["common"] = {"checkpoint_version": 3.0, "iteration": step, **out["common"]}
     elif "iteration" not in out and folder.name.removeprefix("iter_").isdigit():
         out["iteration"] = int(folder.name.removeprefix("iter_"))
 
 
-_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
+_SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata", "global_step")
 
 
 def _common(catalogue: Catalogue) -> dict[Any, Any] | None:

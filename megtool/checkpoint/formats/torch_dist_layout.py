@@ -7,6 +7,7 @@ that torch.load reads. Core versions before and after 0.19 both find the common 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,12 @@ from megtool.tensors.box import Ints, distinct
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"
-_CONFIG = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+COMMON_FILE, CONFIG_FILE, TRAIN_STATE = "common.pt", "metadata.json", "train_state.pt"
+COMMON_INSIDE = (0, 19)
+"""The first core version that keeps the common state as an object, and no longer in a file."""
+
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON_CONFIG = {"common_backend": "torch", "common_backend_version": 1}
 
 
 def lay_out(
@@ -48,6 +49,7 @@ def lay_out(
     small: Mapping[str, bytes] | None = None,
     key_paths: KeyPaths | None = None,
     megatron: bool,
+    core_version: str | None = None,
 ) -> Destination:
     """Lay out tensors in `num_files` files, one per owner rank; a rank without shards has none.
 
@@ -55,16 +57,20 @@ def lay_out(
     object). `common` is Megatron's common state, a dict. `iteration` names the folder inside the
     save folder, `release` when None; a plain checkpoint has no such folder. `small` are further
     files by their path beside the data. `key_paths` (a plain checkpoint's `planner_data`) tell
-    where names belong in a nested state dict.
+    where names belong in a nested state dict. `core_version` (`0.19`) is the Megatron-Core that is
+    to read the checkpoint; without it, every version does.
 
     Raises:
-        UsageError: an owner is no rank, names repeat, or a common state is missing or too much.
+        UsageError: an owner is no rank, names repeat, a common state is missing or too much, or a
+            core version is none.
     """
     _check(tensors, shards, num_files, objects or {}, common, megatron)
+    is_inside = megatron and core_version is not None and _version(core_version) >= COMMON_INSIDE
     folder = f"{folder_name(iteration)}/" if megatron else ""
-    writer = _Files(shards.owner, has_objects=bool(objects))
+    writer = _Files(shards.owner, has_objects=bool(objects) or is_inside)
     held: dict[str, tuple[int, int, int]] = {}
-    for name, value in (objects or {}).items():
+    inside = {COMMON_OBJECT: common} if is_inside else {}
+    for name, value in {**(objects or {}), **inside}.items():
         if not isinstance(value, bytes):
             value = object_item([value] if megatron else value)
         held[name] = writer.add_object(value)
@@ -93,6 +99,7 @@ def lay_out(
         objects={
             name: StoredObject(name=name, kind="bytes", extent=extent)
             for name, extent in held.items()
+            if name not in inside
         },
         metadata={} if common is None else {"common": common, "iteration": iteration},
     )
@@ -100,12 +107,24 @@ def lay_out(
     if not megatron:
         last = {".metadata": metadata}
     else:
-        others |= {f"{folder}common.pt": object_item(common), f"{folder}.metadata": metadata}
+        others |= {f"{folder}.metadata": metadata}
+        if not is_inside:
+            others[f"{folder}{COMMON_FILE}"] = object_item(common)
+        if TRAIN_STATE in (small or {}):
+            others[f"latest_{TRAIN_STATE}"] = others[folder + TRAIN_STATE]
+        config = _CONFIG if is_inside else _CONFIG | _COMMON_CONFIG
         last = {
-            f"{folder}metadata.json": json.dumps(_CONFIG).encode(),
+            f"{folder}{CONFIG_FILE}": json.dumps(config).encode(),
             TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode(),
         }
     return Destination(catalogue=catalogue, fragments=writer.fragments, small=others, last=last)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.match(r"(\d+)\.(\d+)(?:\D|$)", text)
+    if match is None:
+        raise UsageError(f"core version {text!r}", hint="for example 0.16 or 0.19")
+    return int(match[1]), int(match[2])
 
 
 def _check(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ MOST_DEPTH = 16
 _MAX_JSON_BYTES = 1 << 30
 _MAX_COMMON_BYTES = 1 << 30
 _GROUPS = (V3_NAME, V2_NAME, ".zgroup", ".zmetadata")
-_ATTACHMENTS = "hf"
+_ATTACHMENT_FOLDERS = ("hf", "tokenizer")
+_ATTACHMENT_FILES = ("run_config.yaml",)
 _ITERATIONS = ("weights",)
 _SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata")
 
@@ -55,6 +56,7 @@ def detect(path: Path) -> bool:
     folder = _folder(path, None)
     return (
         _backend(folder) in ("zarr", BACKEND)
+        or _is_unfinished(folder)
         or any((folder / n).is_file() for n in _GROUPS)
         or tensorstore.is_database(folder)
     )
@@ -74,6 +76,12 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     folder = _folder(path, iteration)
     if tensorstore.is_database(folder):
         return tensorstore.open_database(folder)
+    if _is_unfinished(folder):
+        raise FormatError(
+            "an unfinished save: metadata.json is missing, which is written last",
+            file=folder,
+            hint="take another iteration, or save again",
+        )
     backend = _backend(folder)
     found = _Found(folder, void_is_bfloat16=backend == "zarr")
     found.walk("", 0)
@@ -117,6 +125,13 @@ def _folder(path: Path, iteration: int | str | None) -> Path:
         if _backend(folder / name) in ("zarr", BACKEND):
             return folder / name
     return folder
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether Megatron's zarr back end was stopped while it wrote this folder."""
+    if (folder / "metadata.json").exists() or not (folder / COMMON).is_file():
+        return False
+    return next(folder.glob(f"*/{V2_NAME}"), None) is not None
 
 
 def _backend(folder: Path) -> str | None:
@@ -172,10 +187,12 @@ class _Found:
         for name, entry in sorted(entries.items()):
             path = f"{folder}/{name}" if folder else name
             if entry.is_dir():
-                if path == _ATTACHMENTS:
-                    self._attach(path)
+                if path in _ATTACHMENT_FOLDERS:
+                    self._attach(sorted((self.root / path).rglob("*")))
                 elif not name.startswith("."):
                     self.walk(path, depth + 1)
+            elif path in _ATTACHMENT_FILES:
+                self._attach([self.root / path])
             elif name.endswith(".pt") and folder:
                 number = self._file(path)
                 ours = path.startswith(f"{OBJECTS}/")
@@ -246,8 +263,8 @@ class _Found:
             )
         )
 
-    def _attach(self, folder: str) -> None:
-        for path in sorted((self.root / folder).rglob("*")):
+    def _attach(self, paths: Sequence[Path]) -> None:
+        for path in paths:
             name = path.relative_to(self.root).as_posix()
             if path.is_file() and travels(self.root, name, self.warnings):
                 self.attachments[name] = path

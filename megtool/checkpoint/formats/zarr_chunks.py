@@ -191,7 +191,11 @@ class Chunks:
         m = array.metadata
         n = len(at)
         file, offset, length = (np.full(n, v, np.int64) for v in (-1, 0, 0))
-        shards, which = np.unique(at // per, axis=0, return_inverse=True)
+        inside = (at % per * np.array(strides(per.tolist()), np.int64)).sum(axis=1)
+        whole = [-(-g // p) for g, p in zip(m.grid, per.tolist(), strict=True)]
+        number = (at // per * np.array(strides(whole), np.int64)).sum(axis=1)
+        _, first, which = np.unique(number, return_index=True, return_inverse=True)
+        shards = (at // per)[first]
         order = np.argsort(which.reshape(-1), kind="stable")
         ends = np.searchsorted(which.reshape(-1)[order], np.arange(len(shards) + 1))
         for k, position in enumerate(shards.tolist()):
@@ -206,8 +210,7 @@ class Chunks:
                 file[rows], offset[rows], length[rows] = found, share[:-1], np.diff(share)
                 continue
             index = self._index(array, found, int(per.prod()))
-            inside = np.ravel_multi_index(tuple((at[rows] % per).T), tuple(per.tolist()))
-            here = index[inside]
+            here = index[inside[rows]]
             stored = (here != np.uint64(_MISSING)).any(axis=1)
             rows, here = rows[stored], here[stored]
             for start, num in here[here[:, 1] != m.inner_bytes][:1].tolist():

@@ -12,6 +12,7 @@ from awscrt import checksums
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.formats.zarr_compression import codec
 from megtool.checkpoint.formats.zarr_metadata import (
     ONLY_TENSORSTORE,
     TRUE_DTYPE,
@@ -33,7 +34,7 @@ DEFAULT_CHUNK_BYTES = 16 << 20
 DEFAULT_SHARD_BYTES = 1 << 30
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
-_RESERVED = (OBJECTS, COMMON, "hf", "metadata.json", V3_NAME)
+_RESERVED = (OBJECTS, COMMON, "hf", "tokenizer", "metadata.json", V3_NAME)
 _MOST_NAME_BYTES = 255
 
 
@@ -47,8 +48,12 @@ def lay_out(
     objects: Mapping[str, Any] | None = None,
     common: Any = None,
     small: Mapping[str, bytes] | None = None,
+    compress: str | None = None,
 ) -> Destination:
-    """Lay out one array per tensor, uncompressed.
+    """Lay out one array per tensor, of raw chunks.
+
+    With `compress` the metadata say that chunks are compressed so, and `zarr_compression.compress`
+    has to be called once their raw bytes are written.
 
     Chunks are as many whole leading rows as `chunk_bytes` hold (parts of one row where that is
     larger), so that each is one run of the tensor; `chunks` names other shapes, which must divide
@@ -73,7 +78,7 @@ def lay_out(
     for number, t in enumerate(tensors):
         wanted = (chunks or {}).get(t.name)
         laid = _metadata(t, chunk_bytes, shard_bytes, wanted, kind)
-        nodes[t.name] = _array_json(t, laid, kind)
+        nodes[t.name] = _array_json(t, laid, kind, compress)
         for group in Path(t.name).parents:
             if group.name:
                 nodes.setdefault(group.as_posix(), _group_json())
@@ -244,8 +249,12 @@ class _Files:
 # ---- metadata
 
 
-def _array_json(t: GlobalTensor, m: ArrayMetadata, kind: str) -> dict[str, Any]:
+def _array_json(
+    t: GlobalTensor, m: ArrayMetadata, kind: str, compress: str | None
+) -> dict[str, Any]:
     codecs: list[dict[str, Any]] = [_LITTLE if t.dtype.itemsize > 1 else {"name": "bytes"}]
+    if compress is not None:
+        codecs.append(codec(compress, t.dtype))
     if m.index is not None:
         settings = {
             "chunk_shape": list(m.inner),

@@ -6,6 +6,7 @@ tensorstore adds to them: the element types `bfloat16` and `float8_*`, in v2 as 
 
 from __future__ import annotations
 
+import base64
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,15 @@ class _Reader:
         if plain not in _COMPRESSIONS.split():
             raise self.bad(f"codec {shown(name)} is unknown", f"known: {_COMPRESSIONS}")
 
+    def bits(self, value: Any) -> Any:
+        """The fill value of untyped elements, base64, as v3 spells bits."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return "0x" + base64.b64decode(value, validate=True)[::-1].hex()
+        except ValueError as e:
+            raise self.bad(f"the fill value {shown(value)} is no base64") from e
+
     def fill(self, value: Any, kind: DType) -> NDArray[Any]:
         width = f"<u{kind.itemsize}"
         try:
@@ -180,12 +190,13 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
     chunk = r.grid(shape, held.get("chunks"), "the chunk shape")
     name = held.get("dtype")
     kind: DType | None = None
-    swapped = False
+    fill, swapped = held.get("fill_value"), False
     if isinstance(name, str):
         if name in ONLY_TENSORSTORE:
             kind = _DTYPES[name]
         elif name in ("<V2", "|V2") and void_is_bfloat16:
             kind = dtype("bfloat16")
+            fill = r.bits(fill)
         elif name[:1] in "<>|=":
             kind = _V2_DTYPES.get(name[1:])
             swapped = name[:1] == ">" and kind is not None and kind.itemsize > 1
@@ -204,7 +215,7 @@ def read_v2(data: Any, *, file: Path, void_is_bfloat16: bool = False) -> ArrayMe
         inner=chunk,
         is_raw=not codecs and not swapped,
         is_column_major=order == "F",
-        fill=r.fill(held.get("fill_value"), kind),
+        fill=r.fill(fill, kind),
         separator=r.choice(held.get("dimension_separator", "."), "the separator", (".", "/")),
         prefix="",
         known=kind.name not in ONLY_TENSORSTORE,

@@ -72,7 +72,9 @@ def units(plan: Plan, target: Locator, *, tiled_only: bool = False) -> list[Unit
     if tiled_only:
         rough[:] = True
     found: list[Unit] = list(_plain(plan, target, np.flatnonzero(~rough[steps.entry])))
-    found += _tiled(plan, target, np.flatnonzero(rough).tolist())
+    found += _tiled(
+        plan, target, [n for n in np.flatnonzero(rough).tolist() if plan.entries[n].writes]
+    )
     found.sort(key=lambda u: (isinstance(u, Tiled) and u.woven, u.files[0], u.offset))
     return found
 
@@ -154,7 +156,7 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
     offset = target.offsets(shard)
     woven = _is_woven(plan, entry, of, target)
     item = plan.target_tensor(entry).dtype.itemsize
-    for a, b in cut((0,) * n, entry.shape, item, UNIT_BYTES, depth=depth(plan, entry)):
+    for a, b in cut((0,) * n, entry.shape, item, UNIT_BYTES, depth=depth(plan, number)):
         under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
         files = distinct(file[under])
         volume = 1
@@ -169,11 +171,12 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
         )
 
 
-def depth(plan: Plan, entry: Entry) -> int:
+def depth(plan: Plan, number: int) -> int:
     """How many leading view dimensions of an entry may be cut: not those inside packed rows."""
-    if entry.source is not None:
-        return cut_dims(entry.source, plan.source_tensor(entry))
-    return len(entry.shape)
+    return min(
+        len(e.shape) if e.source is None else cut_dims(e.source, plan.source_tensor(e))
+        for e in (plan.entries[term] for term in plan.terms(number))
+    )
 
 
 def _is_woven(plan: Plan, entry: Entry, of: slice, target: Locator) -> bool:

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import lay_out as lay_out_arrays
-from megtool.checkpoint.plan import Dropped
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.state import carried_objects, lost_state
+from megtool.commands.megatron.state import item_of
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
-from megtool.config import ParallelConfig
-from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 
 
 def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
-    """Lay out the arrays, and beside them the objects and the common state as the source has them.
+    """Lay out the arrays, and beside them all objects and the common state as the source has them.
 
-    Nothing depends on a layout of ranks here, so what belongs to the source's ranks stays.
+    Nothing here depends on a layout of ranks, so what belongs to the source's ranks stays true.
     """
     found = source.catalogue
-    args = found.metadata.get("args")
-    known = layout_fields(args) if isinstance(args, dict) else {}
-    parallel = merged_layout(known, {}) if known else ParallelConfig()
-    objects, lost = carried_objects(found, parallel)
-    out.dropped += lost
     common = found.metadata.get("common")
-    if not isinstance(common, dict) or out.dialect not in ("megatron", "identity"):
-        common = None
-        out.dropped += lost_state(found, out.format)
-        objects, others = {}, objects
-        out.dropped += [Dropped(name=n, reason="it is Megatron's", is_lost=True) for n in others]
     out.destination = lay_out_arrays(
         out.side.tensors,
         kind=out.format,
         shard_bytes=request.max_shard_bytes or DEFAULT_SHARD_BYTES,
-        objects=objects,
-        common=common,
+        objects={
+            name: held.value if held.extent is None else item_of(found, held)
+            for name, held in found.objects.items()
+        },
+        common=common if isinstance(common, dict) else None,
         small=files_beside_ranks(source, dtype),
+        compress=request.compress,
     )
+    if request.compress is not None:
+        out.finish = partial(_compress, out.destination, request.compress)
+
+
+def _compress(destination: Destination, how: str, stage: Stage, threads: int) -> None:
+    compress(destination, stage, how, threads=threads)

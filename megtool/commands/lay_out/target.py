@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.plan import Dropped, Fill
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import TargetSide
@@ -29,6 +30,7 @@ class Request:
     bridge: bool = False
     dtype: DType | None = None
     max_shard_bytes: int | None = None
+    compress: str | None = None
     renames: Sequence[str] = ()
     destination: Path = Path()
 
@@ -38,7 +40,8 @@ class Target:
     """A destination laid out, and how it relates to the canonical tensors.
 
     A destination that holds a tensor several times places it under further names in
-    `side.placements`; `copies` maps each to the canonical one.
+    `side.placements`; `copies` maps each to the canonical one. `finish(stage, threads)` is what is
+    to be done to the staged files once all bytes are in them.
     """
 
     format: str
@@ -51,6 +54,7 @@ class Target:
     dropped: list[Dropped] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
+    finish: Callable[[Stage, int], None] | None = None
 
     def store_under(self, names: Mapping[str, Sequence[str]]) -> None:
         """Let each stored tensor be written under all its `names`, the first of which is its own.

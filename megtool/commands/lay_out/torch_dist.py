@@ -11,6 +11,8 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
+from megtool.commands.megatron.bridge_files import at_layout
+from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.optimizer import run_of, states_of
 from megtool.commands.megatron.state import (
@@ -58,6 +60,8 @@ def _lay_out(
     megatron = out.format == "torch_dist"
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
     small = files_beside_ranks(source, dtype)
+    if megatron and BRIDGE_FILE in small:
+        small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried, lost = carried_objects(source.catalogue, parallel)
     out.dropped += lost
     objects: dict[str, Any] = {**carried, **more}

@@ -21,7 +21,7 @@ from megtool.convert.ranks import Parameter
 from megtool.errors import FormatError, MappingError
 from megtool.tensors import buckets
 from megtool.tensors.buckets import Slot
-from megtool.tensors.parameters import ORDERS, Order, likely_orders, registered
+from megtool.tensors.parameters import Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -130,8 +130,13 @@ def _orders(catalogue: Catalogue) -> list[Order | None]:
 
 
 def _order_of(holders: Sequence[Holder]) -> Order | None:
-    """The known order in which files list their parameters, if it is one."""
-    for order in ORDERS:
+    """The known order in which files list their parameters, if it is one.
+
+    Megatron's own layers show by the name of their first norm.
+    """
+    keys = [p.module_key for holder in holders for p in holder.members]
+    is_local = any(".input_layernorm." in k for k in keys)
+    for order in likely_orders("local" if is_local else None, None):
         try:
             if all(_is_in(order, holder.members) for holder in holders):
                 return order

@@ -95,9 +95,24 @@ def registration_order(catalogue: Catalogue) -> Order:
         return found
     held = catalogue.metadata.get("args")
     args: dict[str, Any] = held if isinstance(held, dict) else {}
-    implementation = args.get("transformer_impl")
-    if implementation is None and any(
-        ".input_layernorm." in name for name in catalogue.metadata.get("module_names", ())
-    ):
-        implementation = "local"
+    implementation = "local" if has_own_layers(catalogue) else None
     return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+
+
+def has_own_layers(catalogue: Catalogue) -> bool:
+    """The model is of megatron-core's own layers, not of Transformer Engine's.
+
+    The args say so, or the names: of a first norm outside the linear layer behind it in rank files,
+    of a norm inside an MLP of experts in `torch_dist`.
+    """
+    held = catalogue.metadata.get("args")
+    said = held.get("transformer_impl") if isinstance(held, dict) else None
+    if said is not None:
+        return bool(said == "local")
+    names = [split_state(t.name)[2] for t in catalogue.tensors]
+    if catalogue.format == "megatron":
+        return any(".input_layernorm." in n for n in names) and not any(
+            "_up_proj" in n for n in names
+        )
+    mlps = {n.partition(".mlp.")[0] for n in names if ".mlp.experts." in n}
+    return any(n.partition(".mlp.")[0] in mlps for n in names if ".mlp.linear_fc1.layer_norm_" in n)

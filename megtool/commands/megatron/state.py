@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.pickled import Inert, inert_global, references
+from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.containers.zipped import load_object
 from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
 from megtool.checkpoint.plan import Dropped
 from megtool.commands.megatron.groups import in_common, is_group_object, read_groups
 from megtool.commands.opened import Opened
@@ -50,10 +52,25 @@ def carried_objects(
             continue
         reason = _object_reason(name, same, parallel)
         if reason is None and held.extent is not None:
-            kept[name] = _bytes(catalogue, held.extent)
+            kept[name] = item_of(catalogue, held)
         else:
             lost.append(Dropped(name=name, reason=reason or "it has no bytes of its own"))
+    if (catalogue.root / INTEGRITY_FILE).is_file():
+        reason = "checksums of the source's files; megtool.json has digests of the tensors"
+        lost.append(Dropped(name=INTEGRITY_FILE, reason=reason, is_lost=False))
     return kept, lost
+
+
+def item_of(catalogue: Catalogue, held: StoredObject) -> bytes:
+    """An object as torch_dist keeps one, a saved list of it alone; its own bytes if it is that."""
+    if held.extent is None:
+        raise ValueError(f"{held.name!r} has no bytes of its own")
+    data = _bytes(catalogue, held.extent)
+    if held.kind != "object":
+        return data
+    path = catalogue.path(held.extent[0])
+    with open(path, "rb") as f:
+        return object_item([load_object(f.fileno(), *held.extent[1:], file=path)])
 
 
 EMPTY = "an extra state that holds nothing"
@@ -81,6 +98,8 @@ def extra_states(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict
     itself (before core 0.15), and the norms of Transformer Engine.
     """
     names: dict[str, None] = {}
+    if any(t.name == "output_layer.bias" for t in tensors):  # BERT's; a GPT's is not asked for
+        names["output_layer._extra_state/shard_0_1"] = None
     for t in tensors:
         if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
             continue
@@ -113,6 +132,7 @@ _SITES = (
     "linear_fc2",
     "q_layernorm",
     "k_layernorm",
+    "post_layernorm",
     "input_layernorm",
     "pre_mlp_layernorm",
     "enorm",

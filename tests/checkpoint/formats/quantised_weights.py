@@ -282,7 +282,9 @@ MAKERS: dict[str, Callable[[torch.Tensor], Quantised]] = {
 """Ways to quantise a matrix; those of modelopt need rows and columns of whole blocks of 128."""
 
 
-def write(folder: Path, tensors: Tensors, quantisation: Any, *, parts: int = 1, **more: Any) -> Path:
+def write(
+    folder: Path, tensors: Tensors, quantisation: Any, *, parts: int = 1, **more: Any
+) -> Path:
     """A Hugging Face folder, its tensors dealt to `parts` files in turn."""
     folder.mkdir(parents=True)
     config = {"torch_dtype": "bfloat16", "quantization_config": quantisation, **more}

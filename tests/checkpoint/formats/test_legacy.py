@@ -19,6 +19,7 @@ from megtool.checkpoint.formats import detect_format, legacy, open_checkpoint, t
 from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from tests.checkpoint.formats import rank_folders as saved
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MODEL = "mp_rank_00/model_optim_rng"
 
 

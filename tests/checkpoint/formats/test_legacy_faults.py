@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megtool.checkpoint.containers.torch_file import Budget
 from megtool.checkpoint.containers.zip_writer import archive
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats.legacy import lay_out
 from megtool.checkpoint.formats.legacy_file import read_rank_file
 from megtool.errors import FormatError
 from tests.checkpoint.formats import rank_folders as saved
@@ -244,3 +247,28 @@ def test_links_that_leave_the_folder(tmp_path: Path) -> None:
     shutil.rmtree(folder / "mp_rank_01")
     (folder / "mp_rank_01").symlink_to(other / "mp_rank_01")
     refused(tmp_path / "a", "link that leaves the folder")
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_damage_anywhere_is_refused_or_harmless(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "mp_rank_00"
+    state = saved.rank_state()
+    state["rng_state"] = [{"cuda_rng_state": torch.zeros(8, dtype=torch.uint8)}]
+    saved.save(folder, model_optim_rng=state)
+    file = folder / "model_optim_rng.pt"
+    blob = bytearray(file.read_bytes())
+    pickle_end = blob.index(b"PK\3\4", 100)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = st.integers(0, pickle_end) | st.integers(0, len(blob) - 1)
+        blob[data.draw(place)] = data.draw(st.integers(0, 255))
+    file.write_bytes(blob)
+    try:
+        c = open_checkpoint(folder.parent)
+    except FormatError as e:
+        assert e.hint
+    else:
+        assert all(len(v) == c[n].num_bytes for n, v in saved.stored(c).items())
+        lay_out(c.metadata["trees"], iteration=1)

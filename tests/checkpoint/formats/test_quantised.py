@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,11 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint import plan_file
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.planner import build
 from megtool.checkpoint.plan import Source
+from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import FormatError
+from megtool.errors import FormatError, MegtoolError
 from megtool.tensors.relation import Placement
 from tests.checkpoint.formats.quantised_weights import MAKERS, gpt_oss, write
 
@@ -31,10 +33,28 @@ def weight(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return torch.randn((rows, cols), generator=generator).mul(0.1).to(torch.bfloat16)
 
 
+_KEYS = st.sampled_from(
+    [
+        "group_size",
+        "num_bits",
+        "weight_block_size",
+        "block_structure",
+        "weights",
+        "config_groups",
+        "format",
+        "sparsity_config",
+        "transform_config",
+        "quant_algo",
+    ]
+)
 SHAPES = {"deepseek": (300, 200), "fp8 block": (200, 100)}
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+def _marked(kind: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.peers if "modelopt" in kind else ())
+
+
+@pytest.mark.parametrize("kind", [_marked(k) for k in MAKERS])
 def test_the_peers_own_numbers(kind: str, tmp_path: Path) -> None:
     made = MAKERS[kind](weight(*SHAPES.get(kind, (256, 384))))
     stored = {f"layer.{name}": t for name, t in made.stored.items()}
@@ -57,7 +77,8 @@ def test_the_peers_own_numbers(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek", "int4 uneven", "nvfp4", "modelopt int4", "fp8 channel"]
+    "kind",
+    [_marked(k) for k in ("deepseek", "int4 uneven", "nvfp4", "modelopt int4", "fp8 channel")],
 )
 def test_any_view(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     made = MAKERS[kind](weight(256, 384))
@@ -74,7 +95,9 @@ def test_any_view(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
             data.draw(st.integers(1, -(-(n - a) // m)))
             for n, a, m in zip(whole.shape, lo, by, strict=True)
         ]
-        index = tuple(slice(a, a + (n - 1) * m + 1, m) for a, n, m in zip(lo, size, by, strict=True))
+        index = tuple(
+            slice(a, a + (n - 1) * m + 1, m) for a, n, m in zip(lo, size, by, strict=True)
+        )
         want = whole[index]
         dims = data.draw(st.permutations([0, 1]))
         place = Placement(
@@ -91,6 +114,37 @@ def test_any_view(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
         np.testing.assert_array_equal(found, want.transpose(dims).reshape(-1))
 
     check()
+
+
+def test_what_transformers_reads_as_fp8(tmp_path: Path) -> None:
+    """Dense weights, experts in one tensor, FP4 codes among them, and scales that are powers."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(3)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+    def powers(*shape: int) -> torch.Tensor:
+        return torch.randint(120, 130, shape, generator=generator, dtype=torch.uint8)
+
+    pairs = torch.randint(-128, 128, (64, 48), generator=generator, dtype=torch.int8)
+    weights = {
+        "dense.weight": (codes(256, 384), torch.rand(2, 3, generator=generator)),
+        "experts.gate_up_proj": (codes(3, 256, 128), torch.rand(3, 2, 1, generator=generator)),
+        "powers.weight": (codes(128, 256), powers(1, 2).view(torch.float8_e8m0fnu)),
+        "four.weight": (pairs, powers(64, 3).view(torch.float8_e8m0fnu)),
+    }
+    stored = {name: made for name, (made, _) in weights.items()}
+    stored |= {f"{name}_scale_inv": by for name, (_, by) in weights.items()}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    catalogue = open_checkpoint(write(tmp_path / "hf", stored, config, parts=2))
+    peer = fp8.Fp8Dequantize(None)
+    with Reader(catalogue, Files()) as reader:
+        for name, (made, by) in weights.items():
+            want = peer._dequantize_one(made, by, torch.bfloat16)
+            assert reader.stored(name).shape == tuple(want.shape)
+            np.testing.assert_array_equal(reader.stored(name).read(), bits(want))
+    assert catalogue["four.weight"].packing == "mxfp4:32"
 
 
 @pytest.mark.parametrize("shape", [(2, 96, 5), (3, 64, 3), (1, 32, 40)])
@@ -143,8 +197,6 @@ def test_modelopt_s_own_file_is_enough(tmp_path: Path) -> None:
     stored = {"x.weight": made.stored["weight"], "x.weight_scale": torch.tensor(0.5)}
     folder = write(tmp_path / "hf", stored, None)
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-    import json
-
     (folder / "hf_quant_config.json").write_text(json.dumps(beside))
     assert open_checkpoint(folder)["x.weight"].packing == "fp8:tensor"
 
@@ -229,8 +281,61 @@ def test_what_cannot_be_decoded_says_why(case: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", stored, config)
     with pytest.raises(FormatError, match=words) as caught:
         open_checkpoint(folder)
-    assert caught.value.hint is not None and "as they are stored" in caught.value.hint
+    assert "as they are stored" in (caught.value.hint or "")
     assert case in ("method", "sparse") or (caught.value.tensor or "").startswith("x")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 200) | st.sampled_from(["fp8", "group", "int"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+_METHODS = ["fp8", "mxfp4", "compressed-tensors", "modelopt", 3]
+_SUFFIXES = (
+    "weight",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_packed",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "pre_quant_scale",
+    "x_blocks",
+    "x_scales",
+    "input_scale",
+    "bias",
+)
+_DTYPES = [torch.float32, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn]
+
+
+@given(
+    method=st.sampled_from(_METHODS),
+    config=st.dictionaries(_KEYS, _VALUES, max_size=4),
+    tensors=st.dictionaries(
+        st.sampled_from(_SUFFIXES),
+        st.tuples(
+            st.sampled_from(_DTYPES),
+            st.lists(st.sampled_from([0, 1, 2, 4, 16, 32, 64]), max_size=4),
+        ),
+        max_size=6,
+    ),
+)
+def test_whatever_a_folder_holds_is_read_or_refused(
+    method: Any, config: Any, tensors: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = {f"a.{n}": torch.ones(shape).to(kind) for n, (kind, shape) in tensors.items()}
+    made["norm"] = torch.ones(3)
+    folder = tmp_path_factory.mktemp("any") / "hf"
+    write(folder, made, {**config, "quant_method": method})
+    try:
+        catalogue = open_checkpoint(folder)
+    except MegtoolError:
+        return
+    with Reader(catalogue, Files()) as reader:
+        for t in catalogue.tensors:
+            assert reader.stored(t.name).read().shape == t.shape
 
 
 def test_tiles_stay_small(tmp_path: Path) -> None:

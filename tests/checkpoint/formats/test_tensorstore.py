@@ -94,6 +94,24 @@ def test_whatever_tensorstore_writes_is_read(tmp_path_factory, data):
     assert "tensorstore" in detect_format(root).names
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (5, 7, 2)])
+@pytest.mark.parametrize("at", ["start", "end"])
+def test_raw_shards_are_read_by_their_index(tmp_path, shape, at):
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    inner = {"chunk_shape": [2] * len(shape), "index_location": at, "codecs": [little]}
+    array = numbers(shape, "bfloat16")
+    save(
+        "zarr3",
+        {"driver": "file", "path": str(tmp_path / "a")},
+        array,
+        chunk_grid={"name": "regular", "configuration": {"chunk_shape": [4] * len(shape)}},
+        codecs=[{"name": "sharding_indexed", "configuration": inner}],
+    )
+    found = open_checkpoint(tmp_path / "a")
+    assert found.cells is None or not array.all()
+    check(tmp_path / "a", {"a": array})
+
+
 def test_formats_are_told_apart(tmp_path):
     for name, kind, wanted in (("a", "bfloat16", "tensorstore"), ("b", "float32", "zarr")):
         store = {"driver": "file", "path": str(tmp_path / name)}

@@ -220,6 +220,7 @@ def test_bfloat16_without_a_name_and_nemos_folder(tmp_path):
     home = tmp_path / "iter_0000010/weights"
     file = home / "embedding.word_embeddings.weight/.zarray"
     file.write_text(file.read_text().replace('"bfloat16"', '"|V2"'))
+    change(file, fill_value="AAA=")
     check(tmp_path / "iter_0000010", wanted)
     check(home, wanted)
 
@@ -230,6 +231,14 @@ def test_a_chunk_that_megatron_must_have_written_is_missed(tmp_path):
     with pytest.raises(FormatError, match="1 chunk files are missing") as e:
         open_checkpoint(tmp_path)
     assert e.value.tensor == "embedding.word_embeddings.weight"
+
+
+def test_an_unfinished_save_is_called_that(tmp_path):
+    megatron_save(tmp_path)
+    folder = tmp_path / "iter_0000010"
+    (folder / "metadata.json").unlink()
+    with pytest.raises(FormatError, match="unfinished save"):
+        open_checkpoint(folder)
 
 
 # ---- bad input

@@ -14,6 +14,7 @@ from megtool.checkpoint import copy
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import is_one_run, lay_out, rows_of
 from megtool.checkpoint.plan import Source
 from megtool.checkpoint.planner import build
@@ -53,12 +54,18 @@ def source(root: Path, tensors: list[GlobalTensor]) -> tuple[Catalogue, dict[str
     return catalogue, held
 
 
-def write(held: Catalogue, target: Destination, root: Path) -> None:
+def write(
+    held: Catalogue, target: Destination, root: Path, how: str | None = None, *, commit: bool = True
+) -> int:
     places = {t.name: Placement.identity(t.name, t.shape) for t in held.tensors}
     plan = build([Source(catalogue=held, placements=places)], target, places)
     with Stage(root, files=Files(), fingerprint=plan.fingerprint) as stage:
-        copy.execute(plan, stage, files=Files(), threads=2)
-        stage.commit(fsync=False)
+        report = copy.execute(plan, stage, files=Files(), threads=2)
+        if how:
+            compress(target, stage, how, threads=2)
+        if commit:
+            stage.commit(fsync=False)
+    return report.repaired
 
 
 def ours(root: Path) -> dict[str, bytes]:
@@ -90,9 +97,10 @@ KINDS = [d.name for d in DTYPES if d.name != "float8_e8m0fnu"]
     chunk_bytes=st.integers(1, 300),
     shard_bytes=st.none() | st.integers(1, 3000),
     kind=st.sampled_from(["zarr", "tensorstore"]),
+    how=st.sampled_from([None, None, "zstd", "blosc"]),
 )
 def test_both_libraries_read_what_is_written(
-    tmp_path_factory, shapes, kinds, chunk_bytes, shard_bytes, kind
+    tmp_path_factory, shapes, kinds, chunk_bytes, shard_bytes, kind, how
 ):
     folder = tmp_path_factory.mktemp("out")
     tensors = [
@@ -100,13 +108,15 @@ def test_both_libraries_read_what_is_written(
         for i, (s, k) in enumerate(zip(shapes, kinds, strict=False))
     ]
     held, wanted = source(folder / "source", tensors)
-    target = lay_out(tensors, kind=kind, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes)
-    write(held, target, folder / "out")
+    target = lay_out(
+        tensors, kind=kind, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, compress=how
+    )
+    write(held, target, folder / "out", how)
     found = open_checkpoint(folder / "out")
     assert {t.name: (t.shape, t.dtype) for t in found.tensors} == {
         t.name: (t.shape, t.dtype) for t in tensors
     }
-    assert found.cells is None
+    assert how or found.cells is None
     assert ours(folder / "out") == wanted
     for t in tensors:
         new = t.dtype.name == "bfloat16" or t.dtype.name.startswith("float8")
@@ -147,6 +157,24 @@ def test_files_and_their_number(tmp_path):
     write(held, chosen, tmp_path / "out")
     assert by_zarr(tmp_path / "out", "w").tobytes() == wanted["w"]
     assert ours(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize("how", ["zstd", "blosc"])
+def test_compression_saves_and_survives_a_stopped_run(tmp_path, how):
+    t = GlobalTensor(name="w", shape=(1000, 256), dtype=dtype("float32"))
+    held, _ = source(tmp_path / "source", [t])
+    wanted = np.arange(256000, dtype=np.float32).reshape(1000, 256)
+    (tmp_path / "source/raw").write_bytes(wanted.tobytes())
+    held.files[:] = [StoredFile.stat(tmp_path / "source", "raw")]
+    target = lay_out([t], kind="zarr", chunk_bytes=100 << 10, compress=how)
+    assert write(held, target, tmp_path / "out", how, commit=False) == 0
+    assert write(held, target, tmp_path / "out", how) > 0
+    assert (tmp_path / "out/w/c/0/0").stat().st_size < wanted.nbytes * 3 // 4
+    np.testing.assert_array_equal(by_zarr(tmp_path / "out", "w"), wanted)
+    np.testing.assert_array_equal(by_tensorstore(tmp_path / "out", "w"), wanted)
+    assert ours(tmp_path / "out")["w"] == wanted.tobytes()
+    with pytest.raises(UsageError, match="unknown compression"):
+        lay_out([t], kind="zarr", compress="rar")
 
 
 def test_state_travels_beside_the_arrays(tmp_path):

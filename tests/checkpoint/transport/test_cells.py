@@ -144,3 +144,20 @@ def test_a_regrouped_cell_is_read_at_its_start(saved):
         where = tuple(slice(*p) for p in zip(box.lo[0], box.hi[0], strict=True))
         chunk = wanted["packed"][where].reshape(-1)
         np.testing.assert_array_equal(flat[k * 900 : k * 900 + 900], chunk[start : start + 900])
+
+
+@pytest.mark.parametrize("mode", [DigestMode.NONE, DigestMode.ALL])
+def test_long_runs_of_cells_are_copied_by_the_kernel(raw, tmp_path, mode):
+    wanted = np.random.default_rng(2).standard_normal(1 << 16)
+    how = {"shape": wanted.shape, "chunks": (30000,), "dtype": "float64"}
+    zarr.create_array(tmp_path / "t", **how)[:] = wanted
+    source = open_checkpoint(tmp_path / "t")
+    assert source.cells.held.all()
+    target = raw.lay_out(tmp_path, source.tensors, [[([0], [1 << 16], 0)]])
+    places = {"t": Placement.identity("t", wanted.shape)}
+    job = build([Source(catalogue=source, placements=places)], raw.destination(target), places)
+    with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+        report = copy.execute(job, stage, files=Files(), digest=mode)
+        stage.commit(fsync=False)
+    assert report.kernel_bytes == (wanted.nbytes if mode is DigestMode.NONE else 0)
+    np.testing.assert_array_equal(raw.read(target, tmp_path / "out")["t"], wanted)

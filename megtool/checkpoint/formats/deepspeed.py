@@ -1,0 +1,334 @@
+"""DeepSpeed checkpoints, ZeRO of any stage and universal (`deepspeed`; read only).
+
+A save folder holds `global_step100/` and a file `latest`. Of ZeRO, each data-parallel rank's
+`*_optim_states.pt` holds flat parts of master weights and moments, which `*_model_states.pt` gives
+names and shapes to; a universal checkpoint (`global_step100_universal/zero/NAME/fp32.pt`) keeps
+each parameter whole. Source: deepspeed/utils/zero_to_fp32.py, checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.formats.attachments import find_attachments
+from megtool.checkpoint.formats.deepspeed_files import (
+    Held,
+    ModelStates,
+    OptimizerStates,
+    read_model_states,
+    read_optimizer_states,
+    read_parameter,
+)
+from megtool.checkpoint.formats.deepspeed_partitions import (
+    Gathered,
+    Run,
+    Shape,
+    check_slices,
+    runs_of_group,
+    runs_of_parameters,
+)
+from megtool.checkpoint.formats.header import check_inside, names_in, parse_json, read_exact
+from megtool.errors import FormatError
+from megtool.tensors.box import numel
+
+__all__ = ["NAMES", "detect", "open_checkpoint"]
+
+NAMES = ("deepspeed",)
+
+_STEP = re.compile(r"global_step(\d+)(_universal)?")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)\w*_optim_states\.pt")
+_TRACKERS = ("latest", "latest_universal")
+_UNIVERSAL = {"fp32.pt": "param", "exp_avg.pt": "exp_avg", "exp_avg_sq.pt": "exp_avg_sq"}
+_MAX_CONFIG_BYTES = 64 << 20
+_THREADS = 8
+_TO_UNIVERSAL = (
+    "make it universal first: python -m deepspeed.checkpoint.ds_to_universal "
+    "--input_folder FOLDER --output_folder FOLDER_universal"
+)
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is such a checkpoint, or a save folder of some without a model of its own."""
+    if not path.is_dir():
+        return False
+    if _is_checkpoint(path):
+        return True
+    return not any(path.glob("*.safetensors")) and any(map(_is_checkpoint, _steps(path).values()))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if any(_MODEL.fullmatch(p.name) for p in path.glob("*_model_states.pt")):
+        return True
+    return (path / "zero").is_dir() and any((path / "zero").glob("*/fp32.pt"))
+
+
+def _steps(path: Path) -> dict[str, Path]:
+    return {p.name: p for p in sorted(path.glob("global_step*")) if _STEP.fullmatch(p.name)}
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of one step; `path` is its folder, or the save folder around it.
+
+    Weights have the model's own names. Optimizer state is called `optimizer.state.STATE.NAME`,
+    where `param` are the master weights; a weight that no file holds apart is its master weight.
+    `metadata` gets `iteration`, `args` (Megatron-DeepSpeed's) and `config` (the `config.json`
+    beside the checkpoint, as the Trainer of transformers leaves it), each where there is one.
+
+    Raises:
+        FormatError: files are missing, damaged, or of a layout that is not supported.
+    """
+    folder = _chosen(path, iteration)
+    gathered = Gathered()
+    states: list[ModelStates] = []
+    optimizers: list[OptimizerStates] = []
+    warnings: list[str] = []
+    if (folder / "zero").is_dir():
+        states = _model_states(folder)
+        _gather_universal(folder, gathered)
+    else:
+        states = _model_states(folder)
+        optimizers = _gather_zero(folder, states, gathered, warnings)
+    out = gathered.catalogue(folder)
+    out.check()  # before weights share the bytes of master weights
+    for name in list(gathered.tensors):
+        weight = name.removeprefix(_STATE + "param.")
+        if weight != name and weight not in gathered.tensors:
+            gathered.share(weight, name)
+    out = gathered.catalogue(folder)
+    out.warnings = warnings
+    _add_metadata(out, folder, states, optimizers)
+    return out
+
+
+_STATE = "optimizer.state."
+
+
+def _chosen(path: Path, iteration: int | str | None) -> Path:
+    if iteration is None and _is_checkpoint(path):
+        return path
+    steps = _steps(path)
+    if iteration is not None:
+        wanted = [n for n in steps if n.split("_universal")[0] == f"global_step{iteration}"]
+    else:
+        told = [_read_tracker(path / t) for t in _TRACKERS if (path / t).is_file()]
+        wanted = [t for t in told if t in steps] or sorted(steps, key=_number)[-1:]
+    if not wanted or not _is_checkpoint(steps[wanted[0]]):
+        raise FormatError(
+            f"no checkpoint of step {iteration}" if iteration is not None else "no checkpoint",
+            file=path,
+            hint=f"there are {', '.join(steps)}" if steps else "give the folder that holds it",
+        )
+    return steps[wanted[0]]
+
+
+def _read_tracker(path: Path) -> str:
+    return path.read_bytes()[:256].decode(errors="replace").strip()
+
+
+def _number(name: str) -> int:
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+T = TypeVar("T")
+
+
+def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
+    """Results in order; the first error ends it."""
+    listed = list(names)
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(listed)))) as pool:
+        futures = [pool.submit(work, name) for name in listed]
+        try:
+            return [f.result() for f in futures]
+        finally:
+            for f in futures:
+                f.cancel()
+
+
+def _ranked(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
+    """Files by `(model-parallel rank, data-parallel rank)`, in order."""
+    found = {}
+    for name in names_in(folder):
+        if match := pattern.fullmatch(name):
+            check_inside(folder, name)
+            found[int(match[2]), int(match[1] or 0)] = name
+    return dict(sorted(found.items()))
+
+
+def _model_states(folder: Path) -> list[ModelStates]:
+    names = _ranked(folder, _MODEL)
+    return _in_threads(lambda name: read_model_states(folder, name), names.values())
+
+
+def _gather_universal(folder: Path, out: Gathered) -> None:
+    root = folder / "zero"
+    names = sorted(p.parent.name for p in root.glob("*/fp32.pt"))
+    paths = [
+        f"zero/{name}/{file}"
+        for name in names
+        for file in _UNIVERSAL
+        if (root / name / file).is_file()
+    ]
+    for path in paths:
+        check_inside(folder, path)
+    for path, (_, held) in zip(
+        paths, _in_threads(lambda p: read_parameter(folder, p), paths), strict=True
+    ):
+        _, name, file = path.split("/")
+        out.add_whole(f"{_STATE}{_UNIVERSAL[file]}.{name}", held)
+
+
+def _gather_zero(
+    folder: Path, states: list[ModelStates], out: Gathered, warnings: list[str]
+) -> list[OptimizerStates]:
+    """Weights as the files hold them, then the optimizer's flat parts of each rank."""
+    by_mp: dict[int, list[ModelStates]] = {}
+    for (mp, _), one in zip(_ranked(folder, _MODEL), states, strict=True):
+        by_mp.setdefault(mp, []).append(one)
+    names = _ranked(folder, _OPTIMIZER)
+    read = _in_threads(lambda name: read_optimizer_states(folder, name), names.values())
+    parts: dict[int, list[OptimizerStates]] = {}
+    for (mp, dp), optimizer in zip(names, read, strict=True):
+        if dp != len(parts.setdefault(mp, [])):
+            raise _missing(f"of data-parallel rank {len(parts[mp])}", folder)
+        parts[mp].append(optimizer)
+    for mp, models in by_mp.items():
+        _add_weights(models[0], out)
+        _add_frozen(models, out, folder)
+        if mp in parts:
+            _add_optimizer(models[0], parts[mp], out, folder)
+    if not read:
+        warnings.append("no *_optim_states.pt: the checkpoint has weights alone")
+    elif parts.keys() != by_mp.keys():
+        raise _missing("of some model-parallel ranks", folder)
+    return read
+
+
+def _missing(which: str, folder: Path) -> FormatError:
+    return FormatError(
+        f"*_optim_states.pt {which} are missing", file=folder, hint="copy the whole folder"
+    )
+
+
+def _add_weights(model: ModelStates, out: Gathered) -> None:
+    """Weights that are there as tensors; stage 3 leaves empty ones in their place."""
+    shapes = {n: s for group in model.shapes for n, s in group.items()} | model.frozen_shapes
+    for name, held in model.weights.items():
+        if name in shapes and held.shape != shapes[name]:
+            continue
+        if name in out.tensors:
+            raise FormatError(
+                "two model-parallel ranks hold parts of it",
+                file=out.files[held.stored.path].path,
+                tensor=name,
+                hint=_TO_UNIVERSAL,
+            )
+        out.add_whole(name, held)
+
+
+def _add_frozen(models: Sequence[ModelStates], out: Gathered, folder: Path) -> None:
+    """Parameters that are not trained, where every rank holds a part of them."""
+    for name, shape in models[0].frozen_shapes.items():
+        if name in out.tensors or not all(name in m.frozen for m in models):
+            continue
+        parts = [[m.frozen[name]] for m in models]
+        out.add_runs(name, shape, list(runs_of_parameters({name: shape}, parts, root=folder)))
+
+
+def _add_optimizer(
+    model: ModelStates, files: Sequence[OptimizerStates], out: Gathered, folder: Path
+) -> None:
+    first = files[0]
+    if any(n != len(files) for n in first.ranks):
+        few = "some of them are missing" if len(files) < max(first.ranks) else "experts are apart"
+        raise FormatError(
+            f"{len(files)} files of the optimizer, which was cut into {sorted(set(first.ranks))}: "
+            f"{few}",
+            file=folder,
+            hint="copy the whole folder" if "missing" in few else _TO_UNIVERSAL,
+        )
+    if any(len(f.groups) != len(first.groups) for f in files):
+        raise FormatError("ranks have different groups", file=folder, hint="copy the whole folder")
+    if not first.by_parameter and len(first.groups) != len(model.shapes):
+        raise FormatError(
+            f"{len(first.groups)} groups of the optimizer, {len(model.shapes)} of parameters",
+            file=folder,
+            hint="the files belong to different saves: copy the whole folder",
+        )
+    for state in dict.fromkeys(s for g in first.groups for s in g):
+        if first.by_parameter:
+            shapes = {n: s for group in model.shapes for n, s in group.items()}
+            parts = [_parts([g.get(state) for g in f.groups], state, folder) for f in files]
+            _add_runs(state, shapes, list(runs_of_parameters(shapes, parts, root=folder)), out)
+            continue
+        for number, shapes in enumerate(model.shapes):
+            if state not in first.groups[number]:
+                continue
+            flat = _parts([f.groups[number].get(state) for f in files], state, folder)
+            runs = list(runs_of_group(shapes, flat, root=folder))
+            if state == "param":
+                check_slices(files, runs, number)
+            _add_runs(state, shapes, runs, out)
+
+
+def _parts(held: Sequence[Held | None], state: str, folder: Path) -> list[Held]:
+    if None in held:
+        raise FormatError(f"some groups or ranks lack {state!r}", file=folder)
+    return [h for h in held if h is not None]
+
+
+def _add_runs(state: str, shapes: dict[str, Shape], runs: Sequence[Run], out: Gathered) -> None:
+    by_name: dict[str, list[Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+    for name, shape in shapes.items():
+        if not numel(shape):
+            continue
+        stored = f"{_STATE}{state}.{name}"
+        if stored in out.tensors:
+            raise FormatError(
+                "two model-parallel ranks hold parts of it", tensor=name, hint=_TO_UNIVERSAL
+            )
+        out.add_runs(stored, shape, by_name[name])
+
+
+_SAID = ("buffer_names", "global_steps", "ds_version", "mp_world_size", "dp_world_size")
+
+
+def _add_metadata(
+    out: Catalogue,
+    folder: Path,
+    states: Sequence[ModelStates],
+    optimizers: Sequence[OptimizerStates],
+) -> None:
+    match = _STEP.fullmatch(folder.name)
+    steps = states[0].rest.get("global_steps") if states else None
+    if isinstance(steps, int):
+        out.metadata["iteration"] = steps
+    elif match:
+        out.metadata["iteration"] = int(match[1])
+    if states and states[0].args:
+        out.metadata["args"] = states[0].args
+    rest = dict(states[0].rest) if states else {}
+    if optimizers and optimizers[0].param_groups is not None:
+        rest["optimizer.param_groups"] = optimizers[0].param_groups
+    for name, value in rest.items():
+        if value not in (None, [], {}) and name not in _SAID:
+            out.objects[name] = StoredObject(name=name, kind="value", value=value)
+    around = [p for p in (folder, folder.parent) if (p / "config.json").is_file()]
+    if around:
+        check_inside(around[0], "config.json")
+        size = (around[0] / "config.json").stat().st_size
+        data = read_exact(around[0] / "config.json", 0, min(size, _MAX_CONFIG_BYTES))
+        out.metadata["config"] = parse_json(data, around[0] / "config.json")
+        out.attachments = {
+            name: path
+            for name, path in find_attachments(around[0], out.warnings).items()
+            if name not in _TRACKERS and not name.endswith(".py")
+        }

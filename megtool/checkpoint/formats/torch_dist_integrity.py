@@ -1,0 +1,115 @@
+"""integrity.json: the checksums of whole files that Megatron-Core 0.18 and later may write.
+
+`{"algorithm": "sha256", "files": {"__0_0.distcp": "9f86...", ...}}`, of the files that lie directly
+in one iteration's folder. megtool checks them and never writes them: most of its bytes are copied
+by the kernel and never seen, and its own digests are of tensors, whichever files they lie in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError
+
+INTEGRITY_FILE = "integrity.json"
+
+_ALGORITHMS = ("sha256", "sha512", "sha1", "md5", "blake2b")
+_MAX_BYTES = 64 << 20
+_PART_BYTES = 1 << 20
+_HEX = re.compile(r"[0-9a-f]{32,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integrity:
+    """What integrity.json says: checksums (hexadecimal) by the names of files."""
+
+    algorithm: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsound:
+    """A file that is not what integrity.json says, and why."""
+
+    file: str
+    reason: str
+
+
+def read_integrity(folder: Path) -> Integrity | None:
+    """What the integrity.json of an iteration's folder says; None where there is none.
+
+    Raises:
+        FormatError: it makes no sense, or its algorithm is unknown.
+    """
+    path = folder / INTEGRITY_FILE
+    if not path.is_file():
+        return None
+    check_inside(folder, INTEGRITY_FILE)
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise FormatError(f"checksums of {size:,} bytes", file=path)
+    value = parse_json(read_exact(path, 0, size), path)
+    algorithm = value.get("algorithm") if isinstance(value, dict) else None
+    files = value.get("files") if isinstance(value, dict) else None
+    if not isinstance(algorithm, str) or algorithm.lower() not in _ALGORITHMS:
+        raise FormatError(
+            f"checksums by {algorithm!r:.40}", file=path, hint=f"known: {', '.join(_ALGORITHMS)}"
+        )
+    if not isinstance(files, dict):
+        raise FormatError("it lists no files", file=path)
+    for name, checksum in files.items():
+        inside = name and name not in (".", "..") and not set(name) & set("/\\\0")
+        if not inside or not isinstance(checksum, str) or not _HEX.fullmatch(checksum.lower()):
+            raise FormatError(f"a checksum {checksum!r:.40} of a file {name!r:.80}", file=path)
+    return Integrity(algorithm=algorithm.lower(), files={n: c.lower() for n, c in files.items()})
+
+
+def check_integrity(folder: Path, *, threads: int = 2) -> list[Unsound] | None:
+    """Read every listed file and compare; the files that differ, [] if none, None if none is listed.
+
+    All bytes are read, each once, through a buffer of one MiB a thread.
+
+    Raises:
+        FormatError: integrity.json makes no sense.
+        StorageError: the operating system refuses.
+    """
+    said = read_integrity(folder)
+    if said is None:
+        return None
+
+    def check(item: tuple[str, str]) -> Unsound | None:
+        name, wanted = item
+        if not (folder / name).is_file():
+            return Unsound(file=name, reason="listed in integrity.json, but missing")
+        check_inside(folder, name)
+        found = _checksum(folder / name, said.algorithm)
+        if found == wanted:
+            return None
+        return Unsound(
+            file=name, reason=f"{said.algorithm} is {found[:12]}..., not {wanted[:12]}..."
+        )
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [u for u in pool.map(check, sorted(said.files.items())) if u is not None]
+
+
+def _checksum(path: Path, algorithm: str) -> str:
+    files, sum_so_far = Files(), hashlib.new(algorithm, usedforsecurity=False)
+    fd = files.open_read(path)
+    try:
+        left, at = path.stat().st_size, 0
+        buffer = bytearray(min(left, _PART_BYTES))
+        while left:
+            part = memoryview(buffer)[: min(left, _PART_BYTES)]
+            files.pread_into(fd, part, at)
+            sum_so_far.update(part)
+            at, left = at + len(part), left - len(part)
+    finally:
+        files.close(fd)
+    return sum_so_far.hexdigest()

@@ -1,0 +1,112 @@
+"""A training state through every format and layout comes back as it was, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.config import ParallelConfig
+from tests.commands.megatron.trained import config, write
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied_embeddings": True},
+    "biased": {
+        "norm": "layernorm",
+        "gated": False,
+        "activation": "gelu",
+        "qkv_bias": True,
+        "attn_out_bias": True,
+        "mlp_bias": True,
+    },
+    "qk norm": {"qk_norm": True},
+    "experts": {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8},
+    "some experts": {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_ffn_hidden_size": 8,
+        "shared_ffn_hidden_size": 8,
+        "moe_layer_freq": (0, 1, 0, 1),
+    },
+}
+HOPS = {
+    "torch_dist": ("fully_reshardable", "dp_reshardable"),
+    "megatron": ("legacy",),
+}
+
+
+@st.composite
+def hops(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Formats and layouts to go through."""
+    out = []
+    for _ in range(draw(st.integers(1, 3))):
+        to = draw(st.sampled_from(sorted(HOPS)))
+        pp = draw(st.sampled_from([1, 2, 4]))
+        out.append(
+            {
+                "to": to,
+                "optimizer": draw(st.sampled_from(HOPS[to])),
+                "tp": draw(st.sampled_from([1, 2])),
+                "pp": pp,
+                "vpp": draw(st.sampled_from([1, 2])) if pp == 2 else None,
+                "ep": draw(st.sampled_from([1, 2, 4])),
+                "dp": 4,
+            }
+        )
+    return out
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All tensors of a checkpoint in model space as Megatron stores them, as bytes."""
+    found = open_checkpoint(folder)
+    with Reader(found, Files()) as reader:
+        return {t.name: np.ascontiguousarray(reader.stored(t.name).read()).tobytes() for t in found.tensors}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(
+    max_examples=6,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(path=hops(), overlaps=st.booleans())
+def test_training_state_returns_as_it_was(
+    name: str,
+    path: list[dict[str, Any]],
+    overlaps: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+    materialize: Any,
+) -> None:
+    model = config(**MODELS[name])
+    folder = tmp_path_factory.mktemp("trip")
+    args = {"overlap_grad_reduce": overlaps, "ddp_bucket_size": 1000}
+    write(folder / "0", model, ParallelConfig(), materialize, args=args)
+    for number, hop in enumerate(path):
+        if not model.num_experts:
+            hop = {**hop, "ep": 1}
+        reshard(folder / str(number), folder / str(number + 1), fsync=False, strict=True, **hop)
+        report = verify(folder / "0", folder / str(number + 1))
+        assert report.exit_status == 0, list(report.lines())
+    last = folder / "back"
+    reshard(
+        folder / str(len(path)),
+        last,
+        to="torch_dist",
+        optimizer="fully_reshardable",
+        tp=1,
+        pp=1,
+        vpp=1,
+        ep=1,
+        fsync=False,
+        strict=True,
+    )
+    assert content(last) == content(folder / "0")

@@ -1,0 +1,120 @@
+"""A training state of a few thousand parameters, as Megatron's save folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.pickled import inert_global
+from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.binding import Binding
+from megtool.convert.canonical import Model
+from megtool.convert.megatron import PER_LAYER, STACKED
+from megtool.convert.megatron_args import args_from_config
+from megtool.convert.sharding import shard
+from megtool.dtypes import dtype
+from megtool.tensors.sharded import GlobalTensor
+
+GROUPS = {
+    "param_groups": [
+        {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "lr": 1e-3, "step": 7},
+        {"wd_mult": 0.0, "lr_mult": 1.0, "is_expert_parallel": False, "lr": 1e-3, "step": 7},
+    ]
+}
+
+
+def config(**more: Any) -> ModelConfig:
+    """A small decoder; `more` replaces fields."""
+    known: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 37,
+        "max_positions": 32,
+    }
+    return ModelConfig(**known | more)
+
+
+def canonical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical names and shapes of all tensors of a configuration."""
+    view = Model(model)
+    out = {}
+    for pattern, entry in view.vocabulary.items():
+        if entry.flag is not None and not view.value(entry.flag):
+            continue
+        out |= {name: view.shape(pattern) for name in view.names(pattern)}
+    return out
+
+
+def write(
+    folder: Path,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    materialize: Callable[[Any, Path, dict[str, Any]], None],
+    *,
+    seed: int = 0,
+    args: dict[str, Any] | None = None,
+) -> None:
+    """Save weights, master weights and moments of random numbers, fully reshardable."""
+    rng = np.random.default_rng(seed)
+    shapes = canonical_tensors(model)
+    canonical = {
+        n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16")) for n, s in shapes.items()
+    }
+    table = STACKED if model.is_homogeneous else PER_LAYER
+    stored = Binding(table, Model(model)).write(canonical, pad_to=8 * parallel.tp).tensors
+    tensors: list[GlobalTensor] = []
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for t in stored:
+        main = rng.standard_normal(t.shape, np.float32)
+        if t.name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            main[..., model.vocab_size :, :] = 0
+        main = (main.view("<u4") & 0xFFFFFFF0).view("<f4")
+        kinds = {"": "bfloat16"} | dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "float32")
+        if t.name.endswith("expert_bias"):
+            kinds = {"": "float32"}
+        for state, kind in kinds.items():
+            name = f"optimizer.state.{state}.{t.name}" if state else t.name
+            tensors.append(GlobalTensor(name=name, shape=t.shape, dtype=dtype(kind)))
+            if state in ("", "param"):
+                value = main
+            else:
+                value = np.where(main == 0, 0, rng.standard_normal(t.shape)).astype("<f4")
+            arrays[name] = value if kind == "float32" else to_bfloat16(value)
+    more = {
+        "transformer_impl": "transformer_engine",
+        "make_vocab_size_divisible_by": 8,
+        "params_dtype": inert_global("torch", "bfloat16"),
+    }
+    known = args_from_config(model, parallel, divisible_by=8, known=more | (args or {}))
+    common = {
+        "args": namespace(known),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "optimizer": {"optimizer": GROUPS, "param_state_sharding_type": "fully_reshardable"},
+        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+    }
+    shards = shard(tensors, parallel, config=model)
+    out = lay_out(
+        tensors,
+        shards,
+        num_files=parallel.world_size,
+        common=common,
+        iteration=7,
+        megatron=True,
+    )
+    materialize(out, folder, arrays)
+
+
+def to_bfloat16(value: Any) -> Any:
+    """Bits of float32 numbers rounded to nearest even."""
+    bits = value.astype("<f4").view("<u4").astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")

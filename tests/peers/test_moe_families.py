@@ -1,0 +1,101 @@
+"""Mixtures of experts computed by real megatron-core: after conversion, transformers' logits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megtool.commands.reshard import reshard
+from tests.converters.test_moe import DEEPSEEK, EIGHT, QWEN, YARN, Case, made, with_mtp
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("moe_world.py")
+SHARED = {"shared_expert_intermediate_size": 48}
+LIMITED = {
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 1.5,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+}
+MODELS: list[Case] = [
+    ("mixtral", "Mixtral", EIGHT),
+    ("qwen2_moe", "Qwen2Moe", QWEN | SHARED | {"mlp_only_layers": [1]}),
+    ("qwen3_moe", "Qwen3Moe", QWEN | {"head_dim": 16, "norm_topk_prob": True}),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | LIMITED | {"rope_parameters": YARN}),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK),
+    ("gpt_oss", "GptOss", EIGHT | {"head_dim": 8, "sliding_window": 4}),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda c: c[0])
+def test_megatron_core_computes_the_same(case: Case, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours = getattr(transformers, f"{case[1]}ForCausalLM")(made(case))
+    with torch.no_grad():
+        for tensor in ours.state_dict().values():
+            tensor.normal_(0.1, 0.4)
+    ours.eval().save_pretrained(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, fsync=False)
+    tokens = np.arange(24).reshape(2, 12) * 7 % 101
+    np.save(tmp_path / "tokens.npy", tokens)
+    compute(tmp_path)
+    with torch.no_grad():
+        want = ours(torch.from_numpy(tokens)).logits.numpy()
+    got = np.load(tmp_path / "logits.npy")[..., :101]
+    assert np.abs(want).max() > 1
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4 * np.abs(want).max())
+
+
+def compute(folder: Path) -> None:
+    files = [str(folder / n) for n in ("meg/release", "tokens.npy", "logits.npy")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *files],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_megatron_core_loads_layers_of_multi_token_prediction(tmp_path: Path) -> None:
+    before = with_mtp(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, fsync=False)
+    np.save(tmp_path / "tokens.npy", np.arange(12).reshape(1, 12))
+    compute(tmp_path)
+    held = np.load(tmp_path / "logits.npy.mtp.npz")
+
+    def theirs(name: str) -> np.ndarray:
+        kind, shape, raw = before[name]
+        bits = {"BF16": torch.bfloat16, "F32": torch.float32}[kind]
+        found: np.ndarray = torch.frombuffer(bytearray(raw), dtype=bits).view(shape).float().numpy()
+        return found
+
+    for m in range(2):
+        ours, at = f"mtp.layers.{m}.", f"model.layers.{4 + m}."
+        inner = f"{ours}transformer_layer."
+        pairs = {
+            f"{ours}enorm.weight": ["enorm.weight"],
+            f"{ours}eh_proj.weight": ["eh_proj.weight"],
+            f"{ours}final_layernorm.weight": ["shared_head.norm.weight"],
+            f"{inner}input_layernorm.weight": ["input_layernorm.weight"],
+            f"{inner}self_attention.kv_layernorm.weight": ["self_attn.kv_a_layernorm.weight"],
+            f"{inner}mlp.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
+            f"{inner}mlp.experts.local_experts.3.linear_fc1.weight": [
+                f"mlp.experts.3.{x}_proj.weight" for x in ("gate", "up")
+            ],
+        }
+        for name, parts in pairs.items():
+            want = np.concatenate([theirs(at + p) for p in parts])
+            assert (held[name] == want).all(), name

@@ -1,0 +1,140 @@
+"""Optimizer state that real megatron-core trained and saved, resharded, and loaded by it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("trained_world.py")
+ITERATION = "iter_0000007"
+
+
+def run_world(action: str, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), action, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def plain(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    out: dict[str, Any] = {}
+    _load_state_dict(
+        out,
+        storage_reader=FileSystemReader(folder / ITERATION),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {k: v for k, v in out.items() if isinstance(v, torch.Tensor)}
+
+
+def assert_same(folder: Path, truth: Path) -> None:
+    """Weights, master weights and moments are equal to the last bit."""
+    found, want = plain(folder), plain(truth)
+    assert set(found) == set(want)
+    for name, tensor in want.items():
+        have = found[name]
+        if have.shape != tensor.shape:  # the vocabulary is padded for another TP
+            rows = min(have.shape[0], tensor.shape[0])
+            have, tensor = have[:rows], tensor[:rows]
+        assert torch.equal(have, tensor), name
+    assert sum(k.startswith("optimizer.state.exp_avg_sq.") for k in want) > 8
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True, "grads_in_fp32": True},
+    "bucketed": {"overlap": True, "bucket_size": 9000},
+    "experts": {"experts": 4, "layout": {"ep": 2}},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A training state of two data-parallel ranks, saved in three formats."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = {"layout": {}, **KINDS[request.param]}
+    kinds = ("fully_reshardable", "dp_reshardable", "legacy")
+    run_world("train", saves=[[k, str(folder / k)] for k in kinds], **options)
+    return folder, options
+
+
+def test_all_formats_say_the_same(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    for kind in ("dp_reshardable", "legacy"):
+        report = verify(folder / "fully_reshardable", folder / kind)
+        assert report.verdict == "equal", list(report.lines())
+
+
+@pytest.mark.parametrize("source", ["dp_reshardable", "legacy"])
+@pytest.mark.parametrize("target", ["fully_reshardable", "dp_reshardable", "legacy"])
+def test_megatron_loads_it_at_another_layout(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, source: str, target: str
+) -> None:
+    folder, options = trained
+    layout = {"tp": 1, "pp": 2, "ep": 1} if options.get("experts") else {"tp": 2, "pp": 1}
+    reshard(
+        folder / source,
+        tmp_path / "out",
+        to="megatron" if target == "legacy" else "torch_dist",
+        optimizer=target,
+        **layout,
+    )
+    more = {k: v for k, v in options.items() if k != "layout"}
+    out = run_world(
+        "load",
+        kind=target,
+        folder=str(tmp_path / "out"),
+        dump=str(tmp_path / "dump"),
+        layout=layout,
+        **more,
+    )
+    assert "loaded [2.0, 2.0] [0.01, 0.01]" in out or "loaded [2.0" in out
+    assert_same(tmp_path / "dump", folder / "fully_reshardable")
+
+
+def test_megatron_loads_two_by_two(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """DP2 TP1 in buckets becomes TP2 PP2 with virtual stages, in both of Megatron's formats."""
+    folder, options = trained
+    if options.get("experts"):
+        layout = {"tp": 1, "pp": 2, "ep": 2, "dp": 2}
+    else:
+        layout = {"tp": 2, "pp": 2, "vpp": 2}
+    more = {k: v for k, v in options.items() if k != "layout"}
+    for kind in ("fully_reshardable", "dp_reshardable"):
+        at = tmp_path / kind
+        reshard(folder / "dp_reshardable", at / "out", optimizer=kind, **layout)
+        run_world(
+            "load",
+            kind=kind,
+            folder=str(at / "out"),
+            dump=str(at / "dump"),
+            layout=layout,
+            world=4,
+            **more,
+        )
+        assert_same(at / "dump", folder / "fully_reshardable")
