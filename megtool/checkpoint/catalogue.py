@@ -142,9 +142,7 @@ class StoredPart:
     def of(cls, facts: Sequence[Any]) -> StoredPart:
         """What `facts` told."""
         role, kind, shape, spans, file, offset = facts
-        part = Part(
-            role=role, dtype=kind, shape=tuple(shape), spans=tuple(Span(*s) for s in spans)
-        )
+        part = Part(role=role, dtype=kind, shape=tuple(shape), spans=tuple(Span(*s) for s in spans))
         return cls(part=part, file=file, offset=offset)
 
 

@@ -14,6 +14,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import needs_torch, one_torch_thread
 from megtool.checkpoint.transport.cells import Readers
+from megtool.checkpoint.transport.reduce import reduced_in
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import Peak
 from megtool.checkpoint.transport.threads import run_in_threads
@@ -157,8 +158,9 @@ def _computes(plan: Plan) -> bool:
     """Whether torch will be needed."""
     single = dtype("float32")
     for e in plan.entries:
-        to = plan.target_tensor(e).dtype
-        at = single if e.source is None or plan.source_tensor(e).packing else plan.source_tensor(e).dtype
+        at, to = single, plan.target_tensor(e).dtype
+        if e.source is not None and not plan.source_tensor(e).packing:
+            at = plan.source_tensor(e).dtype
         if e.op in (Op.CAST, Op.DECODE) and needs_torch(at, to):
             return True
         between = reduced_in(to)

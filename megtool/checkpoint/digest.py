@@ -101,6 +101,11 @@ class Digests:
 _ONES = 0xFFFFFFFF
 
 
+def crc32c(data: bytes) -> int:
+    """The CRC-32C of some bytes."""
+    return int(_checksums().crc32c(data))
+
+
 @functools.cache
 def _checksums() -> Any:
     """The library, imported with the first byte: where the kernel copies all, none is digested."""

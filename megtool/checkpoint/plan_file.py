@@ -222,8 +222,10 @@ def _put_entries(columns: Columns, entries: Sequence[Entry]) -> None:
         ]
         shape = views.setdefault((e.shape, (), ()), len(views))
         rows.append(
-            (_OPS.index(e.op), e.source_index, e.source_tensor, e.target_tensor, *seen, shape)
-            + (e.adds_to,)
+            (
+                *(_OPS.index(e.op), e.source_index, e.source_tensor, e.target_tensor),
+                *(*seen, shape, e.adds_to),
+            )
         )
         bases += [a.base if a else (), b.base]
     columns["entries"] = np.array(rows, np.int64).reshape(-1, 8)

@@ -18,6 +18,7 @@ KERNEL_RATE = 4.0e9
 STRIDED_RATE = 2.5e9
 CAST_RATE = 2.0e9
 DECODE_RATE = 0.5e9
+REDUCE_RATE = 1.0e9
 FILL_RATE = 4.0e9
 """Nominal bytes per second of one thread, in the target, with files in the page cache.
 
@@ -48,11 +49,12 @@ class OpBytes:
     cast: int
     decode: int
     fill: int
+    reduce: int = 0
 
     @property
     def total(self) -> int:
         """All bytes of tensors."""
-        return self.kernel + self.strided + self.cast + self.decode + self.fill
+        return self.kernel + self.strided + self.cast + self.decode + self.fill + self.reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ class PlanSummary:
             "cast": "cast",
             "decode": "decoded",
             "fill": "filled",
+            "reduce": "averaged",
         }
         for field in fields(self.num_bytes):
             if n := getattr(self.num_bytes, field.name):
@@ -138,7 +141,8 @@ def summarise(
     entries, steps, target = plan.entries, plan.steps, plan.target.catalogue
     volume = _by_entry(steps.boxes.volume(), steps.first)
     item = np.array([plan.target_tensor(e).dtype.itemsize for e in entries], np.int64)
-    written = volume * item
+    writes = np.array([e.writes for e in entries], bool)
+    written = volume * item * writes
     _, plain = plan.step_runs()
     copied = np.array([e.op is Op.COPY for e in entries], bool)
     buffered = _by_entry((~plain).astype(np.int64), steps.first) > 0
@@ -151,6 +155,7 @@ def summarise(
         cast=by_op[Op.CAST],
         decode=by_op[Op.DECODE],
         fill=by_op[Op.FILL],
+        reduce=by_op[Op.REDUCE],
     )
     used, derived = set[tuple[int, int]](), set[tuple[int, int]]()
     for e in entries:
@@ -174,9 +179,12 @@ def summarise(
         steps=len(steps),
         threads=threads,
         peak_buffer_bytes=_peak(
-            int(written[~kernel].max(initial=0)), threads=threads, memory_bytes=memory_bytes
+            int(written[~kernel].max(initial=0)),
+            threads=threads,
+            memory_bytes=memory_bytes,
+            slots=SLOTS + bool(num_bytes.reduce),
         ),
-        seconds=_seconds(num_bytes, threads),
+        seconds=_seconds(num_bytes, threads, _reduced_bytes(plan)),
         fingerprint=plan.fingerprint,
     )
 
@@ -222,21 +230,31 @@ def _files_read(plan: Plan) -> int:
     return total
 
 
-def _peak(largest_bytes: int, *, threads: int, memory_bytes: int) -> int:
+def _reduced_bytes(plan: Plan) -> int:
+    """What is added up, as bytes of the target for every source."""
+    return sum(
+        numel(e.shape) * plan.target_tensor(e).dtype.itemsize
+        for e in plan.entries
+        if e.op is Op.REDUCE
+    )
+
+
+def _peak(largest_bytes: int, *, threads: int, memory_bytes: int, slots: int = SLOTS) -> int:
     """No buffer outgrows its share of the memory, or a usual buffer and the largest entry."""
     if not largest_bytes:
         return 0
-    share = max(memory_bytes // threads // SLOTS, LEAST_BUFFER_BYTES)
-    return threads * SLOTS * min(share, max(largest_bytes, USUAL_BUFFER_BYTES))
+    share = max(memory_bytes // threads // slots, LEAST_BUFFER_BYTES)
+    return threads * slots * min(share, max(largest_bytes, USUAL_BUFFER_BYTES))
 
 
-def _seconds(num_bytes: OpBytes, threads: int) -> float:
+def _seconds(num_bytes: OpBytes, threads: int, reduced_bytes: int = 0) -> float:
     alone = (
         num_bytes.kernel / KERNEL_RATE
         + num_bytes.strided / STRIDED_RATE
         + num_bytes.cast / CAST_RATE
         + num_bytes.decode / DECODE_RATE
         + num_bytes.fill / FILL_RATE
+        + reduced_bytes / REDUCE_RATE
     )
     return alone / min(1 + THREAD_GAIN * (threads - 1), MOST_GAIN)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,10 @@ class Model:
 class Opened:
     """An open checkpoint. `reason` says why no model is known, where `model` is None.
 
-    `left_out` counts the stored tensors that were not selected.
+    `left_out` counts the stored tensors that were not selected, `optimizer_bytes` those of
+    optimizer state that was not asked for. `edited` are small files whose contents are no longer
+    those on disk. Canonical tensors that are stored once but stand twice in the model have the name
+    under which they are read in `repeats`.
     """
 
     path: Path
@@ -62,6 +65,9 @@ class Opened:
     sidecar: Sidecar | None
     like: Path | None
     left_out: int = 0
+    optimizer_bytes: int = 0
+    edited: Mapping[str, bytes] = field(default_factory=dict)
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_canonical(self) -> bool:
@@ -88,13 +94,15 @@ def open_model(
     lenient: bool = False,
     optimizer: bool = True,
     prove_all: bool = False,
+    for_format: str | None = None,
 ) -> Opened:
     """Open a checkpoint and find its model, from headers and small files alone.
 
     State in buckets and files per rank are read as tensors of the model; `optimizer` false leaves
     all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
     selects tensors by name. `model` is used where the checkpoint says nothing
-    of its own. With `lenient`, tensors that do not fit the model keep their own names and `reason`
+    of its own. `for_format` is the format to be written: a state dict of several parts keeps its
+    names where that is its own. With `lenient`, tensors that do not fit the model keep their own names and `reason`
     says why.
 
     Raises:
@@ -103,8 +111,9 @@ def open_model(
     """
     catalogue = open_checkpoint(path, iteration=_iteration(iteration))
     sidecar = _sidecar(catalogue)
-    stored = len(catalogue.tensors)
+    stored, unread = len(catalogue.tensors), 0
     if not optimizer:
+        unread = sum(t.num_bytes for t in catalogue.tensors if is_optimizer_state(t.name))
         catalogue = catalogue.select(lambda name: not is_optimizer_state(name))
     reason: MappingError | None = None
     try:
@@ -127,6 +136,8 @@ def open_model(
         dialect = "identity"
     if dialect == "megatron" and is_encoder_decoder(names):
         dialect = "identity"  # carried under Megatron's own names
+    if for_format == catalogue.format == "dcp" and _is_compound(names, catalogue):
+        dialect = "identity"  # what saved it will ask for all of it, by these names
     try:
         side = read_side(
             catalogue.tensors,
@@ -159,6 +170,17 @@ def open_model(
         sidecar=sidecar,
         like=like,
         left_out=stored - len(catalogue.tensors),
+        optimizer_bytes=unread,
+    )
+
+
+_PARTS = ("model.model.", "model.module.", "model.lm_head.", "module.", "app.")
+
+
+def _is_compound(names: Sequence[str], catalogue: Catalogue) -> bool:
+    """A state dict holds more than the weights of one model, or these under a name for them all."""
+    return bool(catalogue.objects) or any(
+        n.startswith(_PARTS) or is_optimizer_state(n) for n in names
     )
 
 

@@ -107,6 +107,7 @@ def reshard(
         keep=_kept(selector(select, exclude), optimizer_only),
         optimizer=optimizer != NONE,
         prove_all=prove_all,
+        for_format=to or "dcp",
     )
     layout = {
         "tp": tp,

@@ -16,7 +16,12 @@ _LOG = logging.getLogger(__name__)
 
 def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
-    files = _plain({name: path.read_bytes() for name, path in source.attachments().items()})
+    files = _plain(
+        {
+            name: source.edited[name] if name in source.edited else path.read_bytes()
+            for name, path in source.attachments().items()
+        }
+    )
     model = source.model
     if model is None or model.family is None:
         return files
@@ -87,5 +92,6 @@ def files_beside_ranks(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     if source.catalogue.format in WITH_HF_FOLDER:
         for name, path in source.catalogue.attachments.items():
             if not name.startswith("hf/"):
-                out[name] = path.read_bytes()
+                edited = source.edited.get(name)
+                out[name] = path.read_bytes() if edited is None else edited
     return out

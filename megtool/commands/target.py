@@ -18,6 +18,8 @@ from megtool.commands.names import renamed
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import (
+    STATE_FIRST,
+    STATE_LAST,
     Side,
     TargetSide,
     detect_dialect,
@@ -36,16 +38,18 @@ __all__ = ["Request", "Target", "choose_format", "make_target"]
 MEGATRON = ("torch_dist", "megatron")
 """Formats whose tensors have Megatron's names."""
 
+_READ_ONLY = ("gguf", "deepspeed")
+
 _LOG = logging.getLogger(__name__)
 
 
 def choose_format(source: Catalogue, to: str | None) -> str:
-    """The format to write: the one asked for, or the source's own (`hf` for GGUF).
+    """The format to write: the one asked for, or the source's own (`hf` where that is read only).
 
     Raises:
         UsageError: the format is unknown, or megtool only reads it.
     """
-    name = to or ("hf" if source.format == "gguf" else source.format)
+    name = to or ("hf" if source.format in _READ_ONLY else source.format)
     if not named(name).writable:
         raise UsageError(f"format {name!r} can be read but not written", hint="--to hf")
     return name
@@ -124,6 +128,7 @@ def _write(
             divisible_by=divisible_by(source.catalogue),
             main=main,
             own_layers=has_own_layers(source.catalogue),
+            state_names=_state_names(kind, dialect),
         )
 
     if optimizer == FULLY:
@@ -144,6 +149,13 @@ def _write(
         fills=a.fills + b.fills,
         dropped=a.dropped + b.dropped,
     )
+
+
+def _state_names(kind: str, dialect: str) -> str | None:
+    """How optimizer state is called; None for what the dialect is used to."""
+    if dialect != "hf" or kind == "hf":
+        return None
+    return STATE_LAST if kind == "dcp" else STATE_FIRST
 
 
 def _dialect(source: Opened, kind: str) -> str:

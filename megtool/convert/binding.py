@@ -88,6 +88,14 @@ class Binding:
                 out.dropped.append((tensor.name, reason))
         return out
 
+    def knows(self, name: str) -> bool:
+        """Some row is about a stored tensor of this name."""
+        parts = _NUMBER.split(name)
+        return any(
+            all(want[0] == "{" or want == value for want, value in zip(wanted, parts[1::2], strict=True))
+            for _, wanted in self._patterns.get(tuple(parts[::2]), ())
+        )
+
     def write(
         self, canonical: Mapping[str, GlobalTensor], *, pad_to: int = 1, cast: DType | None = None
     ) -> Written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megtool.config import ModelConfig, ParallelConfig
@@ -18,6 +18,10 @@ from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 DIALECTS = ("hf", "megatron", "gguf", "identity")
+
+STATE_FIRST = "optimizer.state.{state}.{name}"
+STATE_LAST = "optimizer.state.{name}.{state}"
+"""How optimizer state is called: by Megatron, and by torch.distributed.checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +169,15 @@ def _read_states(
     unmatched: list[str] = []
     bindings: dict[bool, Binding] = {}
     for state, held in by_state.items():
+        if state == "step":
+            out.dropped.extend((t.name, "a step count, not a tensor") for t in held.values())
+            continue
         per_layer = megatron.is_per_layer(held)
         if per_layer not in bindings:
             table = _table(out.dialect, out.family, per_layer=per_layer)
             bindings[per_layer] = Binding(table, model)
+        if out.dialect == "hf":
+            held = _unwrapped(held, bindings[per_layer])
         stored = {key: tensor.name for key, tensor in held.items()}
         found = bindings[per_layer].read([replace(t, name=key) for key, t in held.items()])
         lift = f"{state}:" if state else ""
@@ -180,6 +189,14 @@ def _read_states(
         out.padding.update({stored[key]: rows for key, rows in found.padding.items()})
         unmatched += [stored[key] for key in found.unmatched]
     return unmatched
+
+
+def _unwrapped(held: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
+    """The tensors without the names of wrappers (`model.` in a state dict of several parts)."""
+    for wrapper in ("", "model.", "module.", "model.module.", "app.model."):
+        if any(binding.knows(n.removeprefix(wrapper)) for n in held if n.startswith(wrapper)):
+            return {n.removeprefix(wrapper): t for n, t in held.items()}
+    return held
 
 
 def write_side(
@@ -194,6 +211,7 @@ def write_side(
     divisible_by: int = 128,
     main: str | None = None,
     own_layers: bool = False,
+    state_names: str | None = None,
 ) -> TargetSide:
     """Make the tensors of another dialect (or layout) of what a source holds.
 
@@ -202,7 +220,8 @@ def write_side(
     layers differ), the vocabulary is padded to a multiple of `divisible_by * tp`, and `main` is
     the spelling of master weights (`param` or `fp32_param`; the default is the source's).
     `own_layers` says that Megatron's own layers will load it, not Transformer Engine's: the two
-    name the norm before experts differently.
+    name the norm before experts differently. `state_names` is how optimizer state is called, with
+    `{state}` and `{name}`; without it `hf` has no place for it.
     An `identity` source can only be written as `identity`.
 
     Raises:
@@ -233,7 +252,7 @@ def write_side(
     pad_to = megatron.padded_multiple(sizes.tp, divisible_by) if dialect == "megatron" else 1
     out = TargetSide(tensors=[], placements={}, shards=None, fills=[], dropped=[])
     for state, canonical in _by_state(source.canonical).items():
-        if state and dialect != "megatron":
+        if state and dialect != "megatron" and state_names is None:
             reason = f"optimizer state has no place in {dialect!r}"
             out.dropped.extend((f"{state}:{n}", reason) for n in canonical)
             continue
@@ -241,12 +260,12 @@ def write_side(
         if made.unplaced:
             raise _homeless(made.unplaced, canonical, dialect, binding.rows, binding.model)
         lift = f"{state}:" if state else ""
-        prefix = _prefix(state, source, main)
-        out.tensors.extend(replace(t, name=prefix + t.name) for t in made.tensors)
+        spell = _speller(state, source, main, state_names)
+        out.tensors.extend(replace(t, name=spell(t.name)) for t in made.tensors)
         for n, p in made.placements.items():
-            out.placements[lift + n] = replace(p, canonical=lift + n, stored=prefix + p.stored)
+            out.placements[lift + n] = replace(p, canonical=lift + n, stored=spell(p.stored))
         for p in made.padding:
-            name = prefix + p.stored
+            name = spell(p.stored)
             out.fills.append(
                 Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
             )
@@ -322,7 +341,9 @@ def _tie(config: ModelConfig, dialect: str, keys: Collection[str]) -> ModelConfi
 
 
 def _split(dialect: str, name: str) -> tuple[str, str, str]:
-    return megatron.split_state(name) if dialect == "megatron" else ("", "", name)
+    if dialect == "megatron":
+        return megatron.split_state(name)
+    return megatron.split_optimizer(name) if dialect == "hf" else ("", "", name)
 
 
 def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, GlobalTensor]]:
@@ -333,13 +354,17 @@ def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, Glob
     return out
 
 
-def _prefix(state: str, source: Side, main: str | None) -> str:
+def _speller(
+    state: str, source: Side, main: str | None, names: str | None
+) -> Callable[[str], str]:
+    """How tensors of one state are called, by the names of the weights."""
     if not state:
-        return ""
+        return str
     spelled = source.states.get(state, state)
     if state == megatron.MAIN:
         spelled = main or spelled
-    return f"optimizer.state.{spelled}."
+    pattern = names or STATE_FIRST
+    return lambda name: pattern.format(state=spelled, name=name)
 
 
 def _identity(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> Side:

@@ -149,8 +149,12 @@ STACKED: Table = stack_layers(PER_LAYER)
 
 # Master weights are `param` in Megatron's fully reshardable state and `fp32_param` elsewhere.
 MAIN = "main"
-_MAIN_NAMES = ("param", "fp32_param")
+_MAIN_NAMES = ("param", "fp32_param", "master_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_STATE_LAST = re.compile(
+    r"optim(?:izer)?\.state\.(.+)\."
+    r"(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master_param|step)"
+)
 _WRAPPERS = re.compile(r"(?:module\.)*(?:model\.(?:module\.)*(?=decoder\.|embedding\.|output_l))?")
 _LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings\.weight|output_layer\.(?:weight|bias))$")
@@ -162,12 +166,24 @@ def split_state(name: str) -> tuple[str, str, str]:
     Model weights have the state `""`; master weights are `main`, whatever they are spelled.
     Wrappers (`module.`) are taken off the key.
     """
-    spelled = ""
-    if match := _STATE.fullmatch(name):
-        spelled, name = match[1], match[2]
-    state = MAIN if spelled in _MAIN_NAMES else spelled
+    state, spelled, name = split_optimizer(name)
     wrapper = _WRAPPERS.match(name)
     return state, spelled, name[wrapper.end() :] if wrapper else name
+
+
+def split_optimizer(name: str) -> tuple[str, str, str]:
+    """A stored name as (state, spelling of the state, name of the weight).
+
+    The state comes before the weight's name, or, in what torch.distributed.checkpoint makes of an
+    optimizer, behind it.
+    """
+    if match := _STATE_LAST.fullmatch(name):
+        name, spelled = match[1], match[2]
+    elif match := _STATE.fullmatch(name):
+        spelled, name = match[1], match[2]
+    else:
+        return "", "", name
+    return MAIN if spelled in _MAIN_NAMES else spelled, spelled, name
 
 
 def is_megatron(names: Iterable[str]) -> bool:

@@ -171,7 +171,7 @@ def test_a_sealed_file_that_is_no_plan_is_refused(plan, tmp_path, missing):
 def test_another_version_is_refused(plan, tmp_path, monkeypatch):
     plan_file.save(plan, tmp_path / "p")
     monkeypatch.setattr(plan_file, "VERSION", 99)
-    with pytest.raises(FormatError, match="version 1"):
+    with pytest.raises(FormatError, match="version 2"):
         plan_file.load(tmp_path / "p")
 
 

@@ -144,6 +144,13 @@ def change_config(folder: Path, **keys: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config_of(folder) | keys))
 
 
+LAYOUTS: list[dict[str, int]] = [
+    {"tp": 2, "ep": 2},
+    {"tp": 1, "pp": 2, "ep": 4, "etp": 1},
+    {"tp": 2, "pp": 1, "ep": 1, "etp": 2},
+]
+
+
 # ---- whole models, there and back
 
 
@@ -159,7 +166,7 @@ def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None
     assert {p.stored for p in opened.side.placements.values()} == set(before)
 
     at, options = tmp_path / "hf", {"to": "torch_dist"}
-    for number, layout in enumerate(({"tp": 2, "ep": 2}, {"tp": 1, "pp": 2, "ep": 4}, {"ep": 1})):
+    for number, layout in enumerate(LAYOUTS):
         report = reshard(at, tmp_path / f"{number}", fsync=False, **options, **layout)
         assert [d for d in report.dropped if d.is_lost] == []
         assert report.layout | layout == report.layout

@@ -241,6 +241,7 @@ def optimizer_of(chunk: Any, options: dict[str, Any]) -> Any:
         chunk.config,
         DistributedDataParallelConfig(
             use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
             overlap_grad_reduce=options.get("bucket_size") is not None,
             bucket_size=options.get("bucket_size"),
         ),

@@ -10,8 +10,10 @@ from typing import Any
 
 from bench.race import run_job
 from bench.synthetic import COLUMNS, ROWS, llama, without_config
+from bench.trained import trained
 
 CONTIGUOUS, STRIDED, CAST = (1.05, 0.6), (1.5, 1.0), (1.5, 1.5)
+OPTIMIZER = (2.0, 1.5)
 """Limits as multiples of `cp`, for one and two threads."""
 
 Options = Mapping[str, Any]
@@ -91,6 +93,16 @@ def cut_over_ranks(root: Path, gib: float, parts: tuple[str, ...], *, tp: int) -
     return root / "cut", made.num_bytes
 
 
+def buckets(root: Path, gib: float) -> Made:
+    """Megatron's default: the optimizer in buckets, of two data-parallel ranks."""
+    return trained(root, gib, to="torch_dist", optimizer="dp_reshardable", dp=2)
+
+
+def rank_files(root: Path, gib: float) -> Made:
+    """The legacy format: a folder of `.pt` files for each of two tensor-parallel ranks."""
+    return trained(root, gib, to="megatron", optimizer="legacy", tp=2)
+
+
 TORCH_DIST = {"to": "torch_dist", "pp": 2}
 PART = {"select": ["*"]}  # a part of a model: these tensors alone
 GROUPS = (
@@ -163,5 +175,37 @@ GROUPS = (
         make=hf_fp32,
         share=0.5,
         jobs=(Job(name="HF fp32 → bf16", options={"dtype": "bf16"}, limits=CAST, num_files=4),),
+    ),
+    Group(
+        name="buckets",
+        make=buckets,
+        jobs=(
+            Job(
+                name="dp_reshardable TP1 → fully_reshardable PP2",
+                options={"optimizer": "fully_reshardable", "pp": 2},
+                limits=OPTIMIZER,
+            ),
+            Job(
+                name="dp_reshardable TP1 → dp_reshardable TP2 PP2",
+                options={"optimizer": "dp_reshardable", "tp": 2, "pp": 2},
+                limits=OPTIMIZER,
+            ),
+            Job(
+                name="dp_reshardable TP1 → legacy TP2",
+                options={"to": "megatron", "tp": 2},
+                limits=OPTIMIZER,
+            ),
+        ),
+    ),
+    Group(
+        name="rank-files",
+        make=rank_files,
+        jobs=(
+            Job(
+                name="legacy TP2 → fully_reshardable TP2",
+                options={"to": "torch_dist"},
+                limits=OPTIMIZER,
+            ),
+        ),
     ),
 )

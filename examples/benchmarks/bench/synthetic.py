@@ -70,14 +70,14 @@ def llama(
         layers += 2
         tensors = [
             GlobalTensor(name=name, shape=size, dtype=kind)
-            for name, size in _tensors(shape, layers)
+            for name, size in shapes(shape, layers)
             if any(part in name for part in only)
         ]
     num_bytes = sum(t.num_bytes for t in tensors)
     laid = lay_out(
         tensors,
         max_shard_bytes=num_bytes // num_files + max(t.num_bytes for t in tensors),
-        small={"config.json": _config(shape, layers, dtype)},
+        small={"config.json": configuration(shape, layers, dtype)},
     )
     folder.mkdir(parents=True)
     block = np.random.default_rng(0).integers(0, 256, (8 << 20) + 4099, np.uint8).data
@@ -111,7 +111,8 @@ def without_config(made: Synthetic, folder: Path) -> Path:
     return folder
 
 
-def _tensors(shape: Shape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(shape: Shape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama's tensors."""
     hidden, ffn = shape.hidden, shape.ffn
     kv = hidden // shape.heads * shape.kv_heads
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
@@ -130,7 +131,8 @@ def _tensors(shape: Shape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "lm_head.weight", (shape.vocab, hidden)
 
 
-def _config(shape: Shape, layers: int, dtype: str) -> bytes:
+def configuration(shape: Shape, layers: int, dtype: str) -> bytes:
+    """Its config.json."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

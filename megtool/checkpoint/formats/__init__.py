@@ -99,6 +99,13 @@ FORMATS: tuple[Format, ...] = (
         writable=False,
     ),
     Format(
+        names=("deepspeed",),
+        module="megtool.checkpoint.formats.deepspeed",
+        marks="a DeepSpeed folder global_step*",
+        inside=("global_step*", "*_model_states.pt", "zero"),
+        writable=False,
+    ),
+    Format(
         names=("hf", "safetensors"),
         module="megtool.checkpoint.formats.safetensors",
         marks="a folder with config.json or *.safetensors, or one .safetensors file",

@@ -96,10 +96,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
         optimizers = _gather_zero(folder, states, gathered, warnings)
     out = gathered.catalogue(folder)
     out.check()  # before weights share the bytes of master weights
-    for name in list(gathered.tensors):
-        weight = name.removeprefix(_STATE + "param.")
-        if weight != name and weight not in gathered.tensors:
-            gathered.share(weight, name)
+    masters = {n.removeprefix(_MASTER): n for n in gathered.tensors if n.startswith(_MASTER)}
+    gathered.share({w: n for w, n in masters.items() if w not in gathered.tensors})
     out = gathered.catalogue(folder)
     out.warnings = warnings
     _add_metadata(out, folder, states, optimizers)
@@ -107,6 +105,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 
 _STATE = "optimizer.state."
+_MASTER = _STATE + "param."
 
 
 def _chosen(path: Path, iteration: int | str | None) -> Path:

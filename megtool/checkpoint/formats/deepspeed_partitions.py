@@ -7,7 +7,7 @@ Source: deepspeed/utils/zero_to_fp32.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -123,6 +123,9 @@ def check_slices(files: Sequence[OptimizerStates], runs: Sequence[Run], group: i
             )
 
 
+_Row = tuple[int, list[int], list[int], int, int, int]
+
+
 @dataclass(slots=True)
 class Gathered:
     """Tensors as they are found, to become a catalogue."""
@@ -130,7 +133,7 @@ class Gathered:
     files: dict[str, StoredFile] = field(default_factory=dict)
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
-    _rows: list[tuple[int, list[int], list[int], int, int, int]] = field(default_factory=list)
+    _rows: list[_Row] = field(default_factory=list)
     _strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def add_whole(self, name: str, held: Held) -> None:
@@ -159,11 +162,16 @@ class Gathered:
                 self._rows.append((number, lo, hi, file, offset, volume * item))
                 offset += volume * item
 
-    def share(self, name: str, of: str) -> None:
-        """A tensor over the bytes of another one."""
-        old = list(self.tensors).index(of)
-        number = self._new(name, self.tensors[of].shape, self.tensors[of].dtype)
-        self._rows += [(number, *row[1:]) for row in self._rows if row[0] == old]
+    def share(self, names: Mapping[str, str]) -> None:
+        """New tensors over the bytes of old ones: old names by new ones."""
+        number = {name: i for i, name in enumerate(self.tensors)}
+        rows: dict[int, list[_Row]] = {}
+        for row in self._rows:
+            rows.setdefault(row[0], []).append(row)
+        for new, old in names.items():
+            tensor = self.tensors[old]
+            made = self._new(new, tensor.shape, tensor.dtype)
+            self._rows += [(made, *row[1:]) for row in rows.get(number[old], ())]
 
     def _new(self, name: str, shape: Shape, dtype: DType) -> int:
         if name in self.tensors:

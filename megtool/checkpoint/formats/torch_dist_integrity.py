@@ -71,7 +71,7 @@ def read_integrity(folder: Path) -> Integrity | None:
 
 
 def check_integrity(folder: Path, *, threads: int = 2) -> list[Unsound] | None:
-    """Read every listed file and compare; the files that differ, [] if none, None if none is listed.
+    """Read every listed file and compare: those that differ; None where there is no such list.
 
     All bytes are read, each once, through a buffer of one MiB a thread.
 

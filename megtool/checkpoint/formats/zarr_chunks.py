@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from awscrt import checksums
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Cells, Extents, Located, StoredFile
+from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.formats.zarr_metadata import ArrayMetadata
 from megtool.errors import FormatError
@@ -215,8 +215,9 @@ class Chunks:
             rows, here = rows[stored], here[stored]
             for start, num in here[here[:, 1] != m.inner_bytes][:1].tolist():
                 self._refuse(array, found, f"has a chunk of {num:,} bytes at {start:,}", m)
-            first, end = self._data(array, found, int(per.prod()))
-            outside = (here[:, 0] < first) | (here[:, 0] > max(end - m.inner_bytes, 0))
+            start_at, end_at = self._data(array, found, int(per.prod()))
+            outside = here[:, 0] < start_at
+            outside |= here[:, 0] > max(end_at - m.inner_bytes, 0)
             for start, num in here[outside][:1].tolist():
                 self._refuse(array, found, f"has a chunk of {num:,} bytes at {start:,}", m)
             file[rows], offset[rows], length[rows] = found, here[:, 0], here[:, 1]
@@ -239,7 +240,7 @@ class Chunks:
         data = read_exact(self._root / stored.path, at, size)
         if how and how.checksum:
             want = int.from_bytes(data[-4:], "little")
-            if int(checksums.crc32c(data[:-4])) != want:
+            if crc32c(data[:-4]) != want:
                 self._refuse(array, file, "has an index with a wrong checksum", array.metadata)
         return np.frombuffer(data[: 16 * num], "<u8").reshape(num, 2)
 

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from awscrt import checksums
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError, UsageError
@@ -97,7 +97,7 @@ def _rewrite(
         del waiting[:ready]
     if index is not None:
         entries = table.tobytes()
-        waiting += entries + int(checksums.crc32c(entries)).to_bytes(4, "little")
+        waiting += entries + crc32c(entries).to_bytes(4, "little")
     files.pwrite_all(fd, bytes(waiting), written)
     return written + len(waiting)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from awscrt import checksums
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
 from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.digest import crc32c
 from megtool.checkpoint.formats.zarr_compression import codec
 from megtool.checkpoint.formats.zarr_metadata import (
     ONLY_TENSORSTORE,
@@ -240,7 +240,7 @@ class _Files:
                 end += m.inner_bytes
             if m.index is not None:
                 data = index.tobytes()
-                data += int(checksums.crc32c(data)).to_bytes(4, "little")
+                data += crc32c(data).to_bytes(4, "little")
                 self.fragments.append((len(self.files), end, data))
                 end += len(data)
             self.files.append((f"{t.name}/{m.key(position)}", end))

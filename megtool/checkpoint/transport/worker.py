@@ -17,6 +17,7 @@ from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import element
 from megtool.checkpoint.transport.packed import take_in
 from megtool.checkpoint.transport.plain import copies
+from megtool.checkpoint.transport.reduce import Reduction, reduced_in
 from megtool.checkpoint.transport.side import Locator, Side
 from megtool.checkpoint.transport.strided import Array, Buffers, Peak
 from megtool.checkpoint.transport.tile import (
@@ -27,7 +28,7 @@ from megtool.checkpoint.transport.tile import (
     shaped,
     tile_bytes,
 )
-from megtool.checkpoint.transport.units import Plain, Slab, Tiled, Unit
+from megtool.checkpoint.transport.units import Plain, Slab, Tiled, Unit, depth
 from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement
 
@@ -36,6 +37,9 @@ TELL_BYTES = 4 << 20
 
 SLOTS = 6
 """Buffers of a thread: tile, raw, scratch, found, and what decoding takes besides."""
+
+
+Tiles = Generator[tuple[Index, Array], None, None]
 
 
 class Stopped(Exception):
@@ -156,28 +160,12 @@ class Worker:
     def _slab(self, slab: Slab, unit: Tiled) -> None:
         plan, run = self._plan, self._run
         entry = plan.entries[slab.entry]
-        target = plan.target_tensor(entry)
-        under = _under(plan.target_pieces, slab)
+        under = _under(plan.target_pieces, slab, slab.entry)
         sink = _side(run.target, entry.target, entry.target_tensor, plan.target_pieces, under)
-        size = self._usual
         if entry.op is Op.FILL:
-            tiles = self._filled(entry, slab)
+            size, tiles = self._usual, self._filled(entry, slab)
         else:
-            under = _under(plan.source_pieces, slab)
-            locator = run.sources[entry.source_index]
-            side = _side(locator, entry.source, entry.source_tensor, plan.source_pieces, under)
-            cell = max(target.dtype.itemsize, plan.source_dtype_bytes(entry))
-            size = tile_bytes([side, sink], slab.lo, slab.hi, cell, self._usual, self._cap)
-            intake = take_in(
-                side,
-                run.files,
-                run.readers,
-                self._buffers,
-                source=plan.source_tensor(entry),
-                target=target.dtype,
-                tile_bytes=size,
-            )
-            tiles = intake.tiles(slab.lo, slab.hi)
+            size, tiles = self._taken(slab, sink)
         step = strides(entry.shape)
         digested = entry.op is not Op.FILL and run.digest is not DigestMode.NONE
         with closing(tiles), self._traffic(sink, size, sieve=unit.woven) as put:
@@ -187,7 +175,49 @@ class Worker:
                     run.digests.add(entry.canonical, offset, tile)
                 self._put(put, at, tile, entry.op)
 
-    def _filled(self, entry: Entry, slab: Slab) -> Generator[tuple[Index, Array], None, None]:
+    def _taken(self, slab: Slab, sink: Side) -> tuple[int, Tiles]:
+        """The size of a slab's tiles, and the tiles: read, converted, and reduced if they are."""
+        plan, run = self._plan, self._run
+        target = plan.target_tensor(plan.entries[slab.entry]).dtype
+        terms = plan.terms(slab.entry)
+        reduces = plan.entries[slab.entry].op is Op.REDUCE
+        kind = reduced_in(target) if reduces else target
+        cap = run.memory_bytes // (SLOTS + 1) if reduces else self._cap
+        sides, cell = [], kind.itemsize
+        for entry in (plan.entries[n] for n in terms):
+            under = _under(plan.source_pieces, slab, terms[len(sides)])
+            locator = run.sources[entry.source_index]
+            sides.append(
+                _side(locator, entry.source, entry.source_tensor, plan.source_pieces, under)
+            )
+            cell = max(cell, plan.source_dtype_bytes(entry))
+        size = tile_bytes([*sides, sink], slab.lo, slab.hi, cell, self._usual, cap)
+        intakes = [
+            take_in(
+                side,
+                run.files,
+                run.readers,
+                self._buffers,
+                source=plan.source_tensor(plan.entries[n]),
+                target=kind,
+                tile_bytes=size,
+            )
+            for n, side in zip(terms, sides, strict=True)
+        ]
+        if not reduces:
+            return size, intakes[0].tiles(slab.lo, slab.hi)
+        shares = [plan.entries[n].share for n in terms]
+        reduction = Reduction(
+            list(zip(shares, intakes, strict=True)),
+            self._buffers,
+            target=target,
+            tile_bytes=size,
+            cell_bytes=cell,
+            depth=depth(plan, slab.entry),
+        )
+        return size, reduction.tiles(slab.lo, slab.hi)
+
+    def _filled(self, entry: Entry, slab: Slab) -> Tiles:
         target = self._plan.target_tensor(entry).dtype
         value = element(entry.fill, target)
         last: tuple[Index, Array] | None = None
@@ -215,9 +245,9 @@ class Worker:
         return Traffic(side, run.files, opened, scratch, self._buffers, sieve=sieve or reads)
 
 
-def _under(pieces: Pieces, slab: Slab) -> list[int]:
-    """Rows of the pieces that share elements with a slab."""
-    of, n = pieces.of(slab.entry), len(slab.lo)
+def _under(pieces: Pieces, slab: Slab, entry: int) -> list[int]:
+    """Rows of an entry's pieces that share elements with a slab, which is of the same view."""
+    of, n = pieces.of(entry), len(slab.lo)
     lo, hi = pieces.boxes.lo[of, :n], pieces.boxes.hi[of, :n]
     meets = ((lo < np.array(slab.hi, np.int64)) & (hi > np.array(slab.lo, np.int64))).all(axis=1)
     return [of.start + row for row in np.flatnonzero(meets).tolist()]

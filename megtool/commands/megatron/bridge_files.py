@@ -141,6 +141,23 @@ def at_layout(data: bytes, parallel: ParallelConfig) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+def with_model(data: bytes, changed: Mapping[str, Any]) -> bytes:
+    """A run_config.yaml of another model: the fields of its model's section that `changed` has.
+
+    A field is there in one line, or with a list below it; one that is not there stays away.
+    """
+    text = data.decode("utf-8", "surrogateescape")
+    model = _section("model").search(text)
+    if model is None:
+        return data
+    inner = model[0]
+    for name, value in changed.items():
+        field = rf"(?m)^( +{re.escape(name)}:)[^\n]*(?:\n +- [^\n]*)*$"
+        inner = re.sub(field, lambda m, v=value: f"{m[1]} {_scalar(v)}", inner)
+    text = text[: model.start()] + inner + text[model.end() :]
+    return text.encode("utf-8", "surrogateescape")
+
+
 def _section(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?m)^{name}:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*")
 

@@ -7,6 +7,7 @@ plain data: nothing that a target names is imported.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,28 +104,28 @@ def read_yaml(path: Path) -> Any:
         MissingPackageError: PyYAML is not installed.
     """
     try:
-        import yaml
+        yaml: Any = importlib.import_module("yaml")
     except ImportError as e:
         raise MissingPackageError(
             f"reading {path.name} needs PyYAML", file=path, hint="pip install pyyaml"
         ) from e
 
-    class Plain(yaml.SafeLoader):
-        """Every tag that is not YAML's own is ignored."""
-
-    def untagged(loader: Any, _: str, node: Any) -> Any:
+    def untagged(self: Any, _: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):
-            return loader.construct_mapping(node, deep=True)
+            return self.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
-            return loader.construct_sequence(node, deep=True)
-        return loader.construct_scalar(node)
+            return self.construct_sequence(node, deep=True)
+        return self.construct_scalar(node)
 
-    Plain.add_multi_constructor("", untagged)
+    # Ignores tags that are not YAML's own, and `<<`, with which a small file can grow without end.
+    inert = {"flatten_mapping": lambda *_: None}
+    loader: Any = type("Untagged", (yaml.SafeLoader,), inert)
+    loader.add_multi_constructor("", untagged)
     size = path.stat().st_size
     if size > _MAX_BYTES:
         raise FormatError(f"a configuration of {size:,} bytes", file=path)
     try:
-        return yaml.load(path.read_bytes(), Loader=Plain)  # derived from SafeLoader
+        return yaml.load(path.read_bytes(), Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
         raise FormatError(f"no readable YAML: {' '.join(str(e).split())[:120]}", file=path) from e
 

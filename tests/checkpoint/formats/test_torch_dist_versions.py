@@ -1,4 +1,4 @@
-"""torch_dist as core versions before and after write it: common state, checksums, unfinished saves."""
+"""torch_dist as core versions write it: common state, checksums, unfinished saves."""
 
 from __future__ import annotations
 
@@ -91,9 +91,7 @@ def test_common_state_inside_is_an_item_torch_loads(
 
 
 @pytest.mark.parametrize("version", ["", "new", "0", "19", "0.x"])
-def test_a_version_that_is_none(
-    version: str, tmp_path: Path, materialize: Materialize
-) -> None:
+def test_a_version_that_is_none(version: str, tmp_path: Path, materialize: Materialize) -> None:
     with pytest.raises(UsageError, match="core version"):
         save(tmp_path, materialize, core_version=version)
 
@@ -207,9 +205,7 @@ def test_an_unfinished_save_names_the_last_complete_one(
 
 
 @pytest.mark.parametrize("backend", ["fsdp_dtensor", 7, None])
-def test_another_back_end_is_named(
-    backend: Any, tmp_path: Path, materialize: Materialize
-) -> None:
+def test_another_back_end_is_named(backend: Any, tmp_path: Path, materialize: Materialize) -> None:
     folder = save(tmp_path, materialize)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
     with pytest.raises(FormatError, match="sharded backend") as e:

@@ -133,9 +133,7 @@ def importable() -> Iterator[None]:
             sys.modules[name] = there
 
 
-def as_gathered(
-    source: Path, target: Path, materialize: Materialize, *, tree: Any = None
-) -> None:
+def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: Any = None) -> None:
     """State in buckets (`dp_reshardable`) as `dp_zero_gather_scatter` has it: one object for each
     data-parallel group, which holds its buckets one after the other, or `tree` if given."""
     c = open_checkpoint(source)

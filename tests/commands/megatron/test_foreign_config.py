@@ -255,6 +255,16 @@ def test_tags_build_nothing(tmp_path: Path) -> None:
     assert read_yaml(path) == {"a": "", "b": [1, {"c": 2}]}
 
 
+def test_a_small_file_does_not_grow_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    lines = ["a0: &a0 {x: 1}"]
+    for i in range(40):
+        many = ", ".join([f"*a{i}"] * 20)
+        lines.append(f"a{i + 1}: &a{i + 1} {{<<: [{many}], y: [{many}]}}")
+    path.write_text("\n".join(lines))
+    assert read_yaml(path)["a0"] == {"x": 1}
+
+
 def test_fields_of_another_generation() -> None:
     section = {
         "_builder_": "megatron.bridge.models.gpt.gpt_builder.GPTModelBuilder",

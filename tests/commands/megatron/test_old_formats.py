@@ -74,9 +74,7 @@ def test_fragments_become_what_megatron_loads_today(
     write(tmp_path / "new", config(), ParallelConfig(tp=2), materialize)
     as_fragments(tmp_path / "new", tmp_path / "old", materialize)
     out = tmp_path / "out"
-    reshard(
-        tmp_path / "old", out, to="torch_dist", optimizer=optimizer, tp=1, pp=2, strict=True
-    )
+    reshard(tmp_path / "old", out, to="torch_dist", optimizer=optimizer, tp=1, pp=2, strict=True)
     equal(tmp_path / "new", out)
     found = open_checkpoint(out)
     assert found.metadata["content_metadata"]["distrib_optim_sharding_type"] == optimizer

@@ -1,0 +1,77 @@
+"""Reduce: the weighted sum of several tensors tile by tile, rounded once at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from megtool.checkpoint.transport.cast import cast
+from megtool.checkpoint.transport.packed import PackedIntake
+from megtool.checkpoint.transport.strided import Array, Buffers
+from megtool.checkpoint.transport.tile import Index, Intake, cut, shaped
+from megtool.dtypes import DType, dtype
+
+
+def reduced_in(target: DType) -> DType:
+    """The type in which sums are computed: float32, or float64 where that is the target's."""
+    return dtype("float64" if target.name == "float64" else "float32")
+
+
+class Reduction:
+    """Reads several tensors tile by tile, and gives the sum of all, each times its share.
+
+    Every intake reads the same view and converts to `reduced_in(target)`. One tile of one intake
+    is in memory at a time, beside the sum. `cell_bytes` is the largest element on the way, and
+    dimensions from `depth` on are never cut.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[float, Intake | PackedIntake]],
+        buffers: Buffers,
+        *,
+        target: DType,
+        tile_bytes: int,
+        cell_bytes: int,
+        depth: int,
+    ) -> None:
+        self._terms, self._buffers, self._target = terms, buffers, target
+        self._tile_bytes, self._cell, self._depth = tile_bytes, cell_bytes, depth
+        self._kind = reduced_in(target)
+        self._held: tuple[Array, Array] | None = None
+
+    def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
+        """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
+        for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
+            total, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
+            with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
+                self._sum(a, b, total)
+            if self._kind != self._target:
+                cast(total, self._kind, out, self._target)
+            yield a, out
+
+    def _sum(self, a: Index, b: Index, total: Array) -> None:
+        for number, (share, intake) in enumerate(self._terms):
+            factor = total.dtype.type(share)
+            with closing(intake.tiles(a, b)) as tiles:
+                for at, tile in tiles:
+                    found = tile.view(total.dtype)
+                    within = zip(at, a, found.shape, strict=True)
+                    part = total[(*(slice(x - y, x - y + n) for x, y, n in within), ...)]
+                    if number == 0:
+                        np.multiply(found, factor, out=part)
+                    else:
+                        np.multiply(found, factor, out=found)
+                        np.add(part, found, out=part)
+
+    def _arrays(self, shape: Index) -> tuple[Array, Array]:
+        """The sum, and what it is rounded to; the same arrays for the same shape."""
+        if self._held is None or self._held[0].shape != shape:
+            total = shaped(self._buffers, "sum", shape, self._kind.itemsize)
+            out = total
+            if self._kind != self._target:
+                out = shaped(self._buffers, "tile", shape, self._target.itemsize)
+            self._held = total.view(self._kind.view), out
+        return self._held
