@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,30 +17,48 @@ from megtool import __version__
 from megtool.cli_options import (
     AccountForEmbedding,
     AccountForLoss,
+    AverageWith,
+    Bridge,
+    Compress,
+    CoreVersion,
     Cp,
+    Digest,
     Dp,
+    DryRun,
+    Dtype,
     Ep,
     Etp,
+    Exclude,
     Family,
     FirstStageLayers,
+    Fsync,
     Iteration,
     Json,
     LastStageLayers,
     Layers,
     Like,
+    MaxShardSize,
+    Memory,
+    Optimizer,
+    OptimizerOnly,
+    Overwrite,
     PipelineLayout,
     Pp,
+    ProveAll,
     Quiet,
+    Rename,
+    Select,
     Source,
+    Strict,
     Threads,
+    To,
     Tp,
     Verbose,
     Vpp,
-    dangerous,
+    Weights,
     option,
     output,
     place,
-    source_option,
 )
 from megtool.cli_run import Report, put, run
 from megtool.errors import MegtoolError
@@ -122,23 +140,13 @@ def _reshard(
     iteration: Iteration = None,
     family: Family = None,
     like: Like = None,
-    select: Annotated[
-        list[str] | None,
-        source_option("Only tensors of these names; repeatable.", "--select", metavar="GLOB"),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        source_option("No tensors of these names; repeatable.", "--exclude", metavar="GLOB"),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        source_option("Write under another name; repeatable.", "--rename", metavar="OLD=NEW"),
-    ] = None,
-    only_optimizer: Annotated[
-        bool,
-        source_option("Optimizer state without the weights.", "--optimizer-only", metavar=None),
-    ] = False,
+    select: Select = None,
+    exclude: Exclude = None,
+    rename: Rename = None,
+    optimizer_only: OptimizerOnly = False,
     layers: Layers = None,
+    average: AverageWith = None,
+    weights: Weights = None,
     tp: Tp = None,
     pp: Pp = None,
     vpp: Vpp = None,
@@ -151,78 +159,24 @@ def _reshard(
     account_for_embedding: AccountForEmbedding = False,
     account_for_loss: AccountForLoss = False,
     pipeline_layout: PipelineLayout = None,
-    to: Annotated[
-        str | None,
-        output(
-            "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr or tensorstore; "
-            "default: the source's own (hf for GGUF).",
-            "--to",
-            metavar="FORMAT",
-        ),
-    ] = None,
-    optimizer: Annotated[
-        Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None,
-        output(
-            "Format of optimizer state, none to leave it out; default: one that loads at any "
-            "layout.",
-            "--optimizer",
-        ),
-    ] = None,
-    core_version: Annotated[
-        str | None,
-        output(
-            "Write for one version of megatron-core; default: what old and new ones load.",
-            "--core-version",
-            metavar="VERSION",
-        ),
-    ] = None,
-    bridge: Annotated[bool, output("Add run_config.yaml for Megatron-Bridge.", "--bridge")] = False,
-    dtype: Annotated[
-        str | None,
-        output(
-            "Cast model weights (bfloat16, float16, float32, ...), never optimizer state.",
-            "--dtype",
-            metavar="NAME",
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        output(
-            "Largest file; default: 5GB for hf, 1GiB for zarr and tensorstore.",
-            "--max-shard-size",
-            metavar="SIZE",
-        ),
-    ] = None,
-    compress: Annotated[
-        Literal["zstd", "blosc"] | None,
-        output("Compress the chunks of zarr or tensorstore; default: raw ones.", "--compress"),
-    ] = None,
-    digest: Annotated[
-        Literal["all", "buffered", "none"],
-        output("Digest all bytes, or those that pass a buffer, or none.", "--digest"),
-    ] = "buffered",
+    to: To = None,
+    optimizer: Optimizer = None,
+    core_version: CoreVersion = None,
+    bridge: Bridge = False,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = None,
+    compress: Compress = None,
+    digest: Digest = "buffered",
     threads: Threads = None,
-    memory: Annotated[
-        str,
-        output("Most memory for buffers (384 KiB a thread is least).", "--memory", metavar="SIZE"),
-    ] = "128MiB",
-    prove_all: Annotated[
-        bool,
-        output("Compare every master weight with its weight, not some of each.", "--verify"),
-    ] = False,
-    strict: Annotated[bool, output("Fail if a tensor would be dropped.", "--strict")] = False,
-    dry_run: Annotated[
-        bool, output("Print the plan and write nothing.", "--dry-run", "-n")
-    ] = False,
+    memory: Memory = "128MiB",
+    prove_all: ProveAll = False,
+    strict: Strict = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
-    overwrite: Annotated[
-        bool, dangerous("Replace DST, which stays valid until the new one is.", "--overwrite")
-    ] = False,
-    fsync: Annotated[
-        bool, dangerous("Make the result survive a power cut.", "--fsync/--no-fsync")
-    ] = True,
+    overwrite: Overwrite = False,
+    fsync: Fsync = True,
 ) -> int:
     """Copy a checkpoint into another format, parallel layout or dtype.
 
@@ -230,52 +184,15 @@ def _reshard(
 
     Example: megtool reshard ./SmolLM2-135M-Instruct ./out --to torch_dist --tp 3 --pp 2
     """
+    given = {k: v for k, v in locals().items() if v is not None}  # named as `reshard` names them
+    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
 
     def work(progress: Progress) -> Report:
         from megtool.commands.reshard import reshard
 
-        return reshard(
-            source,
-            destination,
-            to=to,
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            ep=ep,
-            etp=etp,
-            cp=cp,
-            dp=dp,
-            first_stage_layers=first_stage_layers,
-            last_stage_layers=last_stage_layers,
-            account_for_embedding=account_for_embedding,
-            account_for_loss=account_for_loss,
-            pipeline_layout=pipeline_layout,
-            optimizer=optimizer,
-            optimizer_only=only_optimizer,
-            layers=layers,
-            prove_all=prove_all,
-            core_version=core_version,
-            bridge=bridge,
-            dtype=dtype,
-            family=family,
-            like=like,
-            select=select or [],
-            exclude=exclude or [],
-            rename=rename or [],
-            max_shard_size=max_shard_size,
-            compress=compress,
-            threads=threads,
-            memory=memory,
-            digest=digest,
-            strict=strict,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            fsync=fsync,
-            iteration=iteration,
-            progress=progress,
-        )
+        return reshard(**given, progress=progress)
 
-    return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
+    return run(work, **manners)
 
 
 @app.command("verify")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -61,6 +61,35 @@ Threads = Annotated[
     output("Threads; default: one a core, 8 at most.", "--threads", metavar="N", min=1),
 ]
 
+Select = Annotated[
+    list[str] | None,
+    source_option("Only tensors of these names; repeatable.", "--select", metavar="GLOB"),
+]
+Exclude = Annotated[
+    list[str] | None,
+    source_option("No tensors of these names; repeatable.", "--exclude", metavar="GLOB"),
+]
+Rename = Annotated[
+    list[str] | None,
+    source_option("Write under another name; repeatable.", "--rename", metavar="OLD=NEW"),
+]
+OptimizerOnly = Annotated[
+    bool, option("Input", "Optimizer state without the weights.", "--optimizer-only")
+]
+AverageWith = Annotated[
+    list[Path] | None,
+    source_option(
+        "Write the mean of SRC's weights and these; repeatable.", "--average", metavar="OTHER"
+    ),
+]
+Weights = Annotated[
+    str | None,
+    source_option(
+        "Shares in the mean, SRC's first: 0.5,0.3,0.2; default: equal ones.",
+        "--weights",
+        metavar="LIST",
+    ),
+]
 Layers = Annotated[
     str | None,
     source_option(
@@ -99,3 +128,66 @@ PipelineLayout = Annotated[
         metavar="TEXT",
     ),
 ]
+
+To = Annotated[
+    str | None,
+    output(
+        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr or tensorstore; "
+        "default: the source's own (hf for GGUF).",
+        "--to",
+        metavar="FORMAT",
+    ),
+]
+Optimizer = Annotated[
+    Literal["fully_reshardable", "dp_reshardable", "legacy", "none"] | None,
+    output(
+        "Format of optimizer state, none to leave it out; default: one that loads at any layout.",
+        "--optimizer",
+    ),
+]
+CoreVersion = Annotated[
+    str | None,
+    output(
+        "Write for one version of megatron-core; default: what old and new ones load.",
+        "--core-version",
+        metavar="VERSION",
+    ),
+]
+Bridge = Annotated[bool, output("Add run_config.yaml for Megatron-Bridge.", "--bridge")]
+Dtype = Annotated[
+    str | None,
+    output(
+        "Cast model weights (bfloat16, float16, float32, ...), never optimizer state.",
+        "--dtype",
+        metavar="NAME",
+    ),
+]
+MaxShardSize = Annotated[
+    str | None,
+    output(
+        "Largest file; default: 5GB for hf, 1GiB for zarr and tensorstore.",
+        "--max-shard-size",
+        metavar="SIZE",
+    ),
+]
+Compress = Annotated[
+    Literal["zstd", "blosc"] | None,
+    output("Compress the chunks of zarr or tensorstore; default: raw ones.", "--compress"),
+]
+Digest = Annotated[
+    Literal["all", "buffered", "none"],
+    output("Digest all bytes, or those that pass a buffer, or none.", "--digest"),
+]
+Memory = Annotated[
+    str,
+    output("Most memory for buffers (384 KiB a thread is least).", "--memory", metavar="SIZE"),
+]
+ProveAll = Annotated[
+    bool, output("Compare every master weight with its weight, not some of each.", "--verify")
+]
+Strict = Annotated[bool, output("Fail if a tensor would be dropped.", "--strict")]
+DryRun = Annotated[bool, output("Print the plan and write nothing.", "--dry-run", "-n")]
+Overwrite = Annotated[
+    bool, dangerous("Replace DST, which stays valid until the new one is.", "--overwrite")
+]
+Fsync = Annotated[bool, dangerous("Make the result survive a power cut.", "--fsync/--no-fsync")]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Cells, Extents, Located, Replica
+from megtool.checkpoint.replicas import as_pair
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
@@ -80,7 +81,10 @@ def regroup(catalogue: Catalogue, keep: Callable[[str], bool], regrouping: Regro
         extents=extents,
         replicas=[]
         if strides or cells
-        else _replicas(catalogue, regrouping, first, second, order, len(old)),
+        else [
+            *_kept_replicas(catalogue, old, order),
+            *_replicas(catalogue, regrouping, first, second, order, len(old)),
+        ],
         locate_contained=_known(extents, strides, order) if strides else None,
         cells=Cells(cells.held[rows][order], lambda i: cells.read(int(rows[order[i]])))
         if cells
@@ -124,6 +128,21 @@ def _known(
         return Located(offset=extents.offset[shards], strides=found)
 
     return locate
+
+
+def _kept_replicas(catalogue: Catalogue, old: Ints, order: Ints) -> list[Replica]:
+    """Copies of the old shards that stay, by their new rows."""
+    row = {int(s): int(k) for s, k in zip(old.tolist(), np.argsort(order)[: len(old)].tolist(), strict=True)}
+    held = [r for r in catalogue.replicas if r.shard in row]
+    if not held:
+        return []
+    copies = as_pair(replace(catalogue, replicas=held))[1]
+    found = copies.locate(np.arange(len(held)))
+    return [
+        replace(r, shard=row[r.shard], offset=int(found.offset[k]), length=copies.tensors[k].num_bytes)
+        for k, r in enumerate(held)
+        if k not in found.strides
+    ]
 
 
 def _replicas(

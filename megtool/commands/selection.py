@@ -20,7 +20,7 @@ class Selection:
 
     `select` and `exclude` are globs on stored names, `layers` a list of layers. `optimizer` false
     leaves optimizer state out, `optimizer_only` everything else. `prove_all` compares every master
-    weight with its weight.
+    weight with its weight. `for_format` is the format to be written.
     """
 
     iteration: str | None = None
@@ -32,6 +32,7 @@ class Selection:
     optimizer_only: bool = False
     layers: str | None = None
     prove_all: bool = False
+    for_format: str | None = None
 
     def open(self, path: Path) -> Opened:
         """Open the source.
@@ -88,6 +89,7 @@ class Selection:
             model=model if self.layers is None else None,
             optimizer=self.optimizer,
             prove_all=self.prove_all,
+            for_format=self.for_format,
         )
         return opened if self.layers is None else select_layers(opened, self.layers)
 

@@ -92,7 +92,10 @@ class Binding:
         """Some row is about a stored tensor of this name."""
         parts = _NUMBER.split(name)
         return any(
-            all(want[0] == "{" or want == value for want, value in zip(wanted, parts[1::2], strict=True))
+            all(
+                want[0] == "{" or want == value
+                for want, value in zip(wanted, parts[1::2], strict=True)
+            )
             for _, wanted in self._patterns.get(tuple(parts[::2]), ())
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
@@ -11,61 +11,28 @@ from megtool.convert.binding import Binding, missing, summarise
 from megtool.convert.canonical import VOCABULARY, Model, Weight
 from megtool.convert.families import Family
 from megtool.convert.mapping import Table, first_gap, stack_layers
+from megtool.convert.same_names import as_they_are, is_optimizer_state, under_same_names
 from megtool.convert.sharding import shard
+from megtool.convert.sides import Padding, Side, TargetSide
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
-from megtool.tensors.relation import Placement
-from megtool.tensors.sharded import GlobalTensor, Shards
+from megtool.tensors.sharded import GlobalTensor
+
+__all__ = [
+    "DIALECTS",
+    "Side",
+    "TargetSide",
+    "detect_dialect",
+    "is_optimizer_state",
+    "read_side",
+    "write_side",
+]
 
 DIALECTS = ("hf", "megatron", "gguf", "identity")
 
 STATE_FIRST = "optimizer.state.{state}.{name}"
 STATE_LAST = "optimizer.state.{name}.{state}"
 """How optimizer state is called: by Megatron, and by torch.distributed.checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """Stored tensors and the canonical tensors they hold.
-
-    `placements` and `canonical` are keyed by canonical name; optimizer state is called
-    `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
-    the padding rows of stored tensors. `config` has its flags set by what is there.
-    """
-
-    dialect: str
-    tensors: tuple[GlobalTensor, ...]
-    placements: dict[str, Placement]
-    canonical: dict[str, GlobalTensor]
-    dropped: list[tuple[str, str]] = field(default_factory=list)
-    padding: dict[str, int] = field(default_factory=dict)
-    states: dict[str, str] = field(default_factory=dict)
-    config: ModelConfig | None = None
-    family: Family | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """Stored elements that no canonical tensor holds, and the value they get."""
-
-    placement: Placement
-    value: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSide:
-    """The tensors to store, what they are made of, and how they are cut.
-
-    `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`
-    once. `shards` is None where nothing says how to cut. `dropped` holds canonical tensors that
-    the target has no place for, each with the reason.
-    """
-
-    tensors: list[GlobalTensor]
-    placements: dict[str, Placement]
-    shards: Shards | None
-    fills: list[Padding]
-    dropped: list[tuple[str, str]]
 
 
 def detect_dialect(names: Sequence[str]) -> str:
@@ -100,7 +67,7 @@ def read_side(
         if config is None or (family is None and dialect != "megatron"):
             dialect = "identity"
     if dialect == "identity":
-        return _identity(tensors, config)
+        return as_they_are(tensors, config)
     if config is None:
         raise MappingError(
             f"reading {dialect!r} tensors needs the model's configuration",
@@ -235,7 +202,7 @@ def write_side(
                 f"tensors read as {source.dialect!r} cannot be written as {dialect!r}",
                 hint="name the family (--family) and give its configuration (--like)",
             )
-        return _same_names(source, config, dtype, parallel, divisible_by)
+        return under_same_names(source, config, dtype, parallel, divisible_by)
     if dialect not in ("hf", "megatron"):
         raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
     if config is None:
@@ -354,9 +321,7 @@ def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, Glob
     return out
 
 
-def _speller(
-    state: str, source: Side, main: str | None, names: str | None
-) -> Callable[[str], str]:
+def _speller(state: str, source: Side, main: str | None, names: str | None) -> Callable[[str], str]:
     """How tensors of one state are called, by the names of the weights."""
     if not state:
         return str
@@ -365,82 +330,3 @@ def _speller(
         spelled = main or spelled
     pattern = names or STATE_FIRST
     return lambda name: pattern.format(state=spelled, name=name)
-
-
-def _identity(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> Side:
-    """Every stored tensor is its own canonical one, less the padding of a known vocabulary."""
-    placements: dict[str, Placement] = {}
-    canonical: dict[str, GlobalTensor] = {}
-    padding: dict[str, int] = {}
-    for t in tensors:
-        shape = t.shape
-        if config is not None and shape and megatron.is_vocabulary(t.name):
-            rows = min(shape[0], config.vocab_size)
-            if rows < shape[0]:
-                padding[t.name] = shape[0] - rows
-            shape = (rows, *shape[1:])
-        placements[t.name] = Placement.identity(t.name, shape)
-        canonical[t.name] = GlobalTensor(name=t.name, shape=shape, dtype=t.dtype)
-    return Side(
-        dialect="identity",
-        tensors=tuple(tensors),
-        placements=placements,
-        canonical=canonical,
-        padding=padding,
-        config=config,
-    )
-
-
-_OPTIMIZERS = frozenset({"optim", "optims", "optimizer", "optimizers", "optimizer_state"})
-_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step"})
-
-
-def is_optimizer_state(name: str) -> bool:
-    """The stored name says optimizer state: Megatron's spelling, or a part of its path."""
-    parts = name.split(".")
-    return (
-        megatron.split_state(name)[0] != ""
-        or parts[-1] in _STATES
-        or not _OPTIMIZERS.isdisjoint(parts)
-    )
-
-
-def _same_names(
-    source: Side,
-    config: ModelConfig | None,
-    dtype: DType | None,
-    parallel: ParallelConfig | None,
-    divisible_by: int,
-) -> TargetSide:
-    """The source's own names, with the vocabulary padded for another layout.
-
-    With a configuration the padding is Megatron's for the new TP; without one the stored rows
-    count as real, and rows are added only if TP does not divide them.
-    """
-    tensors: list[GlobalTensor] = []
-    fills: list[Padding] = []
-    pad_to = megatron.padded_multiple(parallel.tp if parallel else 1, divisible_by)
-    cut = parallel is not None and megatron.is_megatron(source.canonical)
-    for name, t in source.canonical.items():
-        shape = t.shape
-        if parallel is not None and cut and shape and megatron.is_vocabulary(name):
-            rows = shape[0]
-            if config is not None or rows % parallel.tp:
-                rows = -(-rows // pad_to) * pad_to
-            shape = (rows, *shape[1:])
-        if shape != t.shape:
-            whole = Placement.identity(f"padding of {name}", shape, stored=name)
-            rest = (shape[0] - t.shape[0], *shape[1:])
-            base = (t.shape[0], *(0 for _ in shape[1:]))
-            fills.append(Padding(placement=replace(whole, shape=rest, base=base)))
-        is_weight = not is_optimizer_state(name) and not name.endswith(".router.expert_bias")
-        kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
-        tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
-    shards = shard(tensors, parallel, config=config) if parallel is not None else None
-    return TargetSide(
-        tensors=tensors,
-        placements={n: replace(p, stored=n) for n, p in source.placements.items()},
-        shards=shards,
-        fills=fills,
-        dropped=[],
-    )

@@ -85,14 +85,12 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """
     folder = _chosen(path, iteration)
     gathered = Gathered()
-    states: list[ModelStates] = []
+    states = _model_states(folder)
     optimizers: list[OptimizerStates] = []
     warnings: list[str] = []
     if (folder / "zero").is_dir():
-        states = _model_states(folder)
-        _gather_universal(folder, gathered)
+        _gather_universal(folder, states, gathered)
     else:
-        states = _model_states(folder)
         optimizers = _gather_zero(folder, states, gathered, warnings)
     out = gathered.catalogue(folder)
     out.check()  # before weights share the bytes of master weights
@@ -165,7 +163,9 @@ def _model_states(folder: Path) -> list[ModelStates]:
     return _in_threads(lambda name: read_model_states(folder, name), names.values())
 
 
-def _gather_universal(folder: Path, out: Gathered) -> None:
+def _gather_universal(folder: Path, states: Sequence[ModelStates], out: Gathered) -> None:
+    """Each parameter's files; those made of stage 3 are flat, padded at the end."""
+    shapes = {n: s for one in states for group in one.shapes for n, s in group.items()}
     root = folder / "zero"
     names = sorted(p.parent.name for p in root.glob("*/fp32.pt"))
     paths = [
@@ -180,7 +180,16 @@ def _gather_universal(folder: Path, out: Gathered) -> None:
         paths, _in_threads(lambda p: read_parameter(folder, p), paths), strict=True
     ):
         _, name, file = path.split("/")
-        out.add_whole(f"{_STATE}{_UNIVERSAL[file]}.{name}", held)
+        stored, shape = f"{_STATE}{_UNIVERSAL[file]}.{name}", shapes.get(name, held.shape)
+        if len(held.shape) == 1 and len(shape) != 1 and held.numel >= numel(shape) > 0:
+            out.add_runs(stored, shape, [Run(name, 0, numel(shape), held, 0)])
+        else:
+            out.add_whole(stored, held)
+    if len(states) == 1:
+        for name, held in states[0].weights.items():
+            master = out.tensors.get(_MASTER + name)
+            if master.shape == held.shape if master is not None else name not in shapes:
+                out.add_whole(name, held)
 
 
 def _gather_zero(
@@ -297,7 +306,14 @@ def _add_runs(state: str, shapes: dict[str, Shape], runs: Sequence[Run], out: Ga
         out.add_runs(stored, shape, by_name[name])
 
 
-_SAID = ("buffer_names", "global_steps", "ds_version", "mp_world_size", "dp_world_size")
+_SAID = (
+    "checkpoint_parallel_dimensions",
+    "dp_world_size",
+    "ds_version",
+    "global_steps",
+    "mp_world_size",
+    "sparse_tensor_module_names",
+)
 
 
 def _add_metadata(

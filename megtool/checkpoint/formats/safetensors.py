@@ -76,6 +76,10 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     return _open_folder(path) if path.is_dir() else _open_file(path)
 
 
+OPTIMIZER = "optimizer.safetensors"
+"""Optimizer state beside a Hugging Face model's weights: tensors `optimizer.state.STATE.NAME`."""
+
+
 def _open_file(path: Path) -> Catalogue:
     file = StoredFile.stat(path, "")
     header = read_header(path, file.size)
@@ -91,6 +95,8 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         names = sorted(set(weight_map.values()))
     else:
         names = _shards_without_index(folder, present)
+    if OPTIMIZER in present and OPTIMIZER not in names:
+        names = [*names, OPTIMIZER]
     for name in [n for n in present if n not in names]:
         warnings.append(f"{name} is left out: {index.name if index else SINGLE} does not name it")
     files, headers = [], []
@@ -99,7 +105,8 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
         files.append(StoredFile.stat(folder, name))
         headers.append(read_header(folder / name, files[-1].size))
     if weight_map is not None and index is not None:
-        _check_index(index, weight_map, names, headers)
+        listed = [n for n in names if n in set(weight_map.values())]
+        _check_index(index, weight_map, listed, headers[: len(listed)])
     if (folder / "config.json").exists():
         check_inside(folder, "config.json")
         metadata["config"] = _read_json(folder / "config.json")

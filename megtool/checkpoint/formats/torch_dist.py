@@ -224,6 +224,10 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
         out["common"] = common
         shown = {k: common.get(k) for k in _SHOWN if k in common}
         out.update(pickled.plain(shown, file=folder / "common.pt"))
+    elif parts := _flattened(catalogue):
+        out["common"] = parts
+        shown = {k: parts.get(k) for k in _SHOWN if k in parts}
+        out.update(pickled.plain(shown, file=folder / ".metadata"))
     if folder.name == RELEASE:
         out.pop("iteration", None)  # it says 0 there, and stands for none
     elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
@@ -234,6 +238,27 @@ def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> N
 
 
 _SHOWN = ("args", "iteration", "checkpoint_version", "content_metadata", "global_step")
+_FLATTENED = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_SCHEDULER = "opt_param_scheduler"
+
+
+def _flattened(catalogue: Catalogue) -> dict[str, Any]:
+    """The common state as Megatron's `fsdp_dtensor` and `torch_dcp` save it: an object for each
+    leaf of the state dict. Empty where no args are among them."""
+    out: dict[str, Any] = {}
+    if "args" not in catalogue.objects:
+        return out
+    for name, held in catalogue.objects.items():
+        top, _, leaf = name.partition(".")
+        if held.extent is None or (name not in _FLATTENED and (top != _SCHEDULER or not leaf)):
+            continue
+        number, offset, length = held.extent
+        value = _load(catalogue.path(number), offset, length)
+        if leaf:
+            out.setdefault(top, {})[leaf] = value
+        else:
+            out[name] = value
+    return out
 
 
 def _common(catalogue: Catalogue) -> dict[Any, Any] | None:

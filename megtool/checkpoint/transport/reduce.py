@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 
@@ -58,8 +59,10 @@ class Reduction:
             with closing(intake.tiles(a, b)) as tiles:
                 for at, tile in tiles:
                     found = tile.view(total.dtype)
-                    within = zip(at, a, found.shape, strict=True)
-                    part = total[(*(slice(x - y, x - y + n) for x, y, n in within), ...)]
+                    within: tuple[Any, ...] = tuple(
+                        slice(x - y, x - y + n) for x, y, n in zip(at, a, found.shape, strict=True)
+                    )
+                    part = total[(*within, ...)]
                     if number == 0:
                         np.multiply(found, factor, out=part)
                     else:

@@ -183,7 +183,8 @@ class Worker:
         reduces = plan.entries[slab.entry].op is Op.REDUCE
         kind = reduced_in(target) if reduces else target
         cap = run.memory_bytes // (SLOTS + 1) if reduces else self._cap
-        sides, cell = [], kind.itemsize
+        sides: list[Side] = []
+        cell = kind.itemsize
         for entry in (plan.entries[n] for n in terms):
             under = _under(plan.source_pieces, slab, terms[len(sides)])
             locator = run.sources[entry.source_index]

@@ -9,6 +9,7 @@ from typing import Any
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
+from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.bridge_files import at_layout
@@ -63,6 +64,9 @@ def _lay_out(
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried, lost = carried_objects(source.catalogue, parallel)
+    if megatron and source.catalogue.format == "dcp":
+        carried, more_lost = _for_megatron(carried)
+        lost += more_lost
     out.dropped += lost
     objects: dict[str, Any] = {**carried, **more}
     if megatron and source.catalogue.format != "torch_dist":
@@ -71,7 +75,7 @@ def _lay_out(
     common = None
     if megatron:
         common = common_state(source, parallel, out.side.tensors, dtype, request.optimizer)
-    else:
+    elif source.catalogue.format != "dcp":
         out.dropped += lost_state(source.catalogue, out.format)
     out.destination = lay_out_ranks(
         tensors,
@@ -86,6 +90,17 @@ def _lay_out(
     )
     if megatron:
         out.sidecar_folder = folder_name(iteration)
+
+
+_IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
+
+
+def _for_megatron(carried: dict[str, bytes]) -> tuple[dict[str, bytes], list[Dropped]]:
+    """Objects that have the names Megatron gives them, and what is lost of other state dicts."""
+    kept = {n: data for n, data in carried.items() if "/shard_" in n}
+    reason = "Megatron has no such object"
+    lost = [n for n in carried if n not in kept and not n.startswith(_IN_COMMON)]
+    return kept, [Dropped(name=n, reason=reason) for n in lost]
 
 
 def _lay_out_by_buckets(

@@ -153,7 +153,8 @@ def with_model(data: bytes, changed: Mapping[str, Any]) -> bytes:
     inner = model[0]
     for name, value in changed.items():
         field = rf"(?m)^( +{re.escape(name)}:)[^\n]*(?:\n +- [^\n]*)*$"
-        inner = re.sub(field, lambda m, v=value: f"{m[1]} {_scalar(v)}", inner)
+        spelled = _scalar(value).replace("\\", r"\\")
+        inner = re.sub(field, rf"\g<1> {spelled}", inner)
     text = text[: model.start()] + inner + text[model.end() :]
     return text.encode("utf-8", "surrogateescape")
 

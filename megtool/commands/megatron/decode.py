@@ -2,7 +2,8 @@
 
 Nothing on disk says which parameter lies where in a bucket. The registration order says it, and
 there are several; so every known order is tried, the likely one first, until one fills all buckets
-exactly and every master weight it finds, rounded, is the model's weight (see `proof`).
+exactly and every master weight it finds, rounded, is the model's weight (see `proof`). Then each
+other order has to be wrong about one of the parameters that it puts elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import Mismatch, disproof
+from megtool.convert.megatron import MAIN, split_state
 from megtool.convert.ranks import Parameter
 from megtool.errors import FormatError, MappingError
 from megtool.tensors import buckets
 from megtool.tensors.buckets import Slot
-from megtool.tensors.parameters import Order, likely_orders, registered
+from megtool.tensors.parameters import ORDERS, Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -93,32 +95,166 @@ def decode(
     (None: one that only the rank's file knows).
 
     Raises:
-        FormatError: no known order fills the buffers, or in every one that does, master weights
-            are not the model's weights; names the first parameter that is not.
+        FormatError: buckets are incomplete; no known order fills the buffers; in every one that
+            does, master weights are not the model's weights (names the first parameter that is
+            not), or they are in two that differ.
     """
+    _check(catalogue, holders)
     worst: Mismatch | None = None
     tried: set[object] = set()
-    for order in _orders(catalogue):
+    orders = _orders(catalogue)
+    for k, order in enumerate(orders):
         laid = _lay(holders, order)
-        if laid is None:
-            continue
-        key = tuple((x.parameter.key, x.parameter.expert, x.slot.start) for x in laid)
-        if key in tried:
+        if laid is None or (key := _places(laid)) in tried:
             continue
         tried.add(key)
         candidate = _regrouped(catalogue, laid, is_flat)
         mismatch = disproof(candidate, catalogue, whole=whole)
         if mismatch is None:
+            if order is not None:  # a file that lists its own is believed
+                _check_alone(catalogue, holders, laid, orders[k + 1 :], is_flat)
             candidate.metadata["registration_order"] = order or _order_of(holders)
             return candidate
         worst = worst or mismatch
     if worst is not None:
         raise worst.error(catalogue.root)
     raise FormatError(
-        "the optimizer's buckets do not add up to this model's parameters in any known order",
+        "the optimizer's buckets do not add up to this model's parameters in any known order: "
+        f"{_first_misfit(holders)}",
         file=catalogue.root,
         hint="the optimizer belongs to another model or layout; --optimizer none leaves it out",
     )
+
+
+def _places(laid: Sequence[Laid]) -> tuple[object, ...]:
+    """Where the parameters lie, as something to compare."""
+    return tuple(
+        sorted(
+            (next(iter(x.bucket.states.values())), x.bucket.offset + x.slot.start, x.parameter.key,
+             x.parameter.expert)
+            for x in laid
+        )
+    )
+
+
+def _check_alone(
+    catalogue: Catalogue,
+    holders: Sequence[Holder],
+    right: Sequence[Laid],
+    others: Sequence[Order | None],
+    is_flat: Callable[[str], bool],
+) -> None:
+    """Prove every other order wrong that says something else.
+
+    Raises:
+        FormatError: one holds as well, to the last element of all that it puts elsewhere.
+    """
+    known = set(_places(right))
+    tried: set[object] = set()
+    for order in others:
+        laid = _lay(holders, order)
+        if laid is None or (key := _places(laid)) in tried:
+            continue
+        tried.add(key)
+        elsewhere = [x for x in laid if not known.issuperset(_places([x]))]
+        few = elsewhere[:: max(len(elsewhere) // _FEW, 1)]
+        if elsewhere and not (
+            _is_wrong(catalogue, few, is_flat, False)
+            or _is_wrong(catalogue, elsewhere, is_flat, False)
+            or _is_wrong(catalogue, elsewhere, is_flat, True)
+        ):
+            raise FormatError(
+                f"the optimizer's state fits the model in two orders ({order} is one), which "
+                "differ in where it lies",
+                file=catalogue.root,
+                tensor=elsewhere[0].parameter.key,
+                hint="parameters of equal values cannot be told apart: --optimizer none leaves the "
+                "optimizer out",
+            )
+
+
+_FEW = 16
+
+
+def _is_wrong(
+    catalogue: Catalogue, laid: Sequence[Laid], is_flat: Callable[[str], bool], whole: bool
+) -> bool:
+    return disproof(_regrouped(catalogue, laid, is_flat), catalogue, whole=whole) is not None
+
+
+def _check(catalogue: Catalogue, holders: Sequence[Holder]) -> None:
+    """All buckets hold the same states, of one size each, and master weights among them.
+
+    Raises:
+        FormatError: one does not; names its tensor.
+    """
+    most = {s for h in holders for b in h.buckets for s in b.states}
+    for bucket in (b for h in holders for b in h.buckets):
+        some = next(iter(bucket.states.values()))
+        if lacking := sorted(most - bucket.states.keys()):
+            raise FormatError(
+                f"its bucket has no {lacking[0]!r}, which others have",
+                file=catalogue.root,
+                tensor=some,
+                hint=f"the optimizer state is incomplete; {_LEAVE_OUT}",
+            )
+        for state, name in bucket.states.items():
+            tensor = catalogue[name]
+            if not bucket.offset and tensor.shape != (bucket.size,):
+                raise FormatError(
+                    f"states of one bucket differ in size: {list(tensor.shape)} here, "
+                    f"{bucket.size} elements in {some!r}",
+                    file=catalogue.root,
+                    tensor=name,
+                    hint=f"the optimizer state is damaged; {_LEAVE_OUT}",
+                )
+            if _is_main(state) and not tensor.dtype.is_float:
+                raise FormatError(
+                    f"master weights are {tensor.dtype.name} remainders of the weights, as a "
+                    "precision-aware optimizer may keep them",
+                    file=catalogue.root,
+                    tensor=name,
+                    hint="save it with master weights of fp32 (--main-params-dtype fp32, without "
+                    f"store_param_remainders); {_LEAVE_OUT}",
+                )
+        if not any(map(_is_main, bucket.states)):
+            raise FormatError(
+                f"its bucket has no master weights, only {', '.join(sorted(bucket.states))}",
+                file=catalogue.root,
+                tensor=some,
+                hint=f"nothing tells which parameter lies where; {_LEAVE_OUT}",
+            )
+
+
+_LEAVE_OUT = "--optimizer none leaves the optimizer out"
+
+
+def _is_main(state: str) -> bool:
+    return split_state(f"optimizer.state.{state}.x")[0] == MAIN
+
+
+def _first_misfit(holders: Sequence[Holder]) -> str:
+    """The first buffer that no order fills, and how much it and its parameters hold."""
+    for holder in holders:
+        if all(holder.place([holder.members[i] for i in o]) is None for o in _known(holder)):
+            wanted = sum(p.numel for p in holder.members)
+            held = sum(b.size for b in holder.buckets)
+            sizes = ", ".join(str(b.size) for b in holder.buckets[:8])
+            more = ", ..." if len(holder.buckets) > 8 else ""
+            first = next(iter(holder.buckets[0].states.values())) if holder.buckets else "a rank"
+            return (
+                f"{held} elements (buckets of {sizes}{more}) in the buffer of {first!r}, and "
+                f"{wanted} in its {len(holder.members)} parameters"
+            )
+    return "no order fills all buffers at once"
+
+
+def _known(holder: Holder) -> list[list[int]]:
+    keys = [(p.module_key, p.expert) for p in holder.members]
+    try:
+        return [list(range(len(keys))), *(registered(keys, order) for order in ORDERS)]
+    except MappingError:
+        return [list(range(len(keys)))]
 
 
 def _orders(catalogue: Catalogue) -> list[Order | None]:

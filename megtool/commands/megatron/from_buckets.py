@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
 from megtool.commands.megatron.decode import Bucket, Holder, decode
+from megtool.commands.megatron.groups import OBJECT, read_object
+from megtool.commands.megatron.proof import check_copies
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.convert.ranks import Parameter, Place, rank_parameters
@@ -75,22 +77,77 @@ def buffers_of(catalogue: Catalogue) -> dict[Buffer, list[Bucket]]:
 
 
 def from_buckets(
-    catalogue: Catalogue, config: ModelConfig, parallel: ParallelConfig, *, whole: bool = False
+    catalogue: Catalogue,
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    whole: bool = False,
+    alike: bool = True,
 ) -> Catalogue:
     """The catalogue with its buckets' state as `optimizer.state.STATE.KEY`, one per layer.
 
-    `parallel` is the layout the checkpoint was saved at.
+    `parallel` is the layout the checkpoint was saved at. `alike` demands that what several ranks
+    hold is the same on all.
 
     Raises:
-        FormatError: see `decode`.
+        FormatError: buckets are missing, or of another size than is said; see also `decode`.
     """
     weights = [t for t in catalogue.tensors if _is_weight(t)]
     found = buffers_of(catalogue)
+    if not catalogue.metadata.get(COALESCED):
+        check_sizes(catalogue, found)
     ranks = rank_parameters(weights, config, parallel)
     holders = list(_holders(found, ranks, parallel, catalogue))
     out = decode(catalogue, holders, lambda n: BUCKET.fullmatch(n) is not None, whole=whole)
     out.metadata["bucket_dtypes"] = next((b.dtype, b.grad_dtype) for b in found)
+    if alike:
+        check_copies(out, whole=whole)
     return out
+
+
+def check_sizes(catalogue: Catalogue, found: Mapping[Buffer, Sequence[Bucket]]) -> None:
+    """Compare the buckets with the sizes that every data-parallel group keeps of its own.
+
+    Raises:
+        FormatError: a bucket is missing, or has another size.
+    """
+    for name in catalogue.objects:
+        match = OBJECT.fullmatch(name)
+        if match is None or match[3] != _SIZES:
+            continue
+        chain, group = int(match[1] or 0), int(match[2])
+        value = read_object(catalogue, name)
+        said = {
+            (number, str(dtypes[0]), k): size
+            for number, by_dtype in enumerate(value if isinstance(value, list) else ())
+            for dtypes, sizes in (by_dtype.items() if isinstance(by_dtype, dict) else ())
+            if isinstance(dtypes, tuple) and isinstance(sizes, list)
+            for k, size in enumerate(sizes)
+        }
+        held = {
+            (b.number, f"torch.{b.dtype}", k): bucket.size
+            for b, buckets in found.items()
+            if (b.chain, b.group) == (chain, group)
+            for k, bucket in enumerate(buckets)
+        }
+        for key in sorted(said.keys() | held.keys()):
+            if said.get(key) != held.get(key):
+                number, dtype, bucket = key
+                raise FormatError(
+                    f"bucket {bucket} of buffer {number} ({dtype}) has {_count(held.get(key))}, "
+                    f"and {_count(said.get(key))} by this object",
+                    file=catalogue.root,
+                    tensor=name,
+                    hint="the optimizer state is damaged or of two saves; --optimizer none leaves "
+                    "it out",
+                )
+
+
+_SIZES = "per_bucket_numel_unpadded"
+
+
+def _count(size: object) -> str:
+    return "no tensor" if size is None else f"{size!r:.20} elements"
 
 
 def _is_weight(t: GlobalTensor) -> bool:

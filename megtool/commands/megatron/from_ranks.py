@@ -10,6 +10,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.megatron.decode import Bucket, Holder, decode
 from megtool.commands.megatron.pieces import Collected, boxes_of
+from megtool.commands.megatron.proof import check_copies
 from megtool.commands.megatron.rank_names import to_global
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.ranks import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
@@ -45,14 +46,20 @@ class _Held:
 
 
 def from_ranks(
-    catalogue: Catalogue, config: ModelConfig, parallel: ParallelConfig, *, whole: bool = False
+    catalogue: Catalogue,
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    whole: bool = False,
+    alike: bool = True,
 ) -> Catalogue:
     """The catalogue with every rank's tensors in model space, one per layer.
 
-    `parallel` is the layout the checkpoint was saved at.
+    `parallel` is the layout the checkpoint was saved at. `alike` demands that what several ranks
+    hold is the same on all.
 
     Raises:
-        FormatError: ranks that do not fit the layout, or an optimizer of another model.
+        FormatError: ranks that do not fit the layout or disagree, or an optimizer of another model.
     """
     held = dict(_parameters(catalogue, config, parallel))
     collected = Collected()
@@ -66,9 +73,11 @@ def from_ranks(
                 collected.add(tensor, box, row, position)
     out = regroup(catalogue, lambda n: _WEIGHT.fullmatch(n) is None, collected.regrouping())
     holders = list(_holders(out, held, parallel))
-    if not holders:
-        return out
-    return decode(out, holders, lambda n: _FLAT.fullmatch(n) is not None, whole=whole)
+    if holders:
+        out = decode(out, holders, lambda n: _FLAT.fullmatch(n) is not None, whole=whole)
+    if alike:
+        check_copies(out, whole=whole)
+    return out
 
 
 def _parameters(
@@ -206,7 +215,10 @@ def _holders(
         yield Holder(
             members=members,
             buckets=[
-                Bucket(first[k].numel, {s: parts[k].name for s, parts in states.items()})
+                Bucket(
+                    first[k].numel,
+                    {s: parts[k].name for s, parts in states.items() if k in parts},
+                )
                 for k in sorted(first)
             ],
             is_coalesced=whole,

@@ -77,12 +77,13 @@ def _from_objects(catalogue: Catalogue) -> list[Inner]:
         if match and match[3] in _SMALL:
             found.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
     return [
-        {key: _value(catalogue, name) for key, name in names.items()}
+        {key: read_object(catalogue, name) for key, name in names.items()}
         for _, names in sorted(found.items())
     ]
 
 
-def _value(catalogue: Catalogue, name: str) -> Any:
+def read_object(catalogue: Catalogue, name: str) -> Any:
+    """The inert value of an object of the checkpoint."""
     held = catalogue.objects[name]
     if held.extent is None:
         return held.value

@@ -20,17 +20,17 @@ def in_model_space(
 ) -> Catalogue:
     """The catalogue with all tensors in model space; as it is where nothing else is in it.
 
-    With `lenient` what cannot be decoded stays as it is stored, with a warning that says why.
+    With `lenient` what cannot be decoded stays as it is stored, with a warning that says why, and
+    copies that differ are left to whoever compares `Catalogue.replicas`.
 
     Raises:
         FormatError: optimizer state that cannot be decoded, or is of another model.
     """
-    if has_fragments(catalogue):
-        catalogue = from_fragments(catalogue)
+    catalogue = _unflattened(catalogue, lenient)
     if not has_buckets(catalogue) and catalogue.format != "megatron":
         return catalogue
     try:
-        return _decoded(catalogue, config, whole)
+        return _decoded(catalogue, config, whole, not lenient)
     except MegtoolError as e:
         if not lenient:
             raise
@@ -38,7 +38,20 @@ def in_model_space(
         return catalogue
 
 
-def _decoded(catalogue: Catalogue, config: ModelConfig | None, whole: bool) -> Catalogue:
+def _unflattened(catalogue: Catalogue, lenient: bool) -> Catalogue:
+    """The catalogue with state of cores up to 0.15 in its own shapes."""
+    try:
+        return from_fragments(catalogue) if has_fragments(catalogue) else catalogue
+    except FormatError as e:
+        if not lenient:
+            raise
+        _LOG.warning("optimizer state stays flattened: %s", e.message)
+        return catalogue
+
+
+def _decoded(
+    catalogue: Catalogue, config: ModelConfig | None, whole: bool, alike: bool
+) -> Catalogue:
     if config is None:
         what = "files per rank" if catalogue.format == "megatron" else "optimizer state in buckets"
         raise FormatError(
@@ -48,7 +61,7 @@ def _decoded(catalogue: Catalogue, config: ModelConfig | None, whole: bool) -> C
         )
     try:
         read = from_ranks if catalogue.format == "megatron" else from_buckets
-        return read(catalogue, config, saved_layout(catalogue), whole=whole)
+        return read(catalogue, config, saved_layout(catalogue), whole=whole, alike=alike)
     except LayoutError as e:
         raise FormatError(
             f"the checkpoint's args contradict themselves: {e.message}",

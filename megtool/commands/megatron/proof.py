@@ -1,14 +1,31 @@
-"""Proof that decoded optimizer state is the model's: master weights, rounded, are the weights."""
+"""Proof that decoded optimizer state is the model's: master weights, rounded, are the weights.
+
+What is proved, and what is not:
+
+- Of every piece of a parameter (a run of a bucket that one rank stored) a few elements at its
+  beginning, and at its end or middle, are what the model has there: all elements with `whole`. A
+  parameter found elsewhere than it lies would have to hold the same numbers in all these places.
+- `decode` refuses a second order that passes the same test with other places for any parameter, all
+  of whose elements are compared then: so of the known orders exactly one is right, however alike
+  the parameters are. What is the same in all orders (norms that are all ones) needs no telling
+  apart.
+- Moments lie where the master weights of the same bucket lie; that they belong to them is not
+  proved, for nothing else holds them.
+- Copies of a parameter or its state, which several ranks store, are equal in the same places
+  (`check_copies`); with `whole`, in all.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.catalogue import Catalogue, Replica
 from megtool.checkpoint.read import Reader
+from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.strided import Array
@@ -16,13 +33,22 @@ from megtool.checkpoint.values import numbers
 from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import FormatError
+from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
 
 PROBE_ELEMENTS = 64
-"""Elements compared at the start of each piece of a parameter, unless all are."""
+"""Elements compared in each place of a piece that is probed, unless all are."""
 
 MOST_PIECES = 1024
 """Pieces of one tensor that are probed, evenly spaced, unless all are compared."""
+
+MOST_COPIES = 16
+"""Second copies of pieces of one tensor that are probed, evenly spaced, unless all are compared."""
+
+_PART_ELEMENTS = 1 << 20
+
+_FEW_PIECES = 8
+"""Of a tensor of so few pieces, each is probed in three places, of others in two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +77,17 @@ def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> 
 
     `candidate` holds the state per layer, `model` the weights under the same keys or stacked over
     layers. With `whole` every element is compared.
+
+    Raises:
+        FormatError: master weights of which the model has no weight.
     """
+    keys = _keys(model)
     with Reader(candidate, Files()) as mains, Reader(model, Files()) as weights:
         for number, tensor in enumerate(candidate.tensors):
             state, _, key = split_state(tensor.name)
-            if state != MAIN or not tensor.dtype.is_float:
+            if state != MAIN:
                 continue
-            found = _weight_of(model, key)
-            if found is None:
-                continue
-            stored, lead = found
+            stored, lead = _weight_of(keys, key, candidate.root)
             rows = candidate.shards.of(number)
             pieces = range(rows.start, rows.stop)
             if not whole and len(pieces) > MOST_PIECES:
@@ -68,51 +95,155 @@ def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> 
             for row in pieces:
                 lo = candidate.shards.boxes.lo[row, : len(tensor.shape)].tolist()
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
-                if not whole:
-                    lo, hi = _probe(lo, hi)
-                main = mains.canonical(_box(tensor.name, lo, hi)).read().reshape(-1)
-                weight = weights.canonical(
-                    _box(stored, [*lead, *lo], [*(x + 1 for x in lead), *hi])
-                ).read()
-                wrong = _difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
-                if wrong is not None:
-                    at, a, b = wrong
-                    shape = [h - x for x, h in zip(lo, hi, strict=True)]
-                    place = np.unravel_index(at, shape) if shape else ()
-                    index = tuple(int(i) + x for i, x in zip(place, lo, strict=True))
-                    return Mismatch(key=key, index=index, main=a, weight=b)
+                shares = _shares(len(pieces), row)
+                for box in _parts(lo, hi) if whole else _probes(lo, hi, shares):
+                    main = mains.canonical(_box(tensor.name, *box)).read().reshape(-1)
+                    weight = weights.canonical(
+                        _box(stored, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
+                    ).read()
+                    wrong = _difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
+                    if wrong is not None:
+                        at, x, y = wrong
+                        return Mismatch(key=key, index=_index(at, *box), main=x, weight=y)
     return None
 
 
-def _weight_of(model: Catalogue, key: str) -> tuple[str, tuple[int, ...]] | None:
+def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
+    """Compare what several ranks store of the same parameter: norms, a tied embedding, their state.
+
+    All elements of all copies with `whole`, otherwise some of a bounded number of copies.
+
+    Raises:
+        FormatError: two differ; names the tensor and both files.
+    """
+    chosen = _replicas(catalogue) if whole else _some(catalogue)
+    if not chosen:
+        return
+    one, other = as_pair(replace(catalogue, replicas=chosen))
+    with Reader(one, Files()) as first, Reader(other, Files()) as second:
+        for number, (copy, tensor) in enumerate(zip(chosen, one.tensors, strict=True)):
+            lo, hi = [0] * len(tensor.shape), list(tensor.shape)
+            for box in _parts(lo, hi) if whole else _probes(lo, hi, (0.0, 0.5, 1.0)):
+                place = _box(tensor.name, *box)
+                a = first.canonical(place).read().reshape(-1)
+                b = second.canonical(place).read().reshape(-1)
+                differ = np.flatnonzero(a.view(np.uint8) != b.view(np.uint8))
+                if len(differ):
+                    at = int(differ[0]) // a.itemsize
+                    values = [float(numbers(x, tensor.dtype)[at]) for x in (a, b)]
+                    file = int(one.extents.file[number])
+                    raise _differing(catalogue, copy, file, _index(at, *box), values)
+
+
+def _replicas(catalogue: Catalogue) -> list[Replica]:
+    """All replicas but those of modules' extra state: scales of fp8 may be a rank's own."""
+    names = [t.name for t in catalogue.tensors]
+    number = catalogue.shards.tensor
+    return [
+        r for r in catalogue.replicas if not names[int(number[r.shard])].endswith("._extra_state")
+    ]
+
+
+def _some(catalogue: Catalogue) -> list[Replica]:
+    """Some replicas of every tensor."""
+    found: dict[int, list[Replica]] = {}
+    for copy in _replicas(catalogue):
+        found.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
+    return [
+        copy
+        for copies in found.values()
+        for copy in copies[:: -(-len(copies) // MOST_COPIES)]
+    ]
+
+
+def _differing(
+    catalogue: Catalogue,
+    copy: Replica,
+    file: int,
+    index: tuple[int, ...],
+    values: Sequence[float],
+) -> FormatError:
+    name = catalogue.tensors[int(catalogue.shards.tensor[copy.shard])].name
+    lo = catalogue.shards.boxes.lo[copy.shard].tolist()
+    at = [i + x for i, x in zip(index, lo, strict=False)]
+    way_out = ", or leave the optimizer out: --optimizer none" if split_state(name)[0] else ""
+    return FormatError(
+        f"copies of it differ: {values[0]:g} in {catalogue.files[file].path} and {values[1]:g} "
+        f"in {catalogue.files[copy.file].path}, at {at}",
+        file=catalogue.path(copy.file),
+        tensor=name,
+        hint="a file is damaged, or of another save: `megtool verify` lists all that differ; take "
+        f"another iteration{way_out}",
+    )
+
+
+def _weight_of(keys: dict[str, str], key: str, root: Path) -> tuple[str, tuple[int, ...]]:
     """The stored weight of a per-layer key, and the layer's index in it where it is stacked."""
-    by_key = _keys(model)
-    if key in by_key:
-        return by_key[key], ()
+    if key in keys:
+        return keys[key], ()
     head, _, rest = key.partition(".layers.")
     layer, _, suffix = rest.partition(".")
     stacked = f"{head}.layers.{suffix}"
-    if layer.isdigit() and stacked in by_key:
-        return by_key[stacked], (int(layer),)
-    return None
+    if layer.isdigit() and stacked in keys:
+        return keys[stacked], (int(layer),)
+    raise FormatError(
+        "the optimizer has state of a parameter that the model lacks",
+        file=root,
+        tensor=key,
+        hint="--optimizer none leaves the optimizer out",
+    )
 
 
 def _keys(model: Catalogue) -> dict[str, str]:
     """Stored names of weights by their keys without wrappers."""
-    known = model.metadata.get("_keys")
-    if not isinstance(known, dict):
-        split = ((split_state(t.name), t.name) for t in model.tensors)
-        known = {key: name for (state, _, key), name in split if state == ""}
-        model.metadata["_keys"] = known
-    return known
+    split = ((split_state(t.name), t.name) for t in model.tensors)
+    return {key: name for (state, _, key), name in split if state == ""}
 
 
-def _probe(lo: list[int], hi: list[int]) -> tuple[list[int], list[int]]:
-    """The first elements of a box, along its last dimension."""
+def _shares(num_pieces: int, number: int) -> tuple[float, ...]:
+    """How far inside a piece it is probed."""
+    if num_pieces <= _FEW_PIECES:
+        return 0.0, 0.5, 1.0
+    return 0.0, 1.0 if number % 2 else 0.5
+
+
+def _probes(
+    lo: list[int], hi: list[int], shares: tuple[float, ...]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Runs of a few elements of a box, along its last dimension; no run twice."""
     if not lo:
-        return lo, hi
-    last = min(hi[-1], lo[-1] + PROBE_ELEMENTS)
-    return lo, [*(x + 1 for x in lo[:-1]), last]
+        yield lo, hi
+        return
+    size = min(hi[-1] - lo[-1], PROBE_ELEMENTS)
+    seen: list[list[int]] = []
+    for share in shares:
+        last = [x + int((h - n - x) * share) for x, h, n in zip(lo, hi, _ends(lo, size), strict=True)]
+        if last not in seen:
+            seen.append(last)
+            yield last, [x + n for x, n in zip(last, _ends(lo, size), strict=True)]
+
+
+def _parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """A box in parts that fit into memory."""
+    shape = [h - x for x, h in zip(lo, hi, strict=True)]
+    if numel(shape) <= _PART_ELEMENTS:
+        yield lo, hi
+        return
+    dim = shape.index(max(shape))
+    middle = lo[dim] + shape[dim] // 2
+    yield from _parts(lo, [*hi[:dim], middle, *hi[dim + 1 :]])
+    yield from _parts([*lo[:dim], middle, *lo[dim + 1 :]], hi)
+
+
+def _ends(lo: list[int], size: int) -> list[int]:
+    return [*[1] * (len(lo) - 1), size]
+
+
+def _index(at: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
+    """The index in the tensor of an element of a box."""
+    shape = [h - x for x, h in zip(lo, hi, strict=True)]
+    place = np.unravel_index(at, shape) if shape else ()
+    return tuple(int(i) + x for i, x in zip(place, lo, strict=True))
 
 
 def _box(stored: str, lo: list[int], hi: list[int]) -> Placement:

@@ -15,6 +15,8 @@ _LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
 _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
+_SEQUENTIAL_MODULE = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])")
+_EXPERT_MODULE = re.compile(r"mlp\.experts\.experts\.(linear_fc[12])")
 _NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -30,7 +32,7 @@ class Global:
 
 
 def to_global(name: str, *, first_layer: int, first_expert: int) -> Global:
-    """The global key of a rank's own name.
+    """The global key of a rank's own name for a parameter or a module.
 
     `first_layer` and `first_expert` are those the rank's chunk begins with.
     """
@@ -44,6 +46,9 @@ def to_global(name: str, *, first_layer: int, first_expert: int) -> Global:
         return Global(key, first_expert + int(found[3]))
     if found := _SEQUENTIAL.fullmatch(suffix):
         key = f"{head}mlp.experts.experts.linear_fc{found[2]}.{found[3]}"
+        return Global(key, first_expert + int(found[1]))
+    if found := _SEQUENTIAL_MODULE.fullmatch(suffix):
+        key = f"{head}mlp.experts.experts.linear_fc{found[2]}"
         return Global(key, first_expert + int(found[1]))
     return Global(head + suffix, None)
 
@@ -72,4 +77,21 @@ def to_local(
         for of_linear, own in _NORMS:
             if suffix.startswith(of_linear):
                 suffix = own + suffix.removeprefix(of_linear)
+    return f"{match[1]}.layers.{int(match[2]) - first_layer}.{suffix}"
+
+
+def module_to_local(
+    module: str, expert: int | None, *, first_layer: int, first_expert: int, grouped: bool
+) -> str:
+    """The name of a rank's own module, from the one in the whole model (layers one by one).
+
+    `grouped`: all experts of a rank are one module.
+    """
+    match = _LAYER.fullmatch(module)
+    if match is None:
+        return module
+    suffix = match[3]
+    if found := _EXPERT_MODULE.fullmatch(suffix):
+        local = "" if grouped else f"local_experts.{(expert or 0) - first_expert}."
+        suffix = f"mlp.experts.{local}{found[1]}"
     return f"{match[1]}.layers.{int(match[2]) - first_layer}.{suffix}"
