@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megtool.commands.reshard import reshard
+from megtool.config import ParallelConfig
 from tests.commands import tiny_llama
+from tests.commands.megatron import trained
 
 ARGUMENTS = {
     "inspect_checkpoint.py": (["hf"], "family      llama"),
+    "reshard_optimizer.py": (["trained", "out"], "equal"),
     "reshard_tp.py": (["hf", "out"], "tp=3 pp=1"),
     "verify_roundtrip.py": (["hf", "scratch"], "equal"),
 }
@@ -23,9 +28,11 @@ def test_every_example_is_run_here(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_example_runs(name: str, checkout: Path, tmp_path: Path) -> None:
+def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize: Any) -> None:
     shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 48}
     tiny_llama.save(tmp_path / "hf", **shape)
+    trained.write(tmp_path / "full", trained.config(), ParallelConfig(), materialize)
+    reshard(tmp_path / "full", tmp_path / "trained", optimizer="dp_reshardable", dp=2)
     arguments, promise = ARGUMENTS[name]
     done = subprocess.run(
         [sys.executable, str(checkout / "examples" / name), *arguments],

@@ -132,14 +132,19 @@ def _known(
 
 def _kept_replicas(catalogue: Catalogue, old: Ints, order: Ints) -> list[Replica]:
     """Copies of the old shards that stay, by their new rows."""
-    row = {int(s): int(k) for s, k in zip(old.tolist(), np.argsort(order)[: len(old)].tolist(), strict=True)}
+    row = {
+        int(s): int(k)
+        for s, k in zip(old.tolist(), np.argsort(order)[: len(old)].tolist(), strict=True)
+    }
     held = [r for r in catalogue.replicas if r.shard in row]
     if not held:
         return []
     copies = as_pair(replace(catalogue, replicas=held))[1]
     found = copies.locate(np.arange(len(held)))
     return [
-        replace(r, shard=row[r.shard], offset=int(found.offset[k]), length=copies.tensors[k].num_bytes)
+        replace(
+            r, shard=row[r.shard], offset=int(found.offset[k]), length=copies.tensors[k].num_bytes
+        )
         for k, r in enumerate(held)
         if k not in found.strides
     ]

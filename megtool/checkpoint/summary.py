@@ -174,7 +174,7 @@ def summarise(
         target_files=len(target.files) + sum(1 for _ in plan.target.all_small()),
         moved=len(used - derived),
         derived=len(derived),
-        dropped=len(plan.dropped),
+        dropped=len({d.name for d in plan.dropped} & _tensor_names(plan)),
         dropped_bytes=sum(d.num_bytes for d in plan.dropped),
         steps=len(steps),
         threads=threads,
@@ -187,6 +187,12 @@ def summarise(
         seconds=_seconds(num_bytes, threads, _reduced_bytes(plan)),
         fingerprint=plan.fingerprint,
     )
+
+
+def _tensor_names(plan: Plan) -> set[str]:
+    """Names of the tensors that the sources store: what is dropped may be something else."""
+    tensors = {t.name for c in plan.sources for t in c.tensors}
+    return tensors | {s.name for c in plan.sources for s in c.set_aside}
 
 
 def _by_entry(values: Ints, first: Ints) -> Ints:

@@ -24,7 +24,9 @@ from megtool.checkpoint.plan import Op, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import PlanSummary, summarise
+from megtool.commands.account import Account, account_of
 from megtool.commands.average import Average, dropped_optimizers, sources_of
+from megtool.commands.megatron.optimizer import NONE
 from megtool.commands.opened import Opened
 from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.target import Request, Target, make_target
@@ -53,12 +55,13 @@ class Manner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is read, what is to be written, and the plan between them."""
+    """What is read, what is to be written, the plan between them, and what becomes of it all."""
 
     opened: Opened
     average: Average | None
     target: Target
     plan: Plan
+    account: Account
     destination: Path
 
     @property
@@ -77,7 +80,7 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
     target = make_target(opened, request)
     others = average.others if average else ()
     dropped = list(target.dropped)
-    if average and request.optimizer is None:
+    if average and request.optimizer != NONE:
         dropped += dropped_optimizers([opened, *others])
     copies = {n: opened.repeats.get(c, c) for n, c in target.copies.items()}
     copies |= {n: held for n, held in opened.repeats.items() if n in target.side.placements}
@@ -94,9 +97,10 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
         shares=average.shares if average else (),
         options=repr((__version__, manner.digest.value)),
     )
-    if manner.strict and (lost := [d for d in plan.dropped if d.is_lost]):
+    account = account_of(opened, target, plan)
+    if manner.strict and (lost := [d for d in account.all_dropped if d.is_lost]):
         raise CoverageError(
-            f"{len(lost)} tensors or objects would be dropped, the first because {lost[0].reason}",
+            f"{len(lost)} tensors, objects or files would be dropped, the first because {lost[0].reason}",
             tensor=lost[0].name,
             hint="without --strict they are dropped and listed",
         )
@@ -105,6 +109,7 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
         average=average,
         target=target,
         plan=plan,
+        account=account,
         destination=request.destination,
     )
 
@@ -202,7 +207,7 @@ def _report(job: Job, summary: PlanSummary, **facts: Any) -> ReshardReport:
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
         plan=summary,
-        dropped=tuple(plan.dropped),
+        account=job.account,
         left_out=opened.left_out,
         shares=_shares(job),
         **facts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
 from megtool.commands.megatron.foreign_config import foreign_args
 from megtool.commands.megatron.model_space import in_model_space
 from megtool.config import ModelConfig
+from megtool.convert.classic_names import core_args
 from megtool.convert.dialects import Side, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import Family, detect_family, family
 from megtool.convert.gguf import config_from_gguf
@@ -31,6 +33,7 @@ from megtool.errors import (
 
 _LOG = logging.getLogger(__name__)
 _CARRIED = "hf/"
+_STATE_OF_RANK = re.compile(r"[^/]+/(distrib_optim|model_optim_rng/optimizer)/")
 _LIKE = "--like FOLDER takes it from the config.json of a Hugging Face folder"
 
 
@@ -102,8 +105,8 @@ def open_model(
     all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
     selects tensors by name. `model` is used where the checkpoint says nothing
     of its own. `for_format` is the format to be written: a state dict of several parts keeps its
-    names where that is its own. With `lenient`, tensors that do not fit the model keep their own names and `reason`
-    says why.
+    names where that is its own. With `lenient`, tensors that do not fit the model keep their own
+    names and `reason` says why.
 
     Raises:
         FormatError: no checkpoint, or a broken one.
@@ -113,8 +116,8 @@ def open_model(
     sidecar = _sidecar(catalogue)
     stored, unread = len(catalogue.tensors), 0
     if not optimizer:
-        unread = sum(t.num_bytes for t in catalogue.tensors if is_optimizer_state(t.name))
-        catalogue = catalogue.select(lambda name: not is_optimizer_state(name))
+        unread = sum(t.num_bytes for t in catalogue.tensors if _is_state(t.name))
+        catalogue = catalogue.select(lambda name: not _is_state(name))
     reason: MappingError | None = None
     try:
         model = _model(catalogue, family_name, like) or model
@@ -184,6 +187,11 @@ def _is_compound(names: Sequence[str], catalogue: Catalogue) -> bool:
     )
 
 
+def _is_state(name: str) -> bool:
+    """A stored tensor of optimizer state, in model space or not yet."""
+    return is_optimizer_state(name) or _STATE_OF_RANK.match(name) is not None
+
+
 def _iteration(text: str | None) -> int | str | None:
     if text is None or text == "latest":
         return None
@@ -237,6 +245,8 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
     if not isinstance(args, dict) and (foreign := foreign_args(catalogue)) is not None:
         args = catalogue.metadata["args"] = foreign
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
+        if catalogue.format == "deepspeed":
+            args = core_args(args)
         return Model(family=named, config=config_from_args(args))
     return None
 

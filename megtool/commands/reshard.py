@@ -92,14 +92,15 @@ def reshard(
         like=None if like is None else Path(like),
         select=select,
         exclude=exclude,
-        optimizer=optimizer != NONE and not average,
+        optimizer=optimizer != NONE,
         optimizer_only=optimizer_only,
         layers=layers,
         prove_all=prove_all,
         for_format=to or "dcp",
+        average=[Path(path) for path in average],
+        weights=weights,
     )
     opened = chosen.open(Path(source))
-    others = chosen.open_others(opened, [Path(path) for path in average], weights)
     layout: dict[str, Any] = dict(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp, dp=dp)
     layout |= dict(first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers)
     layout |= dict(account_for_embedding=account_for_embedding, account_for_loss=account_for_loss)
@@ -124,7 +125,7 @@ def reshard(
         dry_run=dry_run,
         fsync=fsync,
     )
-    job = plan_job(opened, others, request, manner)
+    job = plan_job(opened, chosen.open_others(opened), request, manner)
     return carry_out(job, manner, files or Files(), progress, began=began)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from megtool.checkpoint.formats import CUT_BY_RANKS
 from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.summary import PlanSummary
+from megtool.commands.account import OBJECTS, Account
 from megtool.log import format_bytes
 
 
@@ -32,7 +33,7 @@ class ReshardReport:
     tensors: int
     num_bytes: int
     plan: PlanSummary
-    dropped: tuple[Dropped, ...]
+    account: Account
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
@@ -47,16 +48,27 @@ class ReshardReport:
     peak_rss_bytes: int = 0
     warnings: tuple[str, ...] = field(default_factory=tuple)
 
+    @property
+    def moved(self) -> dict[str, tuple[str, ...]]:
+        """What the target has unchanged: the source's names of `tensors`, `objects` and `files`."""
+        return self.account.moved
+
+    @property
+    def derived(self) -> dict[str, tuple[str, ...]]:
+        """What is cast, decoded, averaged or written anew, by kind."""
+        return self.account.derived
+
+    @property
+    def dropped(self) -> tuple[Dropped, ...]:
+        """What the target has not got, of every kind, and why."""
+        return self.account.all_dropped
+
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "dropped")]
+        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "account")]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
-        out["dropped"] = [
-            {"name": d.name, "reason": d.reason, "num_bytes": d.num_bytes, "is_lost": d.is_lost}
-            for d in self.dropped
-        ]
-        return out
+        return out | self.account.to_json()
 
     def lines(self) -> Iterator[str]:
         """The report as a person reads it."""
@@ -76,6 +88,8 @@ class ReshardReport:
             yield from (f"  {line}" for line in self.plan.lines())
         else:
             yield from self._done()
+        if (counts := self.account.counts(OBJECTS)) is not None:
+            yield f"  {'objects':<12}{counts}"
         if self.left_out:
             yield f"  {'left out':<12}{self.left_out} tensors that were not asked for"
         reasons: dict[str, list[str]] = {}

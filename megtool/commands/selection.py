@@ -20,7 +20,8 @@ class Selection:
 
     `select` and `exclude` are globs on stored names, `layers` a list of layers. `optimizer` false
     leaves optimizer state out, `optimizer_only` everything else. `prove_all` compares every master
-    weight with its weight. `for_format` is the format to be written.
+    weight with its weight. `for_format` is the format to be written. The mean of
+    the source and `average` has no optimizer state; `weights` lists the shares, the source's first.
     """
 
     iteration: str | None = None
@@ -33,6 +34,8 @@ class Selection:
     layers: str | None = None
     prove_all: bool = False
     for_format: str | None = None
+    average: Sequence[Path] = ()
+    weights: str | None = None
 
     def open(self, path: Path) -> Opened:
         """Open the source.
@@ -40,34 +43,29 @@ class Selection:
         Raises:
             MegtoolError: see `open_model` and `select_layers`.
         """
-        if self.optimizer_only and not self.optimizer:
-            raise UsageError(
-                "--optimizer-only with --optimizer none leaves nothing",
-                hint="leave one of the two out",
-            )
+        if self.optimizer_only and (self.average or not self.optimizer):
+            why = "optimizer state is not averaged" if self.average else "nothing is left to write"
+            other = "--average" if self.average else "--optimizer none"
+            raise UsageError(f"--optimizer-only with {other}: {why}", hint="leave one of them out")
+        if self.weights is not None and not self.average:
+            raise UsageError("--weights without --average", hint="--average OTHER names others")
         return self._open(path, self.iteration, self._keep(), None)
 
-    def open_others(
-        self, first: Opened, paths: Sequence[Path], weights: str | None
-    ) -> Average | None:
+    def open_others(self, first: Opened) -> Average | None:
         """Open the checkpoints to average with the source, None where there are none.
 
         Globs are about the source's names: of the others what the source has is taken. An
         iteration is that of save folders.
 
         Raises:
-            UsageError: weights that are not one for each, or without others.
+            UsageError: weights that are not one for each.
             MappingError: a checkpoint of another model.
         """
-        if not paths:
-            if weights is not None:
-                raise UsageError("--weights without --average", hint="--average OTHER names others")
+        if not self.average:
             return None
-        if self.optimizer_only:
-            raise UsageError("optimizer state is not averaged", hint="leave --optimizer-only out")
-        shares = parse_shares(weights, len(paths) + 1)
+        shares = parse_shares(self.weights, len(self.average) + 1)
         others = []
-        for path in paths:
+        for path in self.average:
             iteration = self.iteration if is_save_folder(path) else None
             others.append(self._open(path, iteration, None, first.model))
         check_same(first, others, partial=self._keep() is not None)
@@ -87,7 +85,7 @@ class Selection:
             like=self.like,
             keep=keep,
             model=model if self.layers is None else None,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer and not self.average,
             prove_all=self.prove_all,
             for_format=self.for_format,
         )

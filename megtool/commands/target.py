@@ -82,6 +82,11 @@ def make_target(source: Opened, request: Request) -> Target:
         dtype = named_dtype("bfloat16")
     optimizer = choose_optimizer(request.optimizer, source.catalogue, source.side, kind)
     side = _write(source, kind, dialect, parallel, dtype, optimizer)
+    if source.side.canonical and not side.tensors:
+        raise UsageError(
+            f"nothing that was selected has a place in {kind!r}: {side.dropped[0][1]}",
+            hint="--to torch_dist holds everything",
+        )
     if request.renames:
         side = _renamed(side, request.renames)
     if source.model is not None and kind in MEGATRON and source.side.dialect != "megatron":

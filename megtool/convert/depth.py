@@ -10,6 +10,7 @@ from typing import Any
 
 from megtool.config import MOST_LAYERS, ModelConfig
 from megtool.convert.families import Family
+from megtool.convert.moe_settings import MoeLayers
 from megtool.errors import MappingError, UsageError
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
@@ -92,14 +93,14 @@ def of_layers(config: ModelConfig, layers: Sequence[int], family: Family | None)
     if isinstance(skip, tuple) or windows != _flags(skip, n):
         skip = None if all(windows) else windows
     is_windowed = bool(config.window_size) and any(windows)
-    rope = config.no_rope_layers
+    rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
     return replace(
         config,
         num_layers=n,
         moe_layer_freq=freq,
         window_size=config.window_size if is_windowed else 0,
         window_skip_freq=skip if is_windowed else None,
-        no_rope_layers=tuple(rope[i] for i in layers) if rope else None,
+        no_rope_layers=rope if any(rope) else None,
         extra=_extra(config, layers, windows),
     )
 
@@ -149,7 +150,7 @@ def edited_config(
         after: dict[str, Any] = {}
         setting.write(old, before)
         setting.write(new, after)
-        if before != after:
+        if before != after or isinstance(setting, MoeLayers):  # which rules by number may change
             out = {k: v for k, v in out.items() if k not in before} | after
     found = family.read_config(out)
     for name, a, b in (

@@ -439,7 +439,8 @@ def test_the_report(tmp_path: Path, hf: Path) -> None:
         progress=lambda what, done, total: told.append((what, done, total)),
     )
     data = json.loads(json.dumps(report.to_json()))
-    assert data["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "dp": 1}
+    axes = {"pp": 1, "vpp": 1, "ep": 1, "etp": 2, "cp": 1, "dp": 1}
+    assert data["layout"] == {"tp": 2, **axes}
     assert (data["family"], data["target_format"], data["dry_run"]) == (
         "llama",
         "torch_dist",

@@ -222,3 +222,28 @@ def test_args_say_what_megatron_cannot_run() -> None:
     assert (kept["seed"], kept["world_size"], kept["padded_vocab_size"]) == (7, 4, 512)
     with pytest.raises(MappingError, match="lack 'num_layers'"):
         config_from_args({"num_attention_heads": 4, "hidden_size": 8})
+
+
+@pytest.mark.parametrize("wrapper", ["", "model.", "module."])
+@pytest.mark.parametrize(
+    "spelling", ["optimizer.state.{state}.{name}", "optimizer.state.{name}.{state}"]
+)
+def test_state_beside_hugging_face_names(wrapper: str, spelling: str) -> None:
+    cfg, llama = config(), family("llama")
+    side, _ = canonical_side(cfg, ("", "exp_avg", "exp_avg_sq"))
+    made = write_side(side, dialect="hf", family=llama, config=cfg, state_names=spelling)
+    assert {p.stored for n, p in made.placements.items() if n == "exp_avg:norm.weight"} == {
+        spelling.format(state="exp_avg", name="model.norm.weight")
+    }
+    wrapped = [
+        t
+        if t.name.startswith("optimizer.")
+        else GlobalTensor(name=wrapper + t.name, shape=t.shape, dtype=t.dtype)
+        for t in made.tensors
+    ]
+    step = GlobalTensor(name="optimizer.state.model.norm.weight.step", shape=(), dtype=F32)
+    again = read_side([*wrapped, step], dialect="hf", family=llama, config=cfg)
+    assert again.canonical.keys() == side.canonical.keys()
+    assert [name for name, _ in again.dropped] == [step.name]
+    without = write_side(again, dialect="hf", family=llama, config=cfg)
+    assert {n.partition(":")[0] for n, _ in without.dropped} == {"exp_avg", "exp_avg_sq"}

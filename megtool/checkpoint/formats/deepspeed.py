@@ -233,7 +233,7 @@ def _add_weights(model: ModelStates, out: Gathered) -> None:
         if name in out.tensors:
             raise FormatError(
                 "two model-parallel ranks hold parts of it",
-                file=out.files[held.stored.path].path,
+                file=held.stored.path,
                 tensor=name,
                 hint=_TO_UNIVERSAL,
             )

@@ -37,9 +37,7 @@ class Run:
     at: int
 
 
-def runs_of_group(
-    shapes: dict[str, Shape], parts: Sequence[Held], *, root: Path
-) -> Iterator[Run]:
+def runs_of_group(shapes: dict[str, Shape], parts: Sequence[Held], *, root: Path) -> Iterator[Run]:
     """Stages 1 and 2: where a group's parameters lie in the ranks' parts of it.
 
     Padding is at the end, and the last parts may lack it.
@@ -188,7 +186,9 @@ class Gathered:
         tensors = list(self.tensors.values())
         rows = sorted(self._rows, key=lambda r: r[0])
         strides = {
-            k: self._strides[r[3], r[4]] for k, r in enumerate(rows) if (r[3], r[4]) in self._strides
+            k: self._strides[r[3], r[4]]
+            for k, r in enumerate(rows)
+            if (r[3], r[4]) in self._strides
         }
         extents = Extents(
             file=np.array([r[3] for r in rows], np.int32),

@@ -10,7 +10,8 @@ from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import lay_out as lay_out_arrays
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.state import item_of
+from megtool.commands.megatron.objects import item_of
+from megtool.commands.megatron.state import account_for_common
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
 from megtool.dtypes import DType
@@ -22,7 +23,8 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     Nothing here depends on a layout of ranks, so what belongs to the source's ranks stays true.
     """
     found = source.catalogue
-    common = found.metadata.get("common")
+    held = found.metadata.get("common")
+    common = held if isinstance(held, dict) else None
     out.destination = lay_out_arrays(
         out.side.tensors,
         kind=out.format,
@@ -31,10 +33,12 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
             name: held.value if held.extent is None else item_of(found, held)
             for name, held in found.objects.items()
         },
-        common=common if isinstance(common, dict) else None,
+        common=common,
         small=files_beside_ranks(source, dtype),
         compress=request.compress,
     )
+    out.moved += found.objects
+    out.account(*account_for_common(source, common, out.format))
     if request.compress is not None:
         out.finish = partial(_compress, out.destination, request.compress)
 

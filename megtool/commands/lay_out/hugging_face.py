@@ -6,8 +6,10 @@ from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.safetensors import lay_out as lay_out_safetensors
 from megtool.checkpoint.plan import Dropped
 from megtool.commands.lay_out.target import Request, Target
+from megtool.commands.megatron.extra_states import EMPTY, is_empty_state
 from megtool.commands.megatron.groups import is_group_object
-from megtool.commands.megatron.state import EMPTY, is_empty_state, lost_state
+from megtool.commands.megatron.random_state import is_rerun, is_rerun_idle
+from megtool.commands.megatron.state import account_for_common
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import hugging_face_files
 from megtool.dtypes import DType
@@ -24,8 +26,14 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
         small=small,
         single_file=single,
     )
-    for name in source.catalogue.objects:
-        harmless = is_empty_state(source.catalogue, name) or is_group_object(name)
-        reason = EMPTY if harmless else f"{out.format!r} holds tensors and small files alone"
-        out.dropped.append(Dropped(name=name, reason=reason, is_lost=not harmless))
-    out.dropped += lost_state(source.catalogue, out.format)
+    catalogue = source.catalogue
+    for name in catalogue.objects:
+        reason, is_lost = f"{out.format!r} holds tensors and small files alone", True
+        if is_empty_state(catalogue, name):
+            reason, is_lost = EMPTY, False
+        elif is_group_object(name) and not source.side.states:
+            reason, is_lost = "its optimizer state is left out", False
+        elif is_rerun(name) and is_rerun_idle(catalogue):
+            reason, is_lost = "rerun state; none was pending", False
+        out.dropped.append(Dropped(name=name, reason=reason, is_lost=is_lost))
+    out.account(*account_for_common(source, None, out.format))

@@ -15,16 +15,19 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.from_ranks import expert_rank
+from megtool.commands.megatron.extra_states import SUFFIX, site_of
 from megtool.commands.megatron.groups import Inner, read_groups
+from megtool.commands.megatron.objects import (
+    Carried,
+    carried_objects,
+    drop_grouped,
+    values_of,
+)
 from megtool.commands.megatron.optimizer import run_of, states_of
 from megtool.commands.megatron.pieces import Collected, boxes_of
-from megtool.commands.megatron.rank_names import to_local
-from megtool.commands.megatron.state import (
-    carried_objects,
-    common_state,
-    rank_state,
-    saved_iteration,
-)
+from megtool.commands.megatron.rank_names import module_to_local, to_local
+from megtool.commands.megatron.rank_objects import of_chunk, own_state
+from megtool.commands.megatron.state import account_for_common, common_state, saved_iteration
 from megtool.commands.megatron.to_buckets import Run
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
@@ -38,7 +41,7 @@ from megtool.tensors import buckets
 from megtool.tensors.parameters import registered
 from megtool.tensors.sharded import GlobalTensor
 
-_LINEAR = (".linear_qkv", ".linear_proj", ".linear_fc1", ".linear_fc2")
+_LINEAR = tuple(f".linear_{n}{SUFFIX}" for n in ("qkv", "proj", "fc1", "fc2"))
 _FLAT = "distrib_optim"
 
 
@@ -53,9 +56,19 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
-    writer = _Writer(source, config, parallel, weights, states_of(out.side))
-    out.dropped += carried_objects(source.catalogue, parallel)[1]
-    common = common_state(source, parallel, out.side.tensors, dtype, request.optimizer)
+    carried = carried_objects(source, weights, parallel, out.format)
+    writer = _Writer(source, config, parallel, weights, states_of(out.side), carried)
+    common = common_state(
+        source,
+        parallel,
+        out.side.tensors,
+        dtype,
+        request.optimizer,
+        target=out.format,
+        objects=carried.kept,
+    )
+    out.account(carried.moved, carried.derived, carried.dropped)
+    out.account(*account_for_common(source, common, out.format))
     files = writer.files(common)
     iteration = saved_iteration(source.catalogue)
     small = files_beside_ranks(source, dtype)
@@ -90,6 +103,7 @@ class _Writer:
         parallel: ParallelConfig,
         weights: Sequence[GlobalTensor],
         states: Mapping[str, DType],
+        carried: Carried,
     ) -> None:
         self.source, self.config, self.parallel = source, config, parallel
         self.states = states
@@ -100,6 +114,11 @@ class _Writer:
             p.is_expert for found in self.ranks.values() for p in found
         )
         self.pieces: list[tuple[str, str, Parameter, int]] = []
+        if self.run.order.grouped_experts:
+            drop_grouped(source, carried, config.num_experts // parallel.ep)
+        self.objects = values_of(source, carried)
+        found = {site_of(name): value for name, value in self.objects.items()}
+        self.extra = {site: value for site, value in found.items() if site is not None}
 
     def files(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Every rank's files by path, their trees with `GlobalTensor` leaves."""
@@ -112,13 +131,13 @@ class _Writer:
             folder = rank_folder((tp, pp, ep))
             stage, expert = pp or 0, ep or 0
             members = [self._members(stage, chunk, tp, expert) for chunk in range(p.vpp)]
-            tree = self._small(common, inner, (tp, stage, expert))
+            tree = self._small(common, inner, folder, (tp, stage))
             for chunk, found in enumerate(members):
                 key = "model" if p.vpp == 1 else f"model{chunk}"
                 tree[key] = self._model(folder, key, found, stage, chunk, expert)
             out[f"{folder}/model_optim_rng.pt"] = tree
             if self.states:
-                flat = self._flat(folder, members, with_dense=is_first)
+                flat = self._flat(folder, members, stage, with_dense=is_first)
                 if flat is not None:
                     out[f"{folder}/{_FLAT}.pt"] = flat
         return out
@@ -144,7 +163,22 @@ class _Writer:
     ) -> Any:
         """The state dict of one chunk: names of its modules, and an extra state per linear."""
         layers = Pipeline.of(self.parallel).layers_of(self.config.num_layers, stage, chunk)
-        first_expert = ep * self.config.num_experts // self.parallel.ep
+        each = self.config.num_experts // self.parallel.ep
+        first_expert = ep * each
+        grouped = self.run.order.grouped_experts
+        modules = {p.module_key.rpartition(".")[0] for p in members}
+        experts = range(first_expert, first_expert + each)
+        extra = {
+            module_to_local(
+                site.module,
+                site.expert,
+                first_layer=layers.start,
+                first_expert=first_expert,
+                grouped=grouped,
+            )
+            + SUFFIX: self.extra[site]
+            for site in of_chunk(self.extra, layers, experts, modules)
+        }
         tree: dict[str, Any] = {}
         for p in members:
             name = to_local(
@@ -152,39 +186,45 @@ class _Writer:
                 first_layer=layers.start,
                 first_expert=first_expert,
                 fused=self.run.order.fused_norms,
-                grouped=self.run.order.grouped_experts,
+                grouped=grouped,
             )
             stored = f"{folder}/model_optim_rng/{key}/{name}"
             kind = self.dtypes[p.key]
             tree[name] = GlobalTensor(name=stored, shape=p.local_shape, dtype=kind)
             self.pieces.append((stored, p.key, p, 0))
-            module = name.rpartition(".")[0]
-            if module.endswith(_LINEAR) and f"{module}._extra_state" not in tree:
-                tree[f"{module}._extra_state"] = None
-        return _ordered(tree)
+            state = name.rpartition(".")[0] + SUFFIX
+            if state not in tree and (state in extra or state.endswith(_LINEAR)):
+                tree[state] = extra.pop(state, None)
+        return _ordered(tree | extra)
 
     def _small(
-        self, common: Mapping[str, Any], inner: Sequence[Inner], rank: tuple[int, int, int]
+        self,
+        common: Mapping[str, Any],
+        inner: Sequence[Inner],
+        folder: str,
+        rank: tuple[int, int],
     ) -> dict[str, Any]:
         """What a rank keeps beside its tensors."""
-        tree = {k: v for k, v in common.items() if k not in ("content_metadata", "optimizer")}
+        tree = {k: v for k, v in common.items() if k != "optimizer"}
         if self.states and inner:
             parts = [dict(one) for one in inner]
             tree["optimizer"] = parts[0] if len(parts) == 1 else parts
-        return tree | rank_state(self.source.catalogue, self.parallel, rank)
+        return tree | own_state(self.objects, folder, rank, self.parallel)
 
     def _flat(
-        self, folder: str, members: Sequence[Sequence[Parameter]], *, with_dense: bool
+        self, folder: str, members: Sequence[Sequence[Parameter]], stage: int, *, with_dense: bool
     ) -> Any:
         """The tree of a rank's distrib_optim.pt; None where it holds nothing."""
         if not self.has_own:
-            return self._chain(folder, "", members) if with_dense else None
+            return self._chain(folder, "", members, stage) if with_dense else None
         dense = [[p for p in found if not p.is_expert] for found in members]
         experts = [[p for p in found if p.is_expert] for found in members]
-        first = self._chain(folder, "0/", dense) if with_dense else None
-        return [first, self._chain(folder, "1/", experts)]
+        first = self._chain(folder, "0/", dense, stage) if with_dense else None
+        return [first, self._chain(folder, "1/", experts, stage)]
 
-    def _chain(self, folder: str, chain: str, members: Sequence[Sequence[Parameter]]) -> Any:
+    def _chain(
+        self, folder: str, chain: str, members: Sequence[Sequence[Parameter]], stage: int
+    ) -> Any:
         """One optimizer's buffers, their buckets one after the other without padding."""
         dtypes = (
             inert_global("torch", self.run.param_dtype),
@@ -192,12 +232,13 @@ class _Writer:
         )
         spelled = f"torch.{self.run.param_dtype},torch.{self.run.grad_dtype}"
         out: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, listed in enumerate(members):
-            found = [p for p in listed if not p.key.endswith(".expert_bias")]
+        every = [[p for p in listed if not p.key.endswith(".expert_bias")] for listed in members]
+        filled = [(chunk, found) for chunk, found in enumerate(every) if found]
+        for number, (chunk, found) in enumerate(filled):  # others have no buffer, and no number
             slots, sizes = buckets.lay_out(
                 [p.numel for p in found],
                 [p.is_shared for p in found],
-                bucket_size=self.run.bucket_size,
+                bucket_size=self.run.bucket_size if stage == 0 and chunk == 0 else None,
             )
             starts = [sum(sizes[:k]) for k in range(len(sizes))]
             held: dict[str, Any] = {}

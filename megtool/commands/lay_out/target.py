@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ class Target:
     """A destination laid out, and how it relates to the canonical tensors.
 
     A destination that holds a tensor several times places it under further names in
-    `side.placements`; `copies` maps each to the canonical one. `finish(stage, threads)` is what is
-    to be done to the staged files once all bytes are in them.
+    `side.placements`; `copies` maps each to the canonical one. `moved` and `derived` name objects
+    and parts of the common state that travel as they are, or are written anew. `finish(stage,
+    threads)` is what is to be done to the staged files once all bytes are in them.
     """
 
     format: str
@@ -52,9 +53,19 @@ class Target:
     fills: list[Fill]
     copies: dict[str, str] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
     is_file: bool = False
     sidecar_folder: str = ""
     finish: Callable[[Stage, int], None] | None = None
+
+    def account(
+        self, moved: Iterable[str], derived: Iterable[str], dropped: Iterable[Dropped]
+    ) -> None:
+        """List objects, or parts of the common state, as what becomes of them."""
+        self.moved += moved
+        self.derived += derived
+        self.dropped += dropped
 
     def store_under(self, names: Mapping[str, Sequence[str]]) -> None:
         """Let each stored tensor be written under all its `names`, the first of which is its own.

@@ -9,20 +9,14 @@ from typing import Any
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
-from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.bridge_files import at_layout
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
+from megtool.commands.megatron.objects import carried_objects, written_objects
 from megtool.commands.megatron.optimizer import run_of, states_of
-from megtool.commands.megatron.state import (
-    carried_objects,
-    common_state,
-    extra_states,
-    lost_state,
-    saved_iteration,
-)
+from megtool.commands.megatron.state import account_for_common, common_state, saved_iteration
 from megtool.commands.megatron.to_buckets import lay_out_buckets, objects_of, regrouping_of
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
@@ -63,20 +57,16 @@ def _lay_out(
     small = files_beside_ranks(source, dtype)
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
-    carried, lost = carried_objects(source.catalogue, parallel)
-    if megatron and source.catalogue.format == "dcp":
-        carried, more_lost = _for_megatron(carried)
-        lost += more_lost
-    out.dropped += lost
-    objects: dict[str, Any] = {**carried, **more}
-    if megatron and source.catalogue.format != "torch_dist":
-        objects |= extra_states(out.side.tensors, objects)
+    carried = carried_objects(source, tensors, parallel, out.format)
+    objects: dict[str, Any] = written_objects(source, carried, tensors, megatron=megatron) | more
     iteration = saved_iteration(source.catalogue)
     common = None
     if megatron:
-        common = common_state(source, parallel, out.side.tensors, dtype, request.optimizer)
-    elif source.catalogue.format != "dcp":
-        out.dropped += lost_state(source.catalogue, out.format)
+        common = common_state(
+            source, parallel, out.side.tensors, dtype, request.optimizer, objects=objects
+        )
+    out.account(carried.moved, carried.derived, carried.dropped)
+    out.account(*account_for_common(source, common, out.format))
     out.destination = lay_out_ranks(
         tensors,
         shards,
@@ -90,17 +80,6 @@ def _lay_out(
     )
     if megatron:
         out.sidecar_folder = folder_name(iteration)
-
-
-_IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
-
-
-def _for_megatron(carried: dict[str, bytes]) -> tuple[dict[str, bytes], list[Dropped]]:
-    """Objects that have the names Megatron gives them, and what is lost of other state dicts."""
-    kept = {n: data for n, data in carried.items() if "/shard_" in n}
-    reason = "Megatron has no such object"
-    lost = [n for n in carried if n not in kept and not n.startswith(_IN_COMMON)]
-    return kept, [Dropped(name=n, reason=reason) for n in lost]
 
 
 def _lay_out_by_buckets(

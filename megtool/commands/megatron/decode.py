@@ -110,9 +110,9 @@ def decode(
         tried.add(key)
         candidate = _regrouped(catalogue, laid, is_flat)
         mismatch = disproof(candidate, catalogue, whole=whole)
+        if mismatch is None and order is not None:  # a file that lists its own is believed
+            mismatch = _check_alone(catalogue, holders, laid, orders[k + 1 :], is_flat)
         if mismatch is None:
-            if order is not None:  # a file that lists its own is believed
-                _check_alone(catalogue, holders, laid, orders[k + 1 :], is_flat)
             candidate.metadata["registration_order"] = order or _order_of(holders)
             return candidate
         worst = worst or mismatch
@@ -130,8 +130,12 @@ def _places(laid: Sequence[Laid]) -> tuple[object, ...]:
     """Where the parameters lie, as something to compare."""
     return tuple(
         sorted(
-            (next(iter(x.bucket.states.values())), x.bucket.offset + x.slot.start, x.parameter.key,
-             x.parameter.expert)
+            (
+                next(iter(x.bucket.states.values())),
+                x.bucket.offset + x.slot.start,
+                x.parameter.key,
+                x.parameter.expert,
+            )
             for x in laid
         )
     )
@@ -140,46 +144,54 @@ def _places(laid: Sequence[Laid]) -> tuple[object, ...]:
 def _check_alone(
     catalogue: Catalogue,
     holders: Sequence[Holder],
-    right: Sequence[Laid],
+    laid: Sequence[Laid],
     others: Sequence[Order | None],
     is_flat: Callable[[str], bool],
-) -> None:
-    """Prove every other order wrong that says something else.
+) -> Mismatch | None:
+    """Prove wrong every other order that says something else than `laid`, or find `laid` wrong.
+
+    An order that holds as well, to the last element of all that it puts elsewhere, leaves `laid`
+    to be compared as thoroughly.
 
     Raises:
-        FormatError: one holds as well, to the last element of all that it puts elsewhere.
+        FormatError: both hold.
     """
-    known = set(_places(right))
+    known = {_places([x]): x for x in laid}
     tried: set[object] = set()
     for order in others:
-        laid = _lay(holders, order)
-        if laid is None or (key := _places(laid)) in tried:
+        other = _lay(holders, order)
+        if other is None or (key := _places(other)) in tried:
             continue
         tried.add(key)
-        elsewhere = [x for x in laid if not known.issuperset(_places([x]))]
+        rival = {_places([x]): x for x in other}
+        elsewhere = [x for place, x in rival.items() if place not in known]
         few = elsewhere[:: max(len(elsewhere) // _FEW, 1)]
-        if elsewhere and not (
-            _is_wrong(catalogue, few, is_flat, False)
-            or _is_wrong(catalogue, elsewhere, is_flat, False)
-            or _is_wrong(catalogue, elsewhere, is_flat, True)
+        if not elsewhere or any(
+            _wrong(catalogue, some, is_flat, whole)
+            for some, whole in ((few, False), (elsewhere, False), (elsewhere, True))
         ):
-            raise FormatError(
-                f"the optimizer's state fits the model in two orders ({order} is one), which "
-                "differ in where it lies",
-                file=catalogue.root,
-                tensor=elsewhere[0].parameter.key,
-                hint="parameters of equal values cannot be told apart: --optimizer none leaves the "
-                "optimizer out",
-            )
+            continue
+        here = [x for place, x in known.items() if place not in rival]
+        if mismatch := _wrong(catalogue, here, is_flat, True):
+            return mismatch
+        raise FormatError(
+            f"the optimizer's state fits the model in two orders ({order} is one), which differ "
+            "in where it lies",
+            file=catalogue.root,
+            tensor=elsewhere[0].parameter.key,
+            hint="parameters of equal values cannot be told apart: --optimizer none leaves the "
+            "optimizer out",
+        )
+    return None
 
 
 _FEW = 16
 
 
-def _is_wrong(
+def _wrong(
     catalogue: Catalogue, laid: Sequence[Laid], is_flat: Callable[[str], bool], whole: bool
-) -> bool:
-    return disproof(_regrouped(catalogue, laid, is_flat), catalogue, whole=whole) is not None
+) -> Mismatch | None:
+    return disproof(_regrouped(catalogue, laid, is_flat), catalogue, whole=whole)
 
 
 def _check(catalogue: Catalogue, holders: Sequence[Holder]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickled import is_global
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
 from megtool.commands.megatron.decode import Bucket, Holder, decode
 from megtool.commands.megatron.groups import OBJECT, read_object
@@ -118,14 +119,14 @@ def check_sizes(catalogue: Catalogue, found: Mapping[Buffer, Sequence[Bucket]]) 
         chain, group = int(match[1] or 0), int(match[2])
         value = read_object(catalogue, name)
         said = {
-            (number, str(dtypes[0]), k): size
+            (number, dtypes[0].qualname, k): size
             for number, by_dtype in enumerate(value if isinstance(value, list) else ())
             for dtypes, sizes in (by_dtype.items() if isinstance(by_dtype, dict) else ())
-            if isinstance(dtypes, tuple) and isinstance(sizes, list)
+            if isinstance(dtypes, tuple) and is_global(dtypes[0]) and isinstance(sizes, list)
             for k, size in enumerate(sizes)
         }
         held = {
-            (b.number, f"torch.{b.dtype}", k): bucket.size
+            (b.number, b.dtype, k): bucket.size
             for b, buckets in found.items()
             if (b.chain, b.group) == (chain, group)
             for k, bucket in enumerate(buckets)
@@ -152,10 +153,10 @@ def _count(size: object) -> str:
 
 def _is_weight(t: GlobalTensor) -> bool:
     name = t.name
-    return not BUCKET.fullmatch(name) and split_state(name)[0] == "" and not _is_buffer(name)
+    return not BUCKET.fullmatch(name) and split_state(name)[0] == "" and not is_buffer(name)
 
 
-def _is_buffer(name: str) -> bool:
+def is_buffer(name: str) -> bool:
     """Buffers of modules are no parameters: no optimizer has state for them."""
     return name.endswith((".expert_bias", ".inv_freq", ".local_tokens_per_expert"))
 
@@ -172,33 +173,92 @@ def _holders(
     per_group: dict[tuple[int, int], list[Buffer]] = {}
     for buffer in found:
         per_group.setdefault((buffer.chain, buffer.group), []).append(buffer)
-    expected = parallel.tp * parallel.pp
-    groups = {g for c, g in per_group if c == 0}
-    if groups != set(range(expected)):
-        raise FormatError(
-            f"optimizer state of {len(groups)} model-parallel ranks, but tp={parallel.tp} x "
-            f"pp={parallel.pp} in the args",
-            file=catalogue.root,
-            hint="ranks are missing: "
-            + ", ".join(str(g) for g in sorted(set(range(expected)) - groups)[:8])
-            if groups < set(range(expected))
-            else "the args belong to another layout",
-        )
+    _check_groups(per_group, ranks, parallel, has_own, catalogue)
     is_coalesced = bool(catalogue.metadata.get(COALESCED))
     sizes = _bucket_sizes(catalogue)
     for (chain, group), own in sorted(per_group.items()):
-        dtypes = max(len(own) // chunks, 1)
+        members = [_members(ranks, parallel, chain, group, k, has_own) for k in range(chunks)]
+        # Buffers are numbered over those chunks that have any parameters of the group.
+        filled = [found for found in members if found]
+        dtypes = max(len(own) // len(filled), 1)
         for buffer in own:
-            chunk = buffer.number // dtypes
-            members = _members(ranks, parallel, chain, group, chunk, has_own)
+            if buffer.number >= dtypes * len(filled):
+                raise FormatError(
+                    f"buffer {buffer.number} of {_group(chain, group)}, which by the args has "
+                    f"{len(filled)} model chunks",
+                    file=catalogue.root,
+                    tensor=next(iter(found[buffer][0].states.values())),
+                    hint=f"the args are of another layout; {_LEAVE_OUT}",
+                )
+            held = filled[buffer.number // dtypes]
             if dtypes > 1:
-                members = [p for p in members if _belongs(p, buffer.dtype)]
+                held = [p for p in held if _belongs(p, buffer.dtype)]
             yield Holder(
-                members=members,
+                members=held,
                 buckets=found[buffer],
                 is_coalesced=is_coalesced and len(found[buffer]) == 1,
                 bucket_sizes=sizes,
             )
+
+
+def _check_groups(
+    per_group: Mapping[tuple[int, int], Sequence[Buffer]],
+    ranks: Mapping[Place, list[Parameter]],
+    parallel: ParallelConfig,
+    has_own: bool,
+    catalogue: Catalogue,
+) -> None:
+    """Every data-parallel group that has parameters has a buffer for each chunk of them.
+
+    Raises:
+        FormatError: groups or buffers are missing, or there are some that the layout does not have.
+    """
+    p = parallel
+    counts = [p.tp * p.pp, p.ep * p.etp * p.pp] if has_own else [p.tp * p.pp]
+    layout = f"tp={p.tp} pp={p.pp}" + (f" ep={p.ep} etp={p.etp}" if has_own else "")
+    wanted: set[tuple[int, int]] = set()
+    for chain, count in enumerate(counts):
+        for group in range(count):
+            chunks = [k for k in range(p.vpp) if _members(ranks, p, chain, group, k, has_own)]
+            found = {b.number for b in per_group.get((chain, group), ())}
+            if chunks:
+                wanted.add((chain, group))
+            if found and len(found) % p.vpp and len(found) < len(chunks):
+                raise FormatError(
+                    f"{len(found)} buffers of optimizer state for {len(chunks)} model chunks of "
+                    f"{_group(chain, group)}, which vpp={p.vpp} in the args makes",
+                    file=catalogue.root,
+                    hint=f"state is missing, or the args are of another layout; {_LEAVE_OUT}",
+                )
+    if missing := sorted(wanted - per_group.keys()):
+        raise FormatError(
+            f"optimizer state of {len(per_group)} data-parallel groups, but {layout} in the args "
+            f"make {len(wanted)}",
+            file=catalogue.root,
+            tensor=_group(*missing[0]),
+            hint="ranks are missing: "
+            + ", ".join(_group(*g) for g in missing[:8])
+            + _more(missing),
+        )
+    if extra := sorted(per_group.keys() - wanted):
+        raise FormatError(
+            f"optimizer state of {_group(*extra[0])}, but {layout} in the args have "
+            f"{len(wanted)} data-parallel groups",
+            file=catalogue.root,
+            tensor=next(iter(_group(*g) for g in extra)),
+            hint=f"the args belong to another layout; {_LEAVE_OUT}",
+        )
+
+
+_LEAVE_OUT = "--optimizer none leaves the optimizer out"
+
+
+def _group(chain: int, group: int) -> str:
+    return f"chained_{chain}." * bool(chain) + f"optimizer.distributed.dp_group_idx_{group}"
+
+
+def _more(found: Sequence[object]) -> str:
+    return ", ..." if len(found) > 8 else ""
 
 
 def _bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:

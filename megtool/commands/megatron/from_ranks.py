@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.megatron.decode import Bucket, Holder, decode
+from megtool.commands.megatron.from_groups import from_groups, has_numbered
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import check_copies
 from megtool.commands.megatron.rank_names import to_global
+from megtool.commands.megatron.rank_objects import rank_objects
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.ranks import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
 from megtool.convert.sharding import Glu, rule_of
@@ -53,7 +55,7 @@ def from_ranks(
     whole: bool = False,
     alike: bool = True,
 ) -> Catalogue:
-    """The catalogue with every rank's tensors in model space, one per layer.
+    """The catalogue with every rank's tensors in model space, one per layer, and their objects.
 
     `parallel` is the layout the checkpoint was saved at. `alike` demands that what several ranks
     hold is the same on all.
@@ -62,6 +64,8 @@ def from_ranks(
         FormatError: ranks that do not fit the layout or disagree, or an optimizer of another model.
     """
     held = dict(_parameters(catalogue, config, parallel))
+    small = rank_objects(catalogue, ranks_of(catalogue, parallel), config, parallel)
+    catalogue = replace(catalogue, objects=catalogue.objects | small)
     collected = Collected()
     for found in held.values():
         for one in found:
@@ -72,8 +76,13 @@ def from_ranks(
             for box, position in boxes_of(p, 0, p.numel):
                 collected.add(tensor, box, row, position)
     out = regroup(catalogue, lambda n: _WEIGHT.fullmatch(n) is None, collected.regrouping())
-    holders = list(_holders(out, held, parallel))
-    if holders:
+    if has_numbered(out):
+        members: dict[str, list[Parameter]] = {}
+        for (folder, _), found in sorted(held.items()):
+            own = [one.parameter for one in found if not one.parameter.key.endswith(_BUFFERS)]
+            members.setdefault(folder, []).extend(own)
+        out = from_groups(out, members, whole=whole)
+    elif holders := list(_holders(out, held, parallel)):
         out = decode(out, holders, lambda n: _FLAT.fullmatch(n) is not None, whole=whole)
     if alike:
         check_copies(out, whole=whole)
@@ -201,15 +210,25 @@ def _holders(
     dp = int(args.get("data_parallel_size") or 1) * int(args.get("context_parallel_size") or 1)
     candidates = (None, args.get("ddp_bucket_size") or default_bucket_size(dp))
     for (folder, chain, number, dtype), states in sorted(buffers.items()):
-        dtypes = max(per_folder[folder, chain] // parallel.vpp, 1)
-        chunk = number // dtypes
-        members = [
-            one.parameter
-            for one in held.get((folder, chunk), [])
-            if not one.parameter.key.endswith(_BUFFERS)
-            and (parallel.ep == 1 or one.parameter.is_expert == bool(chain))
-            and (dtypes == 1 or one.parameter.dtype == dtype)
+        chunks = [
+            [
+                one.parameter
+                for one in held.get((folder, chunk), [])
+                if not one.parameter.key.endswith(_BUFFERS)
+                and (parallel.ep == 1 or one.parameter.is_expert == bool(chain))
+            ]
+            for chunk in range(parallel.vpp)
         ]
+        # Buffers are numbered over those chunks that have any parameters of the chain.
+        filled = [found for found in chunks if found]
+        dtypes = max(per_folder[folder, chain] // max(len(filled), 1), 1)
+        if number >= dtypes * len(filled):
+            raise FormatError(
+                f"flat buffer {number} of optimizer {chain}, for {len(filled)} model chunks",
+                file=catalogue.root / folder / "distrib_optim.pt",
+                hint="the file is of another layout than the args; --optimizer none leaves it out",
+            )
+        members = [p for p in filled[number // dtypes] if dtypes == 1 or p.dtype == dtype]
         first = next(iter(states.values()))
         whole = len(first) == 1
         yield Holder(

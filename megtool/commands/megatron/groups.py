@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickled import references
 from megtool.checkpoint.containers.zipped import load_object
 
 FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
@@ -48,7 +51,7 @@ class Groups:
 def read_groups(catalogue: Catalogue) -> Groups | None:
     """The optimizer's small state, wherever the checkpoint keeps it; None if it has none."""
     chain = _from_objects(catalogue) or _from_common(catalogue)
-    return Groups(chain=tuple(chain)) if chain else None
+    return Groups(chain=tuple(_settled(c) for c in chain)) if chain else None
 
 
 def is_group_object(name: str) -> bool:
@@ -105,6 +108,42 @@ def _from_common(catalogue: Catalogue) -> list[Inner]:
         if isinstance(part, dict) and isinstance(part.get("optimizer"), dict):
             out.append({k: v for k, v in part.items() if k in _SMALL})
     return out
+
+
+def _settled(inner: Inner) -> Inner:
+    """The small state with its step in the param groups, and without what numbers parameters.
+
+    An optimizer that is not distributed keeps a step as a tensor, for each parameter or for all.
+    """
+    held = inner["optimizer"]
+    groups = held.get("param_groups")
+    if not isinstance(groups, list):
+        return inner
+    step = _step(held.get("state"))
+    settled = []
+    for group in groups:
+        kept = {k: v for k, v in group.items() if k != "params"} if isinstance(group, dict) else {}
+        if step is not None:
+            kept.setdefault("step", step)
+        settled.append(kept)
+    rest = {k: v for k, v in held.items() if k != "state"}
+    return {**inner, "optimizer": {**rest, "param_groups": settled}}
+
+
+def _step(state: Any) -> float | None:
+    """The step among an optimizer's per-parameter state, as a number."""
+    if not isinstance(state, dict):
+        return None
+    first = next((v for v in state.values() if isinstance(v, dict)), {})
+    found = state.get("common_step", first.get("step"))
+    if isinstance(found, int | float):
+        return float(found)
+    for held in references(found):
+        kinds = {"FloatStorage": "<f4", "DoubleStorage": "<f8", "LongStorage": "<i8"}
+        kind = kinds.get(getattr(held.id[1], "qualname", ""))
+        if kind is not None and held.data:
+            return float(np.frombuffer(held.data, kind)[0])
+    return None
 
 
 def _of_experts(inner: Any) -> Any:

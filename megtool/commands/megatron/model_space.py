@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.commands.megatron.from_buckets import from_buckets, has_buckets
 from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
 from megtool.commands.megatron.from_ranks import from_ranks
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.classic_names import core_names
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.errors import FormatError, LayoutError, MegtoolError
 
@@ -26,6 +28,8 @@ def in_model_space(
     Raises:
         FormatError: optimizer state that cannot be decoded, or is of another model.
     """
+    if catalogue.format == "deepspeed":
+        return _by_core_names(catalogue)
     catalogue = _unflattened(catalogue, lenient)
     if not has_buckets(catalogue) and catalogue.format != "megatron":
         return catalogue
@@ -36,6 +40,15 @@ def in_model_space(
             raise
         _LOG.warning("optimizer state stays in its buckets: %s", e.message)
         return catalogue
+
+
+def _by_core_names(catalogue: Catalogue) -> Catalogue:
+    """Megatron-DeepSpeed's tensors by the names of Megatron's core; others as they are."""
+    names = core_names([t.name for t in catalogue.tensors])
+    if not names:
+        return catalogue
+    tensors = [replace(t, name=names[t.name]) for t in catalogue.tensors]
+    return replace(catalogue, tensors=tensors, _index={})
 
 
 def _unflattened(catalogue: Catalogue, lenient: bool) -> Catalogue:

@@ -27,7 +27,8 @@ def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) 
     """The format of the optimizer state to write; None where it stays as it is spelled.
 
     Raises:
-        UsageError: an unknown format, or one that the target cannot hold.
+        UsageError: an unknown format, one that the target cannot hold, or one that is cut by
+            weights which are not there.
     """
     if asked is not None and asked not in KINDS:
         raise UsageError(f"optimizer format {asked!r}", hint=f"one of {', '.join(KINDS)}")
@@ -39,6 +40,13 @@ def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) 
         )
     if asked == NONE or not side.states:
         return None
+    by_weights = to == "megatron" or asked == BY_DP
+    if by_weights and not any(":" not in name for name in side.canonical):
+        raise UsageError(
+            f"optimizer state as {LEGACY if to == 'megatron' else asked!r} goes by the weights, "
+            "and there are none",
+            hint=f"--to torch_dist --optimizer {FULLY} holds state alone",
+        )
     if to == "megatron":
         return LEGACY
     if to != "torch_dist":

@@ -149,11 +149,7 @@ def _some(catalogue: Catalogue) -> list[Replica]:
     found: dict[int, list[Replica]] = {}
     for copy in _replicas(catalogue):
         found.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
-    return [
-        copy
-        for copies in found.values()
-        for copy in copies[:: -(-len(copies) // MOST_COPIES)]
-    ]
+    return [copy for copies in found.values() for copy in copies[:: -(-len(copies) // MOST_COPIES)]]
 
 
 def _differing(
@@ -217,7 +213,9 @@ def _probes(
     size = min(hi[-1] - lo[-1], PROBE_ELEMENTS)
     seen: list[list[int]] = []
     for share in shares:
-        last = [x + int((h - n - x) * share) for x, h, n in zip(lo, hi, _ends(lo, size), strict=True)]
+        last = [
+            x + int((h - n - x) * share) for x, h, n in zip(lo, hi, _ends(lo, size), strict=True)
+        ]
         if last not in seen:
             seen.append(last)
             yield last, [x + n for x, n in zip(last, _ends(lo, size), strict=True)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.pickled import Inert, inert_global, references
-from megtool.checkpoint.containers.zip_writer import object_item
-from megtool.checkpoint.containers.zipped import load_object
-from megtool.checkpoint.formats.header import read_exact
+from megtool.checkpoint.containers.pickled import Inert, inert_global
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
 from megtool.checkpoint.plan import Dropped
-from megtool.commands.megatron.groups import in_common, is_group_object, read_groups
+from megtool.commands.megatron.groups import FULLY, in_common, read_groups
+from megtool.commands.megatron.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
+from megtool.commands.megatron.rank_objects import MODELOPT
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
@@ -40,134 +37,21 @@ def divisible_by(catalogue: Catalogue) -> int:
     return value if isinstance(value, int) and value > 0 else 128
 
 
-def carried_objects(
-    catalogue: Catalogue, parallel: ParallelConfig
-) -> tuple[dict[str, bytes], list[Dropped]]:
-    """Objects that travel as they are, byte for byte, and the rest with the reason it is left."""
-    kept: dict[str, bytes] = {}
-    lost: list[Dropped] = []
-    same = source_layout(catalogue)
-    for name, held in catalogue.objects.items():
-        if is_group_object(name):  # written anew, see `groups`
-            continue
-        reason = _object_reason(name, same, parallel)
-        if reason is None and held.extent is not None:
-            kept[name] = item_of(catalogue, held)
-        else:
-            lost.append(Dropped(name=name, reason=reason or "it has no bytes of its own"))
-    if (catalogue.root / INTEGRITY_FILE).is_file():
-        reason = "checksums of the source's files; megtool.json has digests of the tensors"
-        lost.append(Dropped(name=INTEGRITY_FILE, reason=reason, is_lost=False))
-    return kept, lost
-
-
-def item_of(catalogue: Catalogue, held: StoredObject) -> bytes:
-    """An object as torch_dist keeps one, a saved list of it alone; its own bytes if it is that."""
-    if held.extent is None:
-        raise ValueError(f"{held.name!r} has no bytes of its own")
-    data = _bytes(catalogue, held.extent)
-    if held.kind != "object":
-        return data
-    path = catalogue.path(held.extent[0])
-    with open(path, "rb") as f:
-        return object_item([load_object(f.fileno(), *held.extent[1:], file=path)])
-
-
-EMPTY = "an extra state that holds nothing"
-_EXTRA_STATE = "._extra_state/shard_"
-_EMPTY_BYTES = 2048
-
-
-def is_empty_state(catalogue: Catalogue, name: str) -> bool:
-    """The object is the `_extra_state` of a layer that has none (None, or a tensor of 0 bytes)."""
-    held = catalogue.objects[name].extent
-    if _EXTRA_STATE not in name or held is None or held[2] > _EMPTY_BYTES:
-        return False
-    file, offset, length = held
-    with open(catalogue.path(file), "rb") as f:
-        tree = load_object(f.fileno(), offset, length, file=catalogue.path(file))
-    held_value = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
-    return held_value is None or not any(p.data for p in references(held_value))
-
-
-def extra_states(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[str, None]:
-    """The `_extra_state` objects Megatron asks for: one per layer, expert and module, and None.
-
-    Megatron's default strictness refuses a checkpoint that lacks one it asks for, and ignores one
-    it does not. So every site that some version asks for is named: the linear modules, attention
-    itself (before core 0.15), and the norms of Transformer Engine.
-    """
-    names: dict[str, None] = {}
-    if any(t.name == "output_layer.bias" for t in tensors):  # BERT's; a GPT's is not asked for
-        names["output_layer._extra_state/shard_0_1"] = None
-    for t in tensors:
-        if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
-            continue
-        module = t.name.removesuffix(".weight")
-        site = module.rsplit(".", 1)[-1]
-        lead = int(_STACKED.match(t.name) is not None) + int(_EXPERTS in t.name)
-        axes = t.shape[:lead] or (1,)
-        sites = [module] if site in _SITES else []
-        if site in ("linear_qkv", "linear_kv_up_proj"):
-            sites.append(module.replace(site, "core_attention"))
-        for found in sites:
-            for at in product(*map(range, axes)):
-                index = f"{'.'.join(map(str, at))}_{'.'.join(map(str, axes))}"
-                names[f"{found}._extra_state/shard_{index}"] = None
-    return {n: None for n in names if n not in have}
-
-
-_STACKED = re.compile(r"(?:module\.)*(?:decoder|encoder)\.layers\.(?!\d)")
-_EXPERTS = ".experts.experts."
-_SITES = (
-    "linear_qkv",
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-    "eh_proj",
-    "linear_proj",
-    "linear_fc1",
-    "linear_fc2",
-    "q_layernorm",
-    "k_layernorm",
-    "post_layernorm",
-    "input_layernorm",
-    "pre_mlp_layernorm",
-    "enorm",
-    "hnorm",
-    "final_layernorm",
-)
-
-
-def _object_reason(name: str, have: Mapping[str, int], want: ParallelConfig) -> str | None:
-    """Why an object cannot travel to another layout."""
-    axes = ("tp", "pp", "dp")
-    if any(have.get(k, 1) != getattr(want, k) for k in axes):
-        if name.startswith("rng_state/"):
-            return "random state belongs to the ranks of the old layout"
-        if name.startswith("rerun_state_machine_state/"):
-            return "rerun state belongs to the ranks of the old layout"
-    return None
-
-
-def _bytes(catalogue: Catalogue, extent: tuple[int, int, int]) -> bytes:
-    file, offset, length = extent
-    return read_exact(catalogue.path(file), offset, length)
-
-
 def common_state(
     source: Opened,
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
     dtype: DType | None,
     optimizer: str | None = None,
+    *,
+    target: str = "torch_dist",
+    objects: Collection[str] = (),
 ) -> dict[str, Any]:
     """Megatron's common state: the source's with its args at the new layout, or a new one.
 
     `optimizer` is the sharding type of the state written, None where the source's small state
-    stays as it is.
+    stays as it is. `target` is the format, and `objects` are the names of the objects in it: what
+    the args and the rest say of them is true of the target.
     """
     tree = source.catalogue.metadata.get("common")
     old = tree.get("args") if isinstance(tree, dict) else None
@@ -190,21 +74,45 @@ def common_state(
         args |= layout_args(parallel)
     common = dict(tree) if isinstance(tree, dict) else {"checkpoint_version": 3.0}
     common.setdefault("iteration", 0)
+    common = {k: v for k, v in common.items() if not MODELOPT.fullmatch(str(k))}
+    if not any(is_rerun(name) for name in objects):
+        common.pop(RERUN, None)
+    has_state = any(is_optimizer_state(t.name) for t in tensors)
     if args:
+        is_trained = bool(known) and saved_iteration(source.catalogue) is not None
+        has_rng = any(is_rng(name) or name == RNG for name in objects)
+        args |= _saving_args(optimizer, has_state, target)
+        if is_trained:
+            absent = {"no_save_optim": not has_state, "no_save_rng": not has_rng}
+            args |= {k: no or None for k, no in absent.items() if bool(args.get(k)) != no}
         common["args"] = namespace(args)
-    _set_optimizer(common, source, tensors, parallel, optimizer)
+    _set_optimizer(common, source, has_state, tensors, parallel, optimizer)
+    if target != "torch_dist":
+        common.pop("content_metadata", None)
     return common
+
+
+def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[str, Any]:
+    """The args that say how a checkpoint was saved."""
+    out: dict[str, Any] = {"ckpt_format": "torch" if target == "megatron" else "torch_dist"}
+    if has_state and optimizer is not None:
+        out |= {
+            "use_distributed_optimizer": True,
+            "dist_ckpt_optim_fully_reshardable": optimizer == FULLY,
+        }
+    return out
 
 
 def _set_optimizer(
     common: dict[str, Any],
     source: Opened,
+    has_state: bool,
     tensors: Sequence[GlobalTensor],
     parallel: ParallelConfig,
     optimizer: str | None,
 ) -> None:
     """The optimizer's part of the common state, as its sharding type has it."""
-    if not any(is_optimizer_state(t.name) for t in tensors):
+    if not has_state:
         common.pop("optimizer", None)
         content = common.get("content_metadata")
         if isinstance(content, dict):
@@ -236,51 +144,44 @@ def saved_iteration(catalogue: Catalogue) -> int | None:
     return iteration
 
 
-def rank_state(
-    catalogue: Catalogue, parallel: ParallelConfig, rank: tuple[int, int, int]
-) -> dict[str, Any]:
-    """What one rank of a legacy checkpoint keeps for itself: random state, where the layout stays.
+_NOTHING_LOST = ("args", "checkpoint_version", "content_metadata")
+_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
 
-    `rank` is the (tensor, pipeline, expert) rank.
+
+def account_for_common(
+    source: Opened, written: Mapping[str, Any] | None, target: str
+) -> tuple[list[str], list[str], list[Dropped]]:
+    """What becomes of each part of the common state: moved, derived, or dropped and why.
+
+    `written` is the target's, None where it has no place for one: there args become the model's
+    configuration, and an iteration of 0 says nothing, so that neither is lost.
     """
-    trees = catalogue.metadata.get("rank_trees")
-    if not isinstance(trees, dict) or _is_other_layout(source_layout(catalogue), parallel):
-        return {}
-    for folder, (tp, pp, ep) in catalogue.metadata["ranks"].items():
-        if (tp, pp or 0, ep or 0) == rank:
-            tree = trees[folder]
-            return {k: tree[k] for k in _OWN if isinstance(tree, dict) and k in tree}
-    return {}
-
-
-_OWN = (
-    "rng_state",
-    "random_rng_state",
-    "np_rng_state",
-    "torch_rng_state",
-    "cuda_rng_state",
-    "rng_tracker_states",
-    "rerun_state_machine",
-)
-
-
-def _is_other_layout(have: Mapping[str, int], want: ParallelConfig) -> bool:
-    return any(have.get(k, 1) != getattr(want, k) for k in ("tp", "pp", "ep"))
-
-
-_DERIVED = ("args", "checkpoint_version", "content_metadata")
-
-
-def lost_state(catalogue: Catalogue, target: str) -> list[Dropped]:
-    """Parts of the common state that another format has no place for.
-
-    Args become the configuration, and an iteration of 0 says nothing: they are not lost.
-    """
-    common = catalogue.metadata.get("common")
-    if not isinstance(common, dict):
-        return []
-    return [
-        Dropped(name=f"common state: {key}", reason=f"{target!r} has no place for it")
-        for key, value in common.items()
-        if key not in _DERIVED and not (key == "iteration" and value == 0)
-    ]
+    held = source.catalogue.metadata.get("common")
+    moved: list[str] = []
+    derived: list[str] = []
+    dropped: list[Dropped] = []
+    if source.catalogue.format == "dcp":
+        held = None  # it is made of objects, which are listed
+    for key, value in held.items() if isinstance(held, dict) else ():
+        name = f"common state: {key}"
+        if MODELOPT.fullmatch(str(key)) and source.catalogue.format == "megatron":
+            continue  # of the first rank; an object for every rank is listed
+        if written is not None and key in written:
+            (moved if written[key] is value else derived).append(name)
+        elif written is None and key in _NOTHING_LOST:
+            derived.append(name)
+        else:
+            harmless = key == "content_metadata" or (key == "iteration" and value == 0)
+            without = key in _OPTIMIZER and not source.side.states
+            idle = key == RERUN and is_rerun_idle(source.catalogue)
+            reason = f"{target!r} has no place for it"
+            if key == RERUN:
+                reason = "rerun state belongs to the ranks of the old layout"
+            elif without:
+                reason = "its optimizer state is left out"
+            lost = not (harmless or without or idle)
+            dropped.append(Dropped(name=name, reason=reason, is_lost=lost))
+    if (source.catalogue.root / INTEGRITY_FILE).is_file():
+        reason = "checksums of the source's files; megtool.json has digests of the tensors"
+        dropped.append(Dropped(name=INTEGRITY_FILE, reason=reason, is_lost=False))
+    return moved, derived, dropped

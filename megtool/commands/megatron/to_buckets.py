@@ -12,6 +12,7 @@ from typing import Any
 
 from megtool.checkpoint.containers.pickled import inert_global
 from megtool.checkpoint.regroup import Regrouping
+from megtool.commands.megatron.from_buckets import is_buffer
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.ranks import Parameter, Place, rank_parameters
@@ -66,6 +67,7 @@ def lay_out_buckets(
     `states` are the states to store, as they are spelled, and their dtypes. Experts spread over
     ranks have buffers, and a chain, of their own.
     """
+    weights = [t for t in weights if not is_buffer(t.name)]
     ranks = rank_parameters(weights, config, parallel)
     has_own = parallel.ep > 1 and any(p.is_expert for found in ranks.values() for p in found)
     laid = Laid(num_chains=1 + has_own)
@@ -126,6 +128,8 @@ def _lay_group(
     dtypes = f"dtype_(torch.{run.param_dtype}, torch.{run.grad_dtype})"
     laid.sizes[key] = []
     for chunk, found in enumerate(members):
+        if not found:  # chunks without such parameters have no buffer, and no number
+            continue
         order = registered([(p.module_key, p.expert) for p in found], run.order)
         ordered = [found[i] for i in order]
         slots, sizes = buckets.lay_out(
@@ -133,8 +137,9 @@ def _lay_group(
             [p.is_shared for p in ordered],
             bucket_size=run.bucket_size if stage == 0 and chunk == 0 else None,
         )
+        number = len(laid.sizes[key])
         laid.sizes[key].append(([buckets.padded(n, len(owners)) for n in sizes], sizes))
-        buffer = f"{chained}{_PREFIX}{group}.gbuf_idx_{chunk}.{dtypes}"
+        buffer = f"{chained}{_PREFIX}{group}.gbuf_idx_{number}.{dtypes}"
         numbers: list[dict[str, int]] = []
         for bucket, size in enumerate(sizes):
             numbers.append({})

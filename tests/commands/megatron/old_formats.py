@@ -25,7 +25,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.megatron.state import item_of
+from megtool.commands.megatron.objects import item_of
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 Materialize = Callable[[Any, Path, dict[str, Any]], None]
