@@ -18,7 +18,7 @@ KERNEL_RATE = 4.0e9
 STRIDED_RATE = 2.5e9
 CAST_RATE = 2.0e9
 DECODE_RATE = 0.5e9
-REDUCE_RATE = 1.0e9
+REDUCE_RATE = 0.7e9
 FILL_RATE = 4.0e9
 """Nominal bytes per second of one thread, in the target, with files in the page cache.
 

@@ -52,8 +52,11 @@ class Account:
 
     def counts(self, kind: str) -> str | None:
         """How many of a kind went where, in words; None where the source has none."""
-        lists = {"moved": self.moved, "derived": self.derived, "dropped": self.dropped}
-        numbers = {what: len(found[kind]) for what, found in lists.items()}
+        numbers = {
+            "moved": len(self.moved[kind]),
+            "derived": len(self.derived[kind]),
+            "dropped": len(self.dropped[kind]),
+        }
         if not any(numbers.values()):
             return None
         return ", ".join(f"{n:,} {what}" for what, n in numbers.items())

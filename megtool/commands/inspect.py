@@ -15,6 +15,7 @@ from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.megatron.state import source_layout
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.tree import Fold, columns, count, draw, fold, fold_names, shown
+from megtool.convert.megatron import split_state
 from megtool.log import Progress, format_bytes, silent
 from megtool.tensors.sharded import GlobalTensor
 
@@ -103,7 +104,8 @@ class InspectReport:
         yield "family", self.family or unknown
         if self.iteration is not None:
             yield "iteration", str(self.iteration)
-        cut = " ".join(f"{k}={n}" for k, n in self.layout.items() if n != 1)
+        same = {"etp"} if self.layout.get("etp") == self.layout.get("tp", 1) else set()
+        cut = " ".join(f"{k}={n}" for k, n in self.layout.items() if n != 1 and k not in same)
         copies = f", {self.num_replicas} of them twice" if self.num_replicas else ""
         yield (
             "layout",
@@ -119,7 +121,7 @@ class InspectReport:
         if self.states:
             yield "optimizer", ", ".join(self.states)
         if self.padding:
-            yield "padding", ", ".join(f"{n} rows of {name}" for name, n in self.padding.items())
+            yield "padding", _padding(self.padding)
         for name, reason in self.left_out[:4]:
             yield "left out", f"{name}: {reason}"
         if len(self.left_out) > 4:
@@ -159,6 +161,23 @@ def _cells(t: TensorLine) -> Iterator[str]:
                 "-" if value is None else f"{value:.4g}" if isinstance(value, float) else f"{value}"
             )
         yield from (str(n) for n in (s.zeros, s.nan, s.inf))
+
+
+def _padding(rows: Mapping[str, int]) -> str:
+    """Padding rows of weights; of their optimizer state where no weight has them."""
+    by_weight: dict[str, set[int]] = {}
+    weights = {name for name in rows if not split_state(name)[0]}
+    with_state = False
+    for name, n in rows.items():
+        state, _, key = split_state(name)
+        with_state |= bool(state)
+        by_weight.setdefault(key, set()).add(n)
+    shown_rows = [
+        f"{'/'.join(map(str, sorted(numbers)))} rows of {name}"
+        for name, numbers in by_weight.items()
+    ]
+    also = " and their optimizer state" if weights else " (optimizer state)"
+    return ", ".join(shown_rows) + (also if with_state else "")
 
 
 def _many(number: int, what: str) -> str:

@@ -100,7 +100,7 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
     account = account_of(opened, target, plan)
     if manner.strict and (lost := [d for d in account.all_dropped if d.is_lost]):
         raise CoverageError(
-            f"{len(lost)} tensors, objects or files would be dropped, the first because {lost[0].reason}",
+            f"{len(lost)} things would be dropped, the first because {lost[0].reason}",
             tensor=lost[0].name,
             hint="without --strict they are dropped and listed",
         )

@@ -79,7 +79,7 @@ def select_layers(opened: Opened, text: str) -> Opened:
 
 
 def _described(
-    opened: Opened, model: Model, config: ModelConfig, changed: Mapping[str, Any]
+    opened: Opened, model: Model, config: ModelConfig, changed: dict[str, Any]
 ) -> tuple[Model, dict[str, bytes]]:
     """The model with its new configuration, and the small files that describe it anew."""
     edited = dict(opened.edited)
@@ -100,17 +100,16 @@ def _changed(old: ModelConfig, new: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in after.items() if before.get(name) != value}
 
 
-def _with_args(catalogue: Catalogue, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a catalogue with other args, where it has args that say what changed."""
+def _with_args(catalogue: Catalogue, changed: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a catalogue with other args, where it has args."""
     metadata = dict(catalogue.metadata)
     if isinstance(args := metadata.get("args"), dict):
-        metadata["args"] = args | {k: v for k, v in changed.items() if k in args}
+        metadata["args"] = args | changed
     common = metadata.get("common")
     if isinstance(common, dict):
         held = common.get("args")
         if isinstance(held, Inert) and isinstance(held.state, dict):
-            state = held.state | {k: v for k, v in changed.items() if k in held.state}
-            metadata["common"] = {**common, "args": namespace(state)}
+            metadata["common"] = {**common, "args": namespace(held.state | changed)}
     return metadata
 
 

@@ -14,6 +14,20 @@ from megtool.errors import MissingPackageError
 _LOG = logging.getLogger(__name__)
 
 
+_TOKENIZER = "tokenizer/"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
 def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
     files = _plain(
@@ -32,6 +46,19 @@ def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     elif dtype is not None:
         files["config.json"] = _with_dtype(files["config.json"], dtype)
     return files
+
+
+def saved_tokenizer(source: Opened) -> dict[str, bytes]:
+    """The tokenizer of Hugging Face that Megatron saved beside its data, unless `hf/` has one."""
+    own = source.attachments()
+    if any(name.startswith("tokenizer") for name in own):
+        return {}
+    found = source.catalogue.attachments
+    return {
+        name: found[_TOKENIZER + name].read_bytes()
+        for name in _TOKENIZER_FILES
+        if _TOKENIZER + name in found and name not in own
+    }
 
 
 def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -86,12 +113,17 @@ def _with_dtype(config: bytes, dtype: DType) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def files_beside_ranks(source: Opened, dtype: DType | None) -> dict[str, bytes]:
-    """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data."""
+def files_beside_ranks(
+    source: Opened, dtype: DType | None, left_out: tuple[str, ...] = ()
+) -> dict[str, bytes]:
+    """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data.
+
+    Files of folders named in `left_out` stay behind.
+    """
     out = {f"hf/{n}": data for n, data in hugging_face_files(source, dtype).items()}
     if source.catalogue.format in WITH_HF_FOLDER:
         for name, path in source.catalogue.attachments.items():
-            if not name.startswith("hf/"):
+            if not name.startswith(("hf/", *left_out)):
                 edited = source.edited.get(name)
                 out[name] = path.read_bytes() if edited is None else edited
     return out

@@ -84,18 +84,26 @@ class Homes:
     chunks: Sequence[int]
     parallel: ParallelConfig
     tied: bool
+    has_mtp: bool
 
     def of(self, key: str, layer: int, rule: Rule) -> list[tuple[int, int, str]]:
-        """Stage, chunk and the key of the module there; a tied embedding has two homes."""
-        last = self.parallel.vpp - 1
+        """Stage, chunk and the key of the module there.
+
+        An embedding has a copy where the output layer shares it, or where multi-token prediction
+        needs it (then the copy serves both).
+        """
         if layer >= 0:
             return [(int(self.stages.of_layer[layer]), self.chunks[layer], "")]
         stage = self.stages.of_place[rule.place]
         if rule.place != "first":
             return [(stage, self.stages.chunk_of_place[rule.place], "")]
         homes = [(stage, 0, "")]
-        if key == EMBEDDING and self.tied and self.parallel.pp > 1:
-            homes.append((self.stages.of_place["last"], last, OUTPUT))
+        if key == EMBEDDING and self.parallel.pp > 1:
+            places = self.stages.of_place, self.stages.chunk_of_place
+            if self.has_mtp and places[0]["mtp"] != stage:
+                homes.append((places[0]["mtp"], places[1]["mtp"], EMBEDDING))
+            elif self.tied:
+                homes.append((places[0]["last"], places[1]["last"], OUTPUT))
         return homes
 
 
@@ -122,6 +130,7 @@ def rank_parameters(
         pipeline.chunk_of_layer(config.num_layers).tolist(),
         parallel,
         config.tied_embeddings,
+        any(key.startswith("mtp.") for key in keys),
     )
     out: dict[Place, list[Parameter]] = {}
     for t, key in zip(tensors, keys, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.cli import main
 from megtool.commands import reshard as reshard_module
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
@@ -170,3 +171,18 @@ def test_an_interrupted_mean_is_resumed_by_the_same_means_alone(
         for w in ("1,1,1", "1,1,2", "1,1,1")
     ]
     assert plans[0].fingerprint == plans[2].fingerprint != plans[1].fingerprint
+
+
+def test_the_command_line(
+    tmp_path: Path, three: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = ["--average", str(three[1]), "--average", str(three[2])]
+    call = ["reshard", str(three[0]), str(tmp_path / "mean"), *others, "--weights", "2,1,1", "-q"]
+    assert main([*call, "--layers", "0,2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"average     0.25 of {three[2]}" in text
+    assert "averaged" in text
+    assert not (tmp_path / "mean").exists()
+    assert main(call) == 0
+    assert weights(tmp_path / "mean") == mean(three, (0.5, 0.25, 0.25), "bfloat16")
+    assert main([*call[:-2], "1,2", "--overwrite"]) == 2

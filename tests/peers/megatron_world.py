@@ -97,7 +97,7 @@ def build(layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
             "moe_router_topk": 2,
         }
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=options.get("layers", LAYERS),
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,

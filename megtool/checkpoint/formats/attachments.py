@@ -10,7 +10,7 @@ from megtool.checkpoint.formats.header import names_in, stays_inside
 MAX_ATTACHMENT_BYTES = 64 << 20
 
 _FOLDERS = ("additional_chat_templates",)
-_CARRIED_FOLDERS = ("hf", "tokenizer", "context")
+_CARRIED_FOLDERS = ("hf", "tokenizer", "context", "modelopt_state")
 _CARRIED_FILES = ("run_config.yaml", "train_state.pt")
 _NOT_SMALL = (
     ".safetensors",

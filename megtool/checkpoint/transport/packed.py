@@ -76,13 +76,21 @@ class PackedIntake:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
         try:
             for a, b in cut(lo, hi, self._cell, self._tile_bytes):
-                shape = tuple(y - x for x, y in zip(a, b, strict=True))
-                out = shaped(self._buffers, "tile", shape, self._target.itemsize)
-                self._fill(a, b, out)
-                yield a, out
+                yield a, self.tile(a, b)
         finally:
-            for traffic in self._traffic:
-                traffic.close()
+            self.close()
+
+    def tile(self, lo: Index, hi: Index) -> Array:
+        """The elements of one box, whatever its size; `close` lets go of the files."""
+        shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
+        out = shaped(self._buffers, "tile", shape, self._target.itemsize)
+        self._fill(lo, hi, out)
+        return out
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for traffic in self._traffic:
+            traffic.close()
 
     def _fill(self, a: Index, b: Index, out: Array) -> None:
         """Decode the view box `a:b` into `out`, cutting it while it spans too much."""

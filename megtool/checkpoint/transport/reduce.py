@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
-from typing import Any
 
 import numpy as np
 
@@ -45,29 +43,27 @@ class Reduction:
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
-        for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
-            total, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
-            with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
-                self._sum(a, b, total)
-            if self._kind != self._target:
-                cast(total, self._kind, out, self._target)
-            yield a, out
+        try:
+            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._depth):
+                total, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
+                with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
+                    self._sum(a, b, total)
+                if self._kind != self._target:
+                    cast(total, self._kind, out, self._target)
+                yield a, out
+        finally:
+            for _, intake in self._terms:
+                intake.close()
 
     def _sum(self, a: Index, b: Index, total: Array) -> None:
         for number, (share, intake) in enumerate(self._terms):
             factor = total.dtype.type(share)
-            with closing(intake.tiles(a, b)) as tiles:
-                for at, tile in tiles:
-                    found = tile.view(total.dtype)
-                    within: tuple[Any, ...] = tuple(
-                        slice(x - y, x - y + n) for x, y, n in zip(at, a, found.shape, strict=True)
-                    )
-                    part = total[(*within, ...)]
-                    if number == 0:
-                        np.multiply(found, factor, out=part)
-                    else:
-                        np.multiply(found, factor, out=found)
-                        np.add(part, found, out=part)
+            found = intake.tile(a, b).view(total.dtype)
+            if number == 0:
+                np.multiply(found, factor, out=total)
+            else:
+                np.multiply(found, factor, out=found)
+                np.add(total, found, out=total)
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
         """The sum, and what it is rounded to; the same arrays for the same shape."""

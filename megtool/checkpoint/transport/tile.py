@@ -209,14 +209,23 @@ class Intake:
         Elements come as unsigned integers of the type's width in the shape of the tile; the array
         is used again for the next one. Close the generator to let go of the files.
         """
-        depth = self._side.ndim
-        with self._traffic as traffic:
-            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=depth):
-                raw, out = self._arrays(tuple(y - x for x, y in zip(a, b, strict=True)))
-                traffic.read(a[:depth], raw)
-                if self._convert is not None:
-                    self._convert(raw, out)
-                yield a, out
+        try:
+            for a, b in cut(lo, hi, self._cell, self._tile_bytes, depth=self._side.ndim):
+                yield a, self.tile(a, b)
+        finally:
+            self.close()
+
+    def tile(self, lo: Index, hi: Index) -> Array:
+        """The elements of one box, whatever its size; `close` lets go of the files."""
+        raw, out = self._arrays(tuple(y - x for x, y in zip(lo, hi, strict=True)))
+        self._traffic.read(lo[: self._side.ndim], raw)
+        if self._convert is not None:
+            self._convert(raw, out)
+        return out
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._traffic.close()
 
     def _arrays(self, shape: Index) -> tuple[Array, Array]:
         if shape not in self._shaped:

@@ -11,14 +11,14 @@ from megtool.commands.megatron.groups import is_group_object
 from megtool.commands.megatron.random_state import is_rerun, is_rerun_idle
 from megtool.commands.megatron.state import account_for_common
 from megtool.commands.opened import Opened
-from megtool.commands.small_files import hugging_face_files
+from megtool.commands.small_files import hugging_face_files, saved_tokenizer
 from megtool.dtypes import DType
 
 
 def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
     """Lay out safetensors files, and list what they have no place for."""
     single = request.destination.name if out.format == "safetensors" else None
-    small = {} if single else hugging_face_files(source, dtype)
+    small = {} if single else hugging_face_files(source, dtype) | saved_tokenizer(source)
     out.is_file = single is not None
     out.destination = lay_out_safetensors(
         out.side.tensors,

@@ -14,8 +14,8 @@ from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.from_ranks import expert_rank
 from megtool.commands.megatron.extra_states import SUFFIX, site_of
+from megtool.commands.megatron.from_ranks import expert_rank
 from megtool.commands.megatron.groups import Inner, read_groups
 from megtool.commands.megatron.objects import (
     Carried,
@@ -71,7 +71,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     out.account(*account_for_common(source, common, out.format))
     files = writer.files(common)
     iteration = saved_iteration(source.catalogue)
-    small = files_beside_ranks(source, dtype)
+    small = files_beside_ranks(source, dtype, left_out=("modelopt_state/",))
     destination = lay_out_files(files, iteration=iteration, small=small)
     row = {
         destination.catalogue.tensors[int(t)].name: k

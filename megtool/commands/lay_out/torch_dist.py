@@ -11,12 +11,17 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.bridge_files import at_layout
+from megtool.commands.megatron.bridge_files import at_layout, bridge_files
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.objects import carried_objects, written_objects
 from megtool.commands.megatron.optimizer import run_of, states_of
-from megtool.commands.megatron.state import account_for_common, common_state, saved_iteration
+from megtool.commands.megatron.state import (
+    account_for_common,
+    common_state,
+    divisible_by,
+    saved_iteration,
+)
 from megtool.commands.megatron.to_buckets import lay_out_buckets, objects_of, regrouping_of
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
@@ -24,7 +29,7 @@ from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
@@ -54,7 +59,7 @@ def _lay_out(
     """Everything, for stored tensors and shards that are settled; `more` are further objects."""
     megatron = out.format == "torch_dist"
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
-    small = files_beside_ranks(source, dtype)
+    small = files_beside_ranks(source, dtype, () if megatron else ("modelopt_state/",))
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried = carried_objects(source, tensors, parallel, out.format)
@@ -67,6 +72,8 @@ def _lay_out(
         )
     out.account(carried.moved, carried.derived, carried.dropped)
     out.account(*account_for_common(source, common, out.format))
+    if request.bridge:
+        small |= _bridge_files(source, out, parallel, small, iteration)
     out.destination = lay_out_ranks(
         tensors,
         shards,
@@ -75,11 +82,45 @@ def _lay_out(
         common=common,
         iteration=iteration,
         small=small,
+        core_version=request.core_version,
         key_paths=source.catalogue.metadata.get("planner_data"),
         megatron=megatron,
     )
     if megatron:
         out.sidecar_folder = folder_name(iteration)
+
+
+def _bridge_files(
+    source: Opened,
+    out: Target,
+    parallel: ParallelConfig,
+    have: dict[str, bytes],
+    iteration: int | None,
+) -> dict[str, bytes]:
+    """What Megatron-Bridge wants beside the data.
+
+    Raises:
+        UsageError: the format is not Bridge's.
+        MappingError: nothing says what the model is.
+    """
+    if out.format != "torch_dist":
+        raise UsageError(f"--bridge means nothing for --to {out.format}", hint="--to torch_dist")
+    if source.model is None:
+        raise MappingError(
+            "run_config.yaml needs the model's configuration",
+            file=source.path,
+            hint="--like HF_FOLDER gives it",
+        )
+    weights = [t.dtype.name for t in out.side.tensors if not is_optimizer_state(t.name)]
+    return bridge_files(
+        source.model.config,
+        parallel,
+        dtype=max(set(weights), key=weights.count, default="bfloat16"),
+        divisible_by=divisible_by(source.catalogue),
+        iteration=iteration,
+        has_optimizer=bool(states_of(out.side)),
+        have=have,
+    )
 
 
 def _lay_out_by_buckets(

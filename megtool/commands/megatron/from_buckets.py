@@ -59,22 +59,28 @@ def buffers_of(catalogue: Catalogue) -> dict[Buffer, list[Bucket]]:
         if sorted(numbered) != list(range(len(numbered))):
             missing = min(set(range(max(numbered) + 1)) - set(numbered))
             raise FormatError(
-                f"bucket {missing} of {buffer} is missing",
+                f"bucket {missing} of buffer {buffer.number} ({buffer.dtype}) is missing",
                 file=catalogue.root,
+                tensor=re.sub(r"bucket_idx_\d+", f"bucket_idx_{missing}", _any_name(numbered)),
                 hint="the optimizer state is incomplete; --optimizer none leaves it out",
             )
         out[buffer] = []
         for _, states in sorted(numbered.items()):
             sizes = {t.numel for t in states.values()}
             if len(sizes) != 1:
-                some = next(iter(states.values()))
+                said = ", ".join(f"{s} {t.numel}" for s, t in sorted(states.items()))
                 raise FormatError(
-                    f"states of one bucket differ in size: {sorted(sizes)} elements",
+                    f"states of one bucket differ in size: {said} elements",
                     file=catalogue.root,
-                    tensor=some.name,
+                    tensor=min(states.values(), key=lambda t: t.numel).name,
+                    hint=f"the optimizer state is damaged; {_LEAVE_OUT}",
                 )
             out[buffer].append(Bucket(sizes.pop(), {s: t.name for s, t in states.items()}))
     return out
+
+
+def _any_name(numbered: Mapping[int, Mapping[str, GlobalTensor]]) -> str:
+    return next(t.name for states in numbered.values() for t in states.values())
 
 
 def from_buckets(

@@ -139,7 +139,11 @@ def _parameter(
         shape[rule.tp_dim] *= ranks
     boxes = boxes_of_rank(t.name, tuple(shape), rule, ranks, which)
     key, registered_as = t.name, ""
-    is_tied = config.tied_embeddings and parallel.pp > 1 and key in (EMBEDDING, OUTPUT)
+    is_tied = (
+        parallel.pp > 1
+        and (config.tied_embeddings or (config.num_mtp_layers > 0 and key == EMBEDDING))
+        and key in (EMBEDDING, OUTPUT)
+    )
     if is_tied and key == OUTPUT:
         key, registered_as = EMBEDDING, OUTPUT
     if expert is not None:

@@ -9,8 +9,10 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.commands.megatron.from_buckets import from_buckets, has_buckets
 from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
 from megtool.commands.megatron.from_ranks import from_ranks
+from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.classic_names import core_names
+from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.parallel_args import parallel_from_args
 from megtool.errors import FormatError, LayoutError, MegtoolError
 
@@ -26,10 +28,13 @@ def in_model_space(
     copies that differ are left to whoever compares `Catalogue.replicas`.
 
     Raises:
-        FormatError: optimizer state that cannot be decoded, or is of another model.
+        FormatError: optimizer state of an unknown format, that cannot be decoded, or is of another
+            model.
     """
     if catalogue.format == "deepspeed":
         return _by_core_names(catalogue)
+    if not lenient:
+        _check_kind(catalogue)
     catalogue = _unflattened(catalogue, lenient)
     if not has_buckets(catalogue) and catalogue.format != "megatron":
         return catalogue
@@ -60,6 +65,33 @@ def _unflattened(catalogue: Catalogue, lenient: bool) -> Catalogue:
             raise
         _LOG.warning("optimizer state stays flattened: %s", e.message)
         return catalogue
+
+
+KINDS = (
+    FULLY,
+    BY_DP,
+    "dp_zero_gather_scatter",
+    "fully_sharded_model_space",
+    "fully_sharded_bucket_space",
+    "fsdp_dtensor",
+)
+"""What Megatron has called the ways in which it stores its distributed optimizer."""
+
+
+def _check_kind(catalogue: Catalogue) -> None:
+    """Refuse state that is stored in a way that no known version of Megatron does."""
+    content = catalogue.metadata.get("content_metadata")
+    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    if kind is None or kind in KINDS:
+        return
+    held = [t.name for t in catalogue.tensors if is_optimizer_state(t.name)]
+    if held:
+        raise FormatError(
+            f"an optimizer format {kind!r:.60} that is not known",
+            file=catalogue.root,
+            tensor=held[0],
+            hint=f"known are {', '.join(KINDS)}; --optimizer none leaves the optimizer out",
+        )
 
 
 def _decoded(

@@ -1,4 +1,4 @@
-"""Objects: what a checkpoint holds that is no tensor, and which of it goes where under what name."""
+"""Objects: what a checkpoint holds beside its tensors, and which of it goes where."""
 
 from __future__ import annotations
 

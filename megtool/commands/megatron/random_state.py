@@ -94,7 +94,7 @@ def is_rerun_idle(catalogue: Catalogue) -> bool:
 
 
 def object_value(catalogue: Catalogue, held: StoredObject) -> Any:
-    """What an object holds: inert data, without the list around it in which `torch_dist` saves it."""
+    """What an object holds, as inert data without the list around it that `torch_dist` saves."""
     if held.extent is None:
         return held.value
     file, offset, length = held.extent

@@ -128,7 +128,7 @@ def of_chunk(
 def own_state(
     objects: Mapping[str, Any], folder: str, rank: tuple[int, int], parallel: ParallelConfig
 ) -> dict[str, Any]:
-    """What the rank of a `folder`, at (tensor rank, stage), keeps of the objects beside its model."""
+    """What the rank of a `folder`, at (tensor rank, stage), keeps beside its model."""
     out: dict[str, Any] = {}
     tp, pp = rank
     if (name := rng_name(pp, tp, parallel)) in objects:

@@ -79,7 +79,7 @@ def common_state(
         common.pop(RERUN, None)
     has_state = any(is_optimizer_state(t.name) for t in tensors)
     if args:
-        is_trained = bool(known) and saved_iteration(source.catalogue) is not None
+        is_trained = bool(known and saved_iteration(source.catalogue))
         has_rng = any(is_rng(name) or name == RNG for name in objects)
         args |= _saving_args(optimizer, has_state, target)
         if is_trained:
@@ -168,10 +168,10 @@ def account_for_common(
             continue  # of the first rank; an object for every rank is listed
         if written is not None and key in written:
             (moved if written[key] is value else derived).append(name)
-        elif written is None and key in _NOTHING_LOST:
+        elif written is None and (key in _NOTHING_LOST or (key == "iteration" and value == 0)):
             derived.append(name)
         else:
-            harmless = key == "content_metadata" or (key == "iteration" and value == 0)
+            harmless = key == "content_metadata"
             without = key in _OPTIMIZER and not source.side.states
             idle = key == RERUN and is_rerun_idle(source.catalogue)
             reason = f"{target!r} has no place for it"

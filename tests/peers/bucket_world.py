@@ -1,0 +1,68 @@
+"""Where real megatron-core puts parameters of given sizes in its buckets.
+
+    python bucket_world.py CASES-AS-JSON
+
+A case is `{numels, shared, bucket_size, dp, pad}`; for each, one line of JSON comes back. Ranks but
+the first exist in name alone: nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trained_world import pretend_cuda
+
+
+def laid_out(case: dict[str, Any], group: Any) -> dict[str, Any]:
+    """Slots and bucket sizes of one case."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+    params = []
+    for numel, shared in zip(case["numels"], case["shared"], strict=True):
+        p = torch.nn.Parameter(torch.zeros(numel))
+        if shared:
+            p.shared_embedding = True  # type: ignore[attr-defined]
+        params.append(p)
+    buffer = _ParamAndGradBuffer(
+        DistributedDataParallelConfig(use_distributed_optimizer=True),
+        torch.float32,
+        torch.float32,
+        params,
+        group,
+        case["bucket_size"],
+        {p: str(i) for i, p in enumerate(params)},
+        1.0,
+        list(range(len(params))),
+        False,
+        pg_collection=SimpleNamespace(tp=group, dp_cp=group),
+    )
+    slots = []
+    for p in params:
+        start, end, bucket = buffer.param_index_map[p]
+        slots.append([bucket, start - buffer.buckets[bucket].offset, end - start])
+    return {
+        "slots": slots,
+        "unpadded": [b.numel_unpadded for b in buffer.buckets],
+        "padded": [b.grad_data.numel() for b in buffer.buckets],
+    }
+
+
+def main() -> None:
+    cases = json.loads(sys.argv[1])
+    pretend_cuda()
+    most = max(case["dp"] for case in cases)
+    dist.init_process_group("fake", rank=0, world_size=most, store=FakeStore())
+    groups = {n: dist.new_group(range(n)) for n in sorted({case["dp"] for case in cases})}
+    for case in cases:
+        print(json.dumps(laid_out(case, groups[case["dp"]])))
+
+
+if __name__ == "__main__":
+    main()
