@@ -13,12 +13,12 @@ from megtool.log import format_bytes
 _SHOWN = 20
 _GROUPS = 6
 
-Kind = Literal["missing", "shape", "dtype", "values", "digest", "replica"]
+Kind = Literal["missing", "shape", "dtype", "values", "digest", "replica", "file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One tensor that is not what it should be; `text` says how, in words.
+    """One tensor (or file) that is not what it should be; `text` says how, in words.
 
     `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
     (absolute, and relative to B where that is not 0), and at which index of the tensor.

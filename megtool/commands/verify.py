@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.compare import Delta, Half, Pair, compare, num_bytes
+from megtool.checkpoint.formats.torch_dist_integrity import check_integrity
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.storage.files import Files
@@ -70,6 +72,7 @@ def verify(
         halves = [k.half(r) for k, r in zip(kept, readers, strict=True)]
         if b is None:
             found.differences += _incomplete(opened[0])
+            found.check_files(opened[0].catalogue, usual_threads(threads))
             pairs = list(kept[0].alone())
         else:
             pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found))
@@ -120,6 +123,20 @@ class _Found:
         self.differences: list[Difference] = []
         self.notes: list[str] = []
         self.within = 0.0
+
+    def check_files(self, catalogue: Catalogue, threads: int) -> None:
+        """Hold whole files against the checksums that Megatron wrote, where it did."""
+        if catalogue.format != "torch_dist":
+            return
+        unsound = check_integrity(catalogue.root, threads=threads)
+        if unsound is None:
+            return
+        for one in unsound:
+            self.differences.append(
+                Difference(tensor=one.file, stored=one.file, kind="file", text=one.reason)
+            )
+        if not unsound:
+            self.notes.append("every file is what integrity.json says")
 
     def values(self, pairs: Sequence[Pair], halves: Sequence[Half], deltas: Deltas) -> None:
         """Take in the tensors that differ, in the order of the pairs."""
