@@ -102,6 +102,10 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
         x if isinstance(x := metadata.get(key), str) else None
         for key in ("model_type", "general.architecture")
     )
+    if kind in family_names():  # most files are called like their model type: import no other
+        named = family(kind)
+        if kind in named.model_types and set(architectures) & set(named.architectures):
+            return named
     known = families()
     for found in known:
         if set(architectures) & set(found.architectures):

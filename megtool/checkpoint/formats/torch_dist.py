@@ -131,6 +131,14 @@ def _check_finished(folder: Path, asked: Path) -> bool:
                 file=folder / "metadata.json",
                 hint="load it with the Megatron version that wrote it and save as torch_dist",
             )
+        version = config.get("sharded_backend_version", 1)
+        if version != 1:
+            raise FormatError(
+                f"version {version!r:.20} of the sharded backend is not known, only 1 is",
+                file=folder / "metadata.json",
+                hint="a newer Megatron wrote it: use a newer megtool, or save it with one up to "
+                "core 0.19",
+            )
         return True
     if not (folder / ".metadata").exists():
         raise _unfinished(".metadata", folder, asked)

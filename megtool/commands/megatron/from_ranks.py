@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.checkpoint.catalogue import Catalogue
@@ -98,6 +98,8 @@ def _parameters(
         if match := _WEIGHT.fullmatch(t.name):
             listed.setdefault((match[1], int(match[2] or 0)), []).append((t.name, match[3]))
     ranks = ranks_of(catalogue, parallel)
+    _check_version(catalogue)
+    _check_stages(catalogue, listed, ranks)
     pipeline = Pipeline.of(parallel)
     for (folder, chunk), names in listed.items():
         rank = ranks[folder]
@@ -121,6 +123,66 @@ def _parameters(
                 for t, (stored, g) in zip(tensors, renamed, strict=True)
             ],
         )
+
+
+def _check_version(catalogue: Catalogue) -> None:
+    """Refuse files whose rows of queries, keys and values lie in another order.
+
+    Source: `fix_query_key_value_ordering` in Megatron-LM's checkpointing.py.
+    """
+    version = catalogue.metadata.get("checkpoint_version")
+    if isinstance(version, int | float) and 2 <= version < 4:
+        return
+    first = next(iter(catalogue.metadata["ranks"]))
+    raise FormatError(
+        f"checkpoint_version {version!r:.20}, and only 2 and 3 are known",
+        file=catalogue.root / first / "model_optim_rng.pt",
+        hint="rows of queries, keys and values lie in another order before version 2: load it with "
+        "Megatron-LM, which puts them right, and save it again",
+    )
+
+
+def _check_stages(
+    catalogue: Catalogue,
+    listed: Mapping[tuple[str, int], Sequence[tuple[str, str]]],
+    ranks: Mapping[str, Rank],
+) -> None:
+    """All ranks of a pipeline stage hold the same tensors, of the same shapes and types.
+
+    Raises:
+        FormatError: one lacks a tensor, or has another; names it, the file and a rank that differs.
+    """
+    first: dict[tuple[int, int], str] = {}
+    facts: dict[tuple[str, int], dict[str, GlobalTensor]] = {}
+    for at, names in listed.items():
+        facts[at] = {key: catalogue[stored] for stored, key in names if not key.endswith(_OWN)}
+    chunks = {chunk for _, chunk in listed}
+    for folder, rank in ranks.items():
+        for chunk in chunks:
+            other = first.setdefault((rank.pp, chunk), folder)
+            mine, theirs = facts.get((folder, chunk), {}), facts.get((other, chunk), {})
+            for key in sorted(mine.keys() ^ theirs.keys())[:1]:
+                lacks, has = (folder, other) if key in theirs else (other, folder)
+                raise FormatError(
+                    f"is missing, and {has} of the same pipeline stage has it",
+                    file=catalogue.root / lacks / "model_optim_rng.pt",
+                    tensor=key,
+                    hint=_MIXED,
+                )
+            for key, t in mine.items():
+                o = theirs[key]
+                if (t.shape, t.dtype) != (o.shape, o.dtype):
+                    raise FormatError(
+                        f"is {list(t.shape)} {t.dtype.name}, and {list(o.shape)} {o.dtype.name} "
+                        f"in {other} of the same pipeline stage",
+                        file=catalogue.root / folder / "model_optim_rng.pt",
+                        tensor=key,
+                        hint=_MIXED,
+                    )
+
+
+_OWN = "._extra_state"
+_MIXED = "the file is damaged or of another checkpoint: copy it again, or take another iteration"
 
 
 def _parameter(

@@ -402,3 +402,45 @@ def test_expert_bias_has_no_state(tmp_path: Path, materialize: Any) -> None:
     for optimizer in FORMATS:
         out = save(tmp_path / optimizer, materialize, optimizer, model=model, ep=2)
         assert verify(tmp_path / optimizer / "in", out).exit_status == 0
+
+
+# ---- files of ranks
+
+
+def test_versions_that_are_not_known(tmp_path: Path, materialize: Any) -> None:
+    folder = ranked(tmp_path, materialize)
+    for version in (1.0, 0, 99.0, None, "3"):
+        for file in folder.rglob("model_optim_rng.pt"):
+            edit(file, lambda tree: tree.update(checkpoint_version=version))  # noqa: B023
+        with pytest.raises(FormatError, match="checkpoint_version") as e:
+            open_model(folder, optimizer=False)
+        assert str(e.value.file).endswith("mp_rank_00_000/model_optim_rng.pt")
+        assert "Megatron-LM" in str(e.value.hint)
+
+
+def test_ranks_of_a_stage_that_hold_other_tensors(tmp_path: Path, materialize: Any) -> None:
+    folder = ranked(tmp_path, materialize)
+    name = "output_layer.weight"
+    file = next(folder.rglob("mp_rank_01_001/model_optim_rng.pt"))
+    sound = file.read_bytes()
+
+    def shorten(tree: Any) -> None:
+        tree["model"][name] = tree["model"][name][:-1].clone()
+
+    def widen(tree: Any) -> None:
+        tree["model"][name] = tree["model"][name].float()
+
+    for change, says, at in (
+        (lambda tree: tree["model"].pop(name), "is missing", "mp_rank_01_001"),
+        (lambda tree: tree["model"].update(more=torch.zeros(2)), "is missing", "mp_rank_00_001"),
+        (shorten, "of the same pipeline stage", "mp_rank_01_001"),
+        (widen, "float32", "mp_rank_01_001"),
+    ):
+        edit(file, change)
+        with pytest.raises(FormatError, match=says) as e:
+            open_model(folder, optimizer=False)
+        assert e.value.tensor in (name, "more")
+        assert at in str(e.value.file)
+        assert e.value.hint
+        file.write_bytes(sound)
+    open_model(folder)

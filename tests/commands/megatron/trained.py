@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,14 @@ def write(
     *,
     seed: int = 0,
     args: dict[str, Any] | None = None,
+    objects: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+    small_state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save weights, master weights and moments of random numbers, fully reshardable."""
+    """Save weights, master weights and moments of random numbers, fully reshardable.
+
+    `objects` are saved lists of one, `beside` small files, `small_state` more of the common state.
+    """
     rng = np.random.default_rng(seed)
     shapes = canonical_tensors(model)
     canonical = {
@@ -107,7 +113,9 @@ def write(
         tensors,
         shards,
         num_files=parallel.world_size,
-        common=common,
+        objects=objects,
+        common=common | dict(small_state or {}),
+        small=beside,
         iteration=7,
         megatron=True,
     )
