@@ -69,6 +69,7 @@ def entrant(job: Job, threads: int, durable: bool, num_bytes: int, share: float)
         options["max_shard_size"] = f"{int(num_bytes * share) // job.num_files // 1000}KB"
     return Entrant(
         name=job.name,
+        kind=job.kind,
         options=options,
         ideal_bytes=int(num_bytes * (1 + share)),
         limit=job.limits[threads - 1] if job.limits else None,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.checkpoint.plan import Dropped, Op, Plan
 from megtool.commands.lay_out.target import Target
 from megtool.commands.opened import Opened
@@ -102,9 +103,6 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-_LOST = ("modelopt_state/",)
-
-
 def _files(opened: Opened, target: Target) -> tuple[list[str], list[str], list[Dropped]]:
     """Small files of the source that lie in the target as they are, or written anew, or neither."""
     folder = f"{target.sidecar_folder}/" if target.sidecar_folder else ""
@@ -117,7 +115,7 @@ def _files(opened: Opened, target: Target) -> tuple[list[str], list[str], list[D
         data = next((written[p] for p in places if p in written), None)
         if data is None:
             reason = f"{target.format!r} has no place for it"
-            lost = name.startswith(_LOST)
+            lost = name.startswith(f"{MODELOPT_FOLDER}/")
             dropped.append(Dropped(name=name, reason=reason, is_lost=lost))
         elif len(data) == path.stat().st_size and data == path.read_bytes():
             moved.append(name)

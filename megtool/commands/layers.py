@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.catalogue import Catalogue, SetAside, StoredObject
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.pickled import Inert
+from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.commands.megatron.bridge_files import with_model
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.opened import Model, Opened
@@ -52,6 +53,8 @@ def select_layers(opened: Opened, text: str) -> Opened:
     removed -= {side.placements[old].stored for old in first}
     catalogue = opened.catalogue.select(lambda name: name not in removed)
     catalogue.objects = _objects(opened.catalogue.objects, layers, model.config.num_layers)
+    if len(layers) != model.config.num_layers or list(layers) != sorted(set(layers)):
+        _leave_modelopt(catalogue)
     changed = _changed(model.config, config)
     catalogue.metadata = _with_args(opened.catalogue, changed)
     sidecar = opened.sidecar
@@ -76,6 +79,17 @@ def select_layers(opened: Opened, text: str) -> Opened:
         repeats={n: first[o] for n, o in new.items() if first[o] != n},
         left_out=opened.left_out + len(opened.catalogue.tensors) - len(catalogue.tensors),
     )
+
+
+def _leave_modelopt(catalogue: Catalogue) -> None:
+    """Set ModelOpt's own checkpoint aside: it numbers all layers, and is not looked into."""
+    left = [n for n in catalogue.attachments if n.startswith(f"{MODELOPT_FOLDER}/")]
+    reason = "ModelOpt's state of all layers"
+    catalogue.set_aside = catalogue.set_aside + [
+        SetAside(name=n, reason=reason, num_bytes=catalogue.attachments[n].stat().st_size)
+        for n in left
+    ]
+    catalogue.attachments = {n: p for n, p in catalogue.attachments.items() if n not in left}
 
 
 def _described(

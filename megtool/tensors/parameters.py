@@ -74,16 +74,31 @@ _SECTIONS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
+    "encoder_relative_pos_emb.relative_attention_bias.weight",
+    "decoder_relative_pos_emb.relative_attention_bias.weight",
+    "encoder.layers",
+    "encoder.final_layernorm.weight",
+    "encoder.final_layernorm.bias",
     "decoder.layers",
     "decoder.final_layernorm.weight",
     "decoder.final_layernorm.bias",
     "decoder.final_norm.weight",
     "decoder.final_norm.bias",
     "mtp.layers",
+    "lm_head.dense.weight",
+    "lm_head.dense.bias",
+    "lm_head.layer_norm.weight",
+    "lm_head.layer_norm.bias",
+    "lm_head.output_layer.weight",
+    "lm_head.output_layer.bias",
     "output_layer.weight",
     "output_layer.bias",
+    "binary_head.weight",
+    "binary_head.bias",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
 )
-_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)")
+_LAYER = re.compile(r"(decoder|encoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
 
 

@@ -29,6 +29,7 @@ class Job:
 
     name: str
     options: Options
+    kind: str = "reshard"
     limits: tuple[float, float] | None = None
     num_files: int = 0
 
@@ -157,6 +158,11 @@ GROUPS = (
                 options={**PART, "tp": 2},
                 limits=STRIDED,
             ),
+            Job(
+                name="the same, --digest none",
+                options={**PART, "tp": 2, "digest": "none"},
+            ),
+            Job(name="floor: plain read and write of 256 KiB", options={}, kind="through_buffer"),
         ),
     ),
     Group(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.race import run_job
 from bench.synthetic import LARGE, SMALL, configuration, shapes
-
 from megtool.checkpoint.formats.safetensors import lay_out
 from megtool.dtypes import dtype
 from megtool.tensors.sharded import GlobalTensor

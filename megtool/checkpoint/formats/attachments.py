@@ -8,9 +8,11 @@ from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats.header import names_in, stays_inside
 
 MAX_ATTACHMENT_BYTES = 64 << 20
+MODELOPT_FOLDER = "modelopt_state"
+"""A checkpoint of its own, in which ModelOpt keeps what it did to the model."""
 
 _FOLDERS = ("additional_chat_templates",)
-_CARRIED_FOLDERS = ("hf", "tokenizer", "context", "modelopt_state")
+_CARRIED_FOLDERS = ("hf", "tokenizer", "context", MODELOPT_FOLDER)
 _CARRIED_FILES = ("run_config.yaml", "train_state.pt")
 _NOT_SMALL = (
     ".safetensors",

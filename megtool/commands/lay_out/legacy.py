@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.containers.pickled import inert_global
+from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.checkpoint.formats.legacy import lay_out as lay_out_files
 from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from megtool.checkpoint.formats.save_folder import folder_name
@@ -71,7 +72,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     out.account(*account_for_common(source, common, out.format))
     files = writer.files(common)
     iteration = saved_iteration(source.catalogue)
-    small = files_beside_ranks(source, dtype, left_out=("modelopt_state/",))
+    small = files_beside_ranks(source, dtype, left_out=(f"{MODELOPT_FOLDER}/",))
     destination = lay_out_files(files, iteration=iteration, small=small)
     row = {
         destination.catalogue.tensors[int(t)].name: k

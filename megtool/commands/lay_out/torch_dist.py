@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
 from megtool.checkpoint.regroup import regroup
@@ -59,7 +60,7 @@ def _lay_out(
     """Everything, for stored tensors and shards that are settled; `more` are further objects."""
     megatron = out.format == "torch_dist"
     num_files = max(parallel.world_size, int(shards.owner.max(initial=0)) + 1)
-    small = files_beside_ranks(source, dtype, () if megatron else ("modelopt_state/",))
+    small = files_beside_ranks(source, dtype, () if megatron else (f"{MODELOPT_FOLDER}/",))
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried = carried_objects(source, tensors, parallel, out.format)

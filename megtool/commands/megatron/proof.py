@@ -3,16 +3,17 @@
 What is proved, and what is not:
 
 - Of every piece of a parameter (a run of a bucket that one rank stored) a few elements at its
-  beginning, and at its end or middle, are what the model has there: all elements with `whole`. A
-  parameter found elsewhere than it lies would have to hold the same numbers in all these places.
+  beginning, and of every parameter some in the middle of its first piece and at the end of its
+  last, are what the model has there: all elements with `whole`. A parameter found elsewhere than it
+  lies would have to hold the same numbers in all these places.
 - `decode` refuses a second order that passes the same test with other places for any parameter, all
   of whose elements are compared then: so of the known orders exactly one is right, however alike
   the parameters are. What is the same in all orders (norms that are all ones) needs no telling
   apart.
 - Moments lie where the master weights of the same bucket lie; that they belong to them is not
   proved, for nothing else holds them.
-- Copies of a parameter or its state, which several ranks store, are equal in the same places
-  (`check_copies`); with `whole`, in all.
+- Copies of a parameter or its state, which several ranks store, begin alike, at least some of each
+  (`check_copies`); with `whole`, all are equal.
 """
 
 from __future__ import annotations
@@ -42,13 +43,12 @@ PROBE_ELEMENTS = 64
 MOST_PIECES = 1024
 """Pieces of one tensor that are probed, evenly spaced, unless all are compared."""
 
-MOST_COPIES = 16
-"""Second copies of pieces of one tensor that are probed, evenly spaced, unless all are compared."""
+MOST_COPIES = 4
+"""Second copies of pieces of one tensor that are probed, evenly spaced, unless all are compared.
+
+Which ones changes from tensor to tensor, so that every rank's are."""
 
 _PART_ELEMENTS = 1 << 20
-
-_FEW_PIECES = 8
-"""Of a tensor of so few pieces, each is probed in three places, of others in two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +92,10 @@ def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> 
             pieces = range(rows.start, rows.stop)
             if not whole and len(pieces) > MOST_PIECES:
                 pieces = range(rows.start, rows.stop, -(-len(pieces) // MOST_PIECES))
-            for row in pieces:
+            for k, row in enumerate(pieces):
                 lo = candidate.shards.boxes.lo[row, : len(tensor.shape)].tolist()
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
-                shares = _shares(len(pieces), row)
+                shares = _shares(k, len(pieces))
                 for box in _parts(lo, hi) if whole else _probes(lo, hi, shares):
                     main = mains.canonical(_box(tensor.name, *box)).read().reshape(-1)
                     weight = weights.canonical(
@@ -123,7 +123,7 @@ def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
     with Reader(one, Files()) as first, Reader(other, Files()) as second:
         for number, (copy, tensor) in enumerate(zip(chosen, one.tensors, strict=True)):
             lo, hi = [0] * len(tensor.shape), list(tensor.shape)
-            for box in _parts(lo, hi) if whole else _probes(lo, hi, (0.0, 0.5, 1.0)):
+            for box in _parts(lo, hi) if whole else _probes(lo, hi, (0.0,)):
                 place = _box(tensor.name, *box)
                 a = first.canonical(place).read().reshape(-1)
                 b = second.canonical(place).read().reshape(-1)
@@ -150,6 +150,11 @@ def _some(catalogue: Catalogue) -> list[Replica]:
     for copy in _replicas(catalogue):
         found.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
     return [copy for copies in found.values() for copy in copies[:: -(-len(copies) // MOST_COPIES)]]
+
+
+def _spaced(copies: list[Replica], first: int) -> list[Replica]:
+    step = -(-len(copies) // MOST_COPIES)
+    return copies[first % step :: step]
 
 
 def _differing(
@@ -196,11 +201,9 @@ def _keys(model: Catalogue) -> dict[str, str]:
     return {key: name for (state, _, key), name in split if state == ""}
 
 
-def _shares(num_pieces: int, number: int) -> tuple[float, ...]:
-    """How far inside a piece it is probed."""
-    if num_pieces <= _FEW_PIECES:
-        return 0.0, 0.5, 1.0
-    return 0.0, 1.0 if number % 2 else 0.5
+def _shares(number: int, of: int) -> tuple[float, ...]:
+    """How far inside a piece it is probed: at its beginning, and one at its middle or end."""
+    return (0.0, *[0.5] * (number == 0), *[1.0] * (number == of - 1))
 
 
 def _probes(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -303,3 +305,18 @@ def test_formats_that_cannot_be(sound: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says) as e:
             reshard(sound, tmp_path / "out", **options)
         assert e.value.hint
+
+
+@pytest.mark.parametrize("version", [2, "1", None])
+def test_a_version_of_the_back_end_that_is_not_known(
+    version: Any, sound: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sound, tmp_path / "out")
+    file = tmp_path / "out" / "iter_0000007" / "metadata.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "sharded_backend_version": version})
+    )
+    with pytest.raises(FormatError, match="version") as e:
+        open_model(tmp_path / "out")
+    assert e.value.file == str(file)
+    assert e.value.hint

@@ -1,4 +1,4 @@
-"""What is not tensors: extra states, random and rerun state, args, ModelOpt's files, and who says so."""
+"""What is not tensors: extra states, random and rerun state, args, ModelOpt's files."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError
+from tests.commands import tiny_llama
 from tests.commands.megatron.trained import config, write
 
 torch = pytest.importorskip("torch")
@@ -128,7 +129,9 @@ def shown(value: Any) -> str:
 def extra(found: dict[str, Any]) -> dict[Site | None, Any]:
     """Extra states that hold something, by whose they are."""
     return {
-        site_of(n): v for n, v in found.items() if "_extra_state" in n and v != "None" and "b''" not in v
+        site_of(n): v
+        for n, v in found.items()
+        if "_extra_state" in n and v != "None" and "b''" not in v
     }
 
 
@@ -153,6 +156,92 @@ def test_extra_states_follow_their_layers_and_experts(
     assert pickle.loads(state.numpy().tobytes()) == {"scale": 3}
 
 
+@pytest.mark.parametrize("to", ["torch_dist", "megatron"])
+def test_extra_states_of_some_layers(to: str, tmp_path: Path, materialize: Any) -> None:
+    save(tmp_path / "a", materialize, ParallelConfig())
+    reshard(tmp_path / "a", tmp_path / "b", to=to, tp=2, fsync=False)
+    report = reshard(tmp_path / "b", tmp_path / "c", to="torch_dist", layers="2,0", fsync=False)
+    found, before = extra(values(tmp_path / "c")), extra(values(tmp_path / "a"))
+    for new, old in enumerate((2, 0)):
+        at = ("decoder.layers.{}.self_attention.linear_qkv", "decoder.layers.{}.mlp.linear_fc1")
+        for name in at:
+            assert found[Site(name.format(new))] == before[Site(name.format(old))]
+    assert not [s for s in found if s and (s.layer or 0) > 1]
+    if to == "torch_dist":
+        assert set(MODELOPT) <= {d.name for d in report.dropped}
+        assert not list((tmp_path / "c").rglob("modelopt_state"))
+
+
+FORCED = [
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "seq_length",
+    "num_attention_heads",
+    "num_query_groups",
+    "group_query_attention",
+    "kv_channels",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "add_position_embedding",
+    "use_rotary_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "normalization",
+    "apply_query_key_layer_scaling",
+    "attention_dropout",
+    "hidden_dropout",
+    "mtp_num_layers",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_grouped_gemm",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
+    "padded_vocab_size",
+    "ckpt_format",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "expert_model_parallel_size",
+]
+"""What `load_args_from_checkpoint` of Megatron-LM takes of a decoder."""
+
+
+def test_args_made_from_hugging_face_are_all_that_megatron_takes(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "out", to="torch_dist", tp=2, pp=2, fsync=False)
+    args = open_checkpoint(tmp_path / "out").metadata["args"]
+    assert [name for name in FORCED if name not in args] == []
+    want = {
+        "num_layers": 4,
+        "num_query_groups": 2,
+        "group_query_attention": True,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "untie_embeddings_and_output_weights": True,
+        "padded_vocab_size": 256,
+        "ckpt_format": "torch_dist",
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+    }
+    assert {name: args[name] for name in want} == want
+    assert "no_save_rng" not in args  # a release is not asked for it
+
+
 def test_names_of_extra_states_in_every_spelling() -> None:
     one = Site("decoder.layers.3.mlp.experts.experts.linear_fc1", 2)
     for name in (
@@ -169,7 +258,11 @@ def test_names_of_extra_states_in_every_spelling() -> None:
         assert site_of(name) == plain, name
     stacked = Spelling(4, 8, frozenset())
     assert stacked.name(one).endswith("linear_fc1._extra_state/shard_3.2_4.8")
-    assert Spelling(0, 8, frozenset()).name(one).endswith("3.mlp.experts.experts.linear_fc1._extra_state/shard_2_8")
+    assert (
+        Spelling(0, 8, frozenset())
+        .name(one)
+        .endswith("3.mlp.experts.experts.linear_fc1._extra_state/shard_2_8")
+    )
     for odd in ("rng_state/shard_0.0_1.1", "decoder.layers.x._extra_state/shard_4_4"):
         assert site_of(odd) is None
 
@@ -199,14 +292,17 @@ def test_random_state_stays_where_its_ranks_do(
     assert not open_checkpoint(tmp_path / "c").metadata["args"].get("no_save_rng")
 
 
-def test_random_state_of_data_parallel_ranks_needs_as_many(tmp_path: Path, materialize: Any) -> None:
+def test_random_state_of_data_parallel_ranks_needs_as_many(
+    tmp_path: Path, materialize: Any
+) -> None:
     save(tmp_path / "a", materialize, ParallelConfig(dp=2), replicas=2)
     report = reshard(tmp_path / "a", tmp_path / "b", dp=2, fsync=False)
     assert "rng_state/shard_0.0_1.1" in report.moved["objects"]
     report = reshard(tmp_path / "a", tmp_path / "c", dp=1, fsync=False)
-    assert "2 data-parallel ranks" in {d.name: d.reason for d in report.dropped}[
-        "rng_state/shard_0.0_1.1"
-    ]
+    assert (
+        "2 data-parallel ranks"
+        in {d.name: d.reason for d in report.dropped}["rng_state/shard_0.0_1.1"]
+    )
 
 
 def test_rerun_state_stays_in_its_world(tmp_path: Path, materialize: Any) -> None:
@@ -265,9 +361,7 @@ def test_everything_is_accounted_for_once(source: str, tmp_path: Path, materiali
         if target["to"] == "zarr":
             pytest.importorskip("zarr")
         with_state = target.get("optimizer") != "none"
-        held = open_model(
-            at, optimizer=with_state, family_name=target.get("family")
-        ).catalogue
+        held = open_model(at, optimizer=with_state, family_name=target.get("family")).catalogue
         report = reshard(at, tmp_path / f"out{number}", dry_run=True, **target)
         stated = [n for lists in (report.moved, report.derived) for k in lists for n in lists[k]]
         stated += [d.name for d in report.dropped]
