@@ -98,7 +98,9 @@ _SECTIONS = (
     "pooler.dense.weight",
     "pooler.dense.bias",
 )
-_LAYER = re.compile(r"(decoder|encoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)")
+_LAYER = re.compile(
+    r"(decoder|encoder|mtp)\.layers\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)"
+)
 _EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
 
 

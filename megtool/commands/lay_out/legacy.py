@@ -57,7 +57,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
-    carried = carried_objects(source, weights, parallel, out.format)
+    carried = carried_objects(source, out.side.tensors, parallel, out.format)
     writer = _Writer(source, config, parallel, weights, states_of(out.side), carried)
     common = common_state(
         source,

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from megtool.convert.ranks import Parameter
 
-_LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(
+    r"(decoder|encoder|mtp)\.layers\.(\d+)\.((?:transformer_layer\.|mtp_model_layer\.)?)(.+)"
+)
 _GROUPED = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)")
 _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.experts\.linear_fc([12])\.(weight|bias)")
@@ -34,13 +36,15 @@ class Global:
 def to_global(name: str, *, first_layer: int, first_expert: int) -> Global:
     """The global key of a rank's own name for a parameter or a module.
 
-    `first_layer` and `first_expert` are those the rank's chunk begins with.
+    `first_layer` and `first_expert` are those the rank's chunk begins with; layers that predict
+    further tokens are all in one chunk.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
         return Global(name, None)
-    head = f"{match[1]}.layers.{first_layer + int(match[2])}."
-    suffix = match[3]
+    first = 0 if match[1] == "mtp" else first_layer
+    head = f"{match[1]}.layers.{first + int(match[2])}.{match[3]}"
+    suffix = match[4]
     if found := _GROUPED.fullmatch(suffix):
         key = f"{head}mlp.experts.experts.linear_fc{found[1]}.{found[2]}"
         return Global(key, first_expert + int(found[3]))
@@ -64,7 +68,7 @@ def to_local(
     match = _LAYER.fullmatch(parameter.module_key)
     if match is None:
         return parameter.module_key
-    suffix = match[3]
+    suffix = match[4]
     expert = parameter.expert - first_expert
     if found := _GLOBAL_EXPERT.fullmatch(suffix):
         linear, kind = found[1], found[2]
@@ -77,7 +81,8 @@ def to_local(
         for of_linear, own in _NORMS:
             if suffix.startswith(of_linear):
                 suffix = own + suffix.removeprefix(of_linear)
-    return f"{match[1]}.layers.{int(match[2]) - first_layer}.{suffix}"
+    first = 0 if match[1] == "mtp" else first_layer
+    return f"{match[1]}.layers.{int(match[2]) - first}.{match[3]}{suffix}"
 
 
 def module_to_local(
@@ -90,8 +95,9 @@ def module_to_local(
     match = _LAYER.fullmatch(module)
     if match is None:
         return module
-    suffix = match[3]
+    suffix = match[4]
     if found := _EXPERT_MODULE.fullmatch(suffix):
         local = "" if grouped else f"local_experts.{(expert or 0) - first_expert}."
         suffix = f"mlp.experts.{local}{found[1]}"
-    return f"{match[1]}.layers.{int(match[2]) - first_layer}.{suffix}"
+    first = 0 if match[1] == "mtp" else first_layer
+    return f"{match[1]}.layers.{int(match[2]) - first}.{match[3]}{suffix}"

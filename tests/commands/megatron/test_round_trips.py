@@ -135,3 +135,17 @@ def test_training_state_returns_as_it_was(
         strict=True,
     )
     assert content(last) == content(folder / "0")
+
+
+def test_what_buckets_keep_beside_them_is_no_loss_in_rank_files(
+    tmp_path: Path, materialize: Any
+) -> None:
+    write(tmp_path / "a", config(), ParallelConfig(), materialize)
+    reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", fsync=False, strict=True)
+    report = reshard(tmp_path / "b", tmp_path / "c", to="megatron", fsync=False, strict=True)
+    small = "optimizer.distributed.dp_group_idx_0."
+    assert {n for n in report.derived["objects"] if n.startswith(small)} >= {
+        f"{small}optimizer/shard_0_1",
+        f"{small}per_bucket_numel/shard_0_1",
+    }
+    assert verify(tmp_path / "a", tmp_path / "c").exit_status == 0
