@@ -3,7 +3,7 @@
 The distributed optimizer lays its buckets out in this order reversed, and nothing on disk says
 which it was: Transformer Engine registers the norm it fuses into the next linear layer after
 attention's output projection, Megatron's own layers register it before. Sources: megatron-core
-0.16.1, `models/gpt/gpt_model.py`, `transformer/{transformer_layer,attention,mlp}.py`,
+0.16.1, `models/{gpt/gpt,bert/bert,T5/t5}_model.py`, `transformer/{transformer_layer,attention,mlp}.py`,
 `transformer/moe/{moe_layer,shared_experts,experts}.py`,
 `transformer/multi_latent_attention.py`; transformer_engine 2.x,
 `pytorch/module/layernorm_linear.py`.

@@ -105,10 +105,11 @@ def quantisation(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a config says: sizes of groups along columns, of blocks, and bits, any of which one
-    weight or another may have."""
+    weight or another may have. `stated`: it names groups or blocks, so that no others are."""
 
     groups: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
+    stated: bool
     bits: tuple[int, ...]
 
     @classmethod
@@ -136,6 +137,7 @@ class Facts:
         return cls(
             groups=tuple(dict.fromkeys(groups)),
             blocks=tuple(dict.fromkeys([*blocks, (128, 128)])),
+            stated=bool(groups or blocks),
             bits=tuple(dict.fromkeys(bits)),
         )
 

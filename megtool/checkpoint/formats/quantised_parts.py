@@ -32,6 +32,10 @@ class Sizes(Protocol):
         """Rows and columns that may share one."""
 
     @property
+    def stated(self) -> bool:
+        """Groups or blocks were named, and are not to be guessed."""
+
+    @property
     def bits(self) -> tuple[int, ...]:
         """Bits an element may have."""
 
@@ -104,12 +108,15 @@ class Stored:
         Raises:
             FormatError: the two shapes do not belong together.
         """
-        found = spans(scale.shape, shape, self.facts)
+        # FP4 is stored two a byte, beside weights of other blocks: its groups are checked there.
+        guess = not self.facts.stated or shape != t.shape
+        found = spans(scale.shape, shape, self.facts, guess=guess)
         if found is None:
+            said = [*self.facts.groups, *(f"{r} x {c}" for r, c in self.facts.blocks)]
             raise self.fault(
                 t,
                 f"{scale.name!r} of shape {list(scale.shape)} cannot scale a tensor of shape "
-                f"{list(shape)}",
+                f"{list(shape)} in blocks of {' or '.join(map(str, said))}",
                 hint="do the files belong together?",
             )
         return found
@@ -148,13 +155,19 @@ class Stored:
         return tuple(out)
 
 
-def spans(scale: Shape, shape: Shape, facts: Sizes) -> tuple[Span, ...] | None:
+def spans(
+    scale: Shape, shape: Shape, facts: Sizes, *, guess: bool = True
+) -> tuple[Span, ...] | None:
     """Which elements of a tensor of `shape` each dimension of a scale serves; None if they do not
-    correspond. A single value serves all, a missing last dimension means one value a row."""
+    correspond. A single value serves all, a missing last dimension means one value a row.
+
+    Without `guess`, blocks are those of `facts` alone: a scale that lost rows would otherwise pass
+    for one of larger blocks.
+    """
     if all(n == 1 for n in scale):
         return tuple(Span(WHOLE) for _ in scale)
     if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks
-        found = spans((scale[0], scale[2]), shape, facts)
+        found = spans((scale[0], scale[2]), shape, facts, guess=guess)
         return None if found is None else (found[0], Span(WHOLE), found[1], Span(WHOLE))
     if 0 < len(scale) < len(shape) and scale == shape[: len(scale)]:
         return tuple(Span(d) for d in range(len(scale)))
@@ -168,15 +181,20 @@ def spans(scale: Shape, shape: Shape, facts: Sizes) -> tuple[Span, ...] | None:
         per = next((p for p in asked if -(-size // p) == n), None)
         if n == size:
             out.append(Span(d))
-        elif n == 1:
+        elif n == 1 and (guess or per is not None or _is_plain(scale, shape)):
             out.append(Span(WHOLE))
         elif per is not None:
             out.append(Span(d, per))
-        elif d >= last - 1 and n and size % n == 0:
+        elif guess and d >= last - 1 and n and size % n == 0:
             out.append(Span(d, size // n))
         else:
             return None
     return tuple(out)
+
+
+def _is_plain(scale: Shape, shape: Shape) -> bool:
+    """Every dimension has one value for all, or one for each: no blocks."""
+    return all(n in (1, size) for n, size in zip(scale, shape, strict=True))
 
 
 def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:

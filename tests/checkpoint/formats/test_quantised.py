@@ -242,6 +242,16 @@ class Refused:
         stored = {"x.weight": made.stored["weight"], "x.weight_scale_inv": torch.ones(3, 7)}
         return stored, made.config, "cannot scale"
 
+    def fewer_rows(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
+        made = MAKERS["deepseek"](weight(256, 256))
+        stored = {"x.weight": made.stored["weight"], "x.weight_scale_inv": torch.ones(1, 2)}
+        return stored, made.config, "cannot scale"
+
+    def other_blocks(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
+        made = MAKERS["deepseek"](weight(256, 256))
+        stored = {"x.weight": made.stored["weight"], "x.weight_scale_inv": torch.ones(4, 4)}
+        return stored, made.config, "in blocks of 128 x 128"
+
     def method(self) -> tuple[dict[str, torch.Tensor], dict[str, object], str]:
         return {"x.qweight": torch.ones(3)}, {"quant_method": "gptq", "bits": 4}, "gptq"
 
