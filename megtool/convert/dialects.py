@@ -225,7 +225,7 @@ def write_side(
             continue
         made = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
         if made.unplaced:
-            raise _homeless(made.unplaced, canonical, dialect, binding.rows, binding.model)
+            raise _homeless(made.unplaced, canonical, dialect, binding.rows, binding.model, state)
         lift = f"{state}:" if state else ""
         spell = _speller(state, source, main, state_names)
         out.tensors.extend(replace(t, name=spell(t.name)) for t in made.tensors)
@@ -244,10 +244,18 @@ def write_side(
 
 
 def _homeless(
-    names: Sequence[str], canonical: Collection[str], dialect: str, table: Table, model: Model
+    names: Sequence[str],
+    canonical: Collection[str],
+    dialect: str,
+    table: Table,
+    model: Model,
+    state: str,
 ) -> MappingError:
     """Why canonical tensors have no place: what they share a stored tensor with is not there."""
-    text = f"{len(names)} tensors have no place in {dialect!r}: {summarise(names)}"
+    what = (
+        f"{len(names)} tensors of optimizer state {state!r}" if state else f"{len(names)} tensors"
+    )
+    text = f"{what} have no place in {dialect!r}: {summarise(names)}"
     gap = first_gap(table, model, names[0], canonical)
     if gap is None:
         hint = "exclude them, or add rows for them to the family's table"
@@ -256,6 +264,12 @@ def _homeless(
     stacked = dialect == "megatron" and lacks.startswith("layers.")
     stacked = stacked and not megatron.is_per_layer([stored])
     whole = "a stacked key, which needs every layer" if stacked else "made of several tensors"
+    if state:
+        return MappingError(
+            f"{text}: {stored!r} is {whole}, and {lacks!r} has no such state",
+            tensor=f"{state}:{lacks}",
+            hint="the optimizer's state is incomplete: --optimizer none leaves it out",
+        )
     return MappingError(
         f"{text}: {stored!r} is {whole}, and {lacks!r} is the first missing",
         tensor=names[0],

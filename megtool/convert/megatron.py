@@ -151,9 +151,12 @@ STACKED: Table = stack_layers(PER_LAYER)
 MAIN = "main"
 _MAIN_NAMES = ("param", "fp32_param", "master_param")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+# A weight may itself be called `param`: behind `exp_avg` that is no state.
 _STATE_LAST = re.compile(
     r"optim(?:izer)?\.state\.(.+)\."
     r"(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|master_param|step)"
+    r"|optim(?:izer)?\.state\.(?!(?:exp_avg|exp_avg_sq|(?:fp32_|master_)?param)\.)(.+)\."
+    r"((?:fp32_)?param)"
 )
 _WRAPPERS = re.compile(r"(?:module\.)*(?:model\.(?:module\.)*(?=decoder\.|embedding\.|output_l))?")
 _LAYER_KEY = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.")
@@ -178,7 +181,7 @@ def split_optimizer(name: str) -> tuple[str, str, str]:
     optimizer, behind it.
     """
     if match := _STATE_LAST.fullmatch(name):
-        name, spelled = match[1], match[2]
+        name, spelled = match[1] or match[3], match[2] or match[4]
     elif match := _STATE.fullmatch(name):
         spelled, name = match[1], match[2]
     else:

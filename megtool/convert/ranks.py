@@ -6,7 +6,7 @@ legacy `mp_rank_*` folders. Both are read and written through this one list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megtool.config import ModelConfig, ParallelConfig
@@ -119,7 +119,7 @@ def rank_parameters(
     that of `tensors`.
 
     Raises:
-        LayoutError: the layout does not divide the model.
+        LayoutError: the layout does not divide the model, or a tensor is of another model.
     """
     check_layout(config, parallel)
     keys = [split_state(t.name)[2] for t in tensors]
@@ -135,9 +135,46 @@ def rank_parameters(
     out: dict[Place, list[Parameter]] = {}
     for t, key in zip(tensors, keys, strict=True):
         rule = rule_of(key, glu(key))
+        _check_size(t, rule, config)
         for place, parameter in _cut(t, key, rule, config, parallel, homes):
             out.setdefault(place, []).append(parameter)
     return out
+
+
+def of_tensor_rank(
+    ranks: Mapping[Place, Sequence[Parameter]],
+    parallel: ParallelConfig,
+    stage: int,
+    chunk: int,
+    tp: int,
+) -> list[Parameter]:
+    """A tensor rank's parameters with its experts among them, as they are where `ep` is 1.
+
+    Tensor ranks of experts repeat among those of the dense parameters where they are fewer.
+    """
+    dense = [p for p in ranks.get(Place(stage, chunk, 0, tp), ()) if not p.is_expert]
+    at = Place(stage, chunk, 0, tp % parallel.etp)
+    return dense + [p for p in ranks.get(at, ()) if p.is_expert]
+
+
+def _check_size(t: GlobalTensor, rule: Rule, config: ModelConfig) -> None:
+    """The model has the layers and the experts of a tensor.
+
+    Raises:
+        LayoutError: it does not.
+    """
+    layers = t.shape[0] if rule.has_layer_axis else rule.layer + 1
+    if layers > config.num_layers:
+        raise LayoutError(
+            f"a layer {layers - 1}, and num_layers={config.num_layers}", tensor=t.name
+        )
+    if not rule.is_expert:
+        return
+    experts = t.shape[rule.has_layer_axis] if rule.has_expert_axis else rule.expert + 1
+    if experts > config.num_experts:
+        raise LayoutError(
+            f"an expert {experts - 1}, and num_experts={config.num_experts}", tensor=t.name
+        )
 
 
 def _cut(

@@ -3,7 +3,8 @@
 The distributed optimizer lays its buckets out in this order reversed, and nothing on disk says
 which it was: Transformer Engine registers the norm it fuses into the next linear layer after
 attention's output projection, Megatron's own layers register it before. Sources: megatron-core
-0.16.1, `models/{gpt/gpt,bert/bert,T5/t5}_model.py`, `transformer/{transformer_layer,attention,mlp}.py`,
+0.16.1, `models/{gpt/gpt,bert/bert,T5/t5}_model.py`,
+`transformer/{transformer_layer,attention,mlp}.py`,
 `transformer/moe/{moe_layer,shared_experts,experts}.py`,
 `transformer/multi_latent_attention.py`; transformer_engine 2.x,
 `pytorch/module/layernorm_linear.py`.
@@ -74,8 +75,6 @@ _SECTIONS = (
     "embedding.word_embeddings.weight",
     "embedding.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
-    "encoder_relative_pos_emb.relative_attention_bias.weight",
-    "decoder_relative_pos_emb.relative_attention_bias.weight",
     "encoder.layers",
     "encoder.final_layernorm.weight",
     "encoder.final_layernorm.bias",
@@ -89,8 +88,6 @@ _SECTIONS = (
     "lm_head.dense.bias",
     "lm_head.layer_norm.weight",
     "lm_head.layer_norm.bias",
-    "lm_head.output_layer.weight",
-    "lm_head.output_layer.bias",
     "output_layer.weight",
     "output_layer.bias",
     "binary_head.weight",

@@ -12,6 +12,7 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.convert.dialects import Side, detect_dialect, read_side, write_side
 from megtool.convert.families import family
+from megtool.convert.megatron import split_optimizer
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
@@ -247,3 +248,36 @@ def test_state_beside_hugging_face_names(wrapper: str, spelling: str) -> None:
     assert [name for name, _ in again.dropped] == [step.name]
     without = write_side(again, dialect="hf", family=llama, config=cfg)
     assert {n.partition(":")[0] for n, _ in without.dropped} == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "weight"),
+    [
+        ("optimizer.state.exp_avg.a.b.weight", "exp_avg", "a.b.weight"),
+        ("optimizer.state.a.b.weight.exp_avg", "exp_avg", "a.b.weight"),
+        ("optim.state.a.b.weight.step", "step", "a.b.weight"),
+        ("optimizer.state.param.a.weight", "main", "a.weight"),
+        ("optimizer.state.fp32_param.a.weight", "main", "a.weight"),
+        ("optimizer.state.a.weight.param", "main", "a.weight"),
+        ("optimizer.state.a.weight.fp32_param", "main", "a.weight"),
+        ("optimizer.state.a.weight.master_param", "main", "a.weight"),
+        ("optimizer.state.exp_avg.a.param", "exp_avg", "a.param"),
+        ("optimizer.state.param.a.param", "main", "a.param"),
+        ("a.b.param", "", "a.b.param"),
+    ],
+)
+def test_states_are_told_from_weights(name: str, state: str, weight: str) -> None:
+    """The state stands before the weight's name or behind it, and a weight may be a `param`."""
+    found, _, key = split_optimizer(name)
+    assert (found, key) == (state, weight)
+
+
+def test_incomplete_state_is_named() -> None:
+    source, _ = canonical_side(config(), ("", "exp_avg"))
+    del source.canonical["exp_avg:layers.1.mlp.up.weight"]
+    with pytest.raises(
+        MappingError, match=r"optimizer state 'exp_avg'.*has no such state"
+    ) as caught:
+        write_side(source, dialect="megatron")
+    assert caught.value.tensor == "exp_avg:layers.1.mlp.up.weight"
+    assert "--optimizer none" in (caught.value.hint or "")

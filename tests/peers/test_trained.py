@@ -160,3 +160,21 @@ def test_an_optimizer_that_is_not_distributed(tmp_path: Path) -> None:
     )
     assert "loaded [2.0" in out
     assert verify(tmp_path / "dump", tmp_path / "torch_dist").verdict == "equal"
+
+
+def test_experts_whole_on_every_tensor_rank(tmp_path: Path) -> None:
+    """Buckets of each tensor rank hold all experts where those are not cut and not spread."""
+    options: dict[str, Any] = {"layout": {"tp": 2, "etp": 1}, "experts": 4}
+    kinds = ("fully_reshardable", "dp_reshardable", "legacy")
+    run_world("train", saves=[[k, str(tmp_path / k)] for k in kinds], **options)
+    for kind in kinds[1:]:
+        assert verify(tmp_path / kinds[0], tmp_path / kind).verdict == "equal"
+    reshard(tmp_path / kinds[0], tmp_path / "out", optimizer="dp_reshardable")
+    run_world(
+        "load",
+        kind="dp_reshardable",
+        folder=str(tmp_path / "out"),
+        dump=str(tmp_path / "dump"),
+        **options,
+    )
+    assert_same(tmp_path / "dump", tmp_path / kinds[0])

@@ -115,6 +115,7 @@ def work(rank: int, action: str, port: int, options: dict[str, Any]) -> None:
         layout.get("pp", 1),
         layout.get("vpp"),
         expert_model_parallel_size=layout.get("ep", 1),
+        expert_tensor_parallel_size=layout.get("etp"),
     )
     chunks = build(layout, {**options, "dtype": "bfloat16"})
     wrapped, optimizer = with_optimizer(chunks, options)
@@ -216,7 +217,7 @@ def arguments(options: dict[str, Any]) -> argparse.Namespace:
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=layout.get("vpp"),
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=tp,
+        expert_tensor_parallel_size=layout.get("etp") or tp,
         data_parallel_size=options.get("world", 2) // (tp * pp),
         world_size=options.get("world", 2),
         use_distributed_optimizer=options.get("distributed", True),

@@ -118,7 +118,7 @@ def test_all_orders_are_tried_likely_ones_first(implementation: Any, grouped: An
         "decoder.layers.x.mlp.linear_fc1.weight",
         "something",
         "mtp.layers.0.what.weight",
-        "encoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.cross_attention.linear_q.weight",
     ],
 )
 def test_unknown_parameters_have_no_place(key: str) -> None:
@@ -127,6 +127,26 @@ def test_unknown_parameters_have_no_place(key: str) -> None:
             order.position(key)
         assert e.value.tensor == key
         assert "--optimizer none" in str(e.value.hint)
+
+
+def test_heads_of_bert_follow_its_encoder() -> None:
+    """As megatron-core's BertModel makes its modules."""
+    layer = "encoder.layers.1."
+    keys = [
+        "embedding.tokentype_embeddings.weight",
+        "encoder.layers.0.mlp.linear_fc2.bias",
+        layer + "mlp.linear_fc1.layer_norm_weight",
+        layer + "mlp.linear_fc2.weight",
+        "encoder.final_layernorm.bias",
+        "lm_head.dense.weight",
+        "lm_head.layer_norm.bias",
+        "output_layer.bias",
+        "binary_head.weight",
+        "pooler.dense.weight",
+    ]
+    for order in ORDERS:
+        at = [order.position(key) for key in keys]
+        assert at == sorted(at)
 
 
 def test_multi_token_prediction_follows_the_decoder() -> None:

@@ -36,7 +36,7 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.ranks import Parameter, Place, rank_parameters
 from megtool.dtypes import DType
-from megtool.errors import MappingError
+from megtool.errors import LayoutError, MappingError
 from megtool.parallel.pipeline import Pipeline
 from megtool.tensors import buckets
 from megtool.tensors.parameters import registered
@@ -115,6 +115,7 @@ class _Writer:
             p.is_expert for found in self.ranks.values() for p in found
         )
         self.pieces: list[tuple[str, str, Parameter, int]] = []
+        _check_experts(config, parallel)
         if self.run.order.grouped_experts:
             drop_grouped(source, carried, config.num_experts // parallel.ep)
         self.objects = values_of(source, carried)
@@ -252,6 +253,24 @@ class _Writer:
             held["numel_unpadded"] = sum(sizes)
             out[number] = {dtypes: held}
         return out
+
+
+def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:
+    """Folders are named by tp, pp and ep: between them they hold every tensor rank of the experts.
+
+    Raises:
+        LayoutError: they do not.
+    """
+    p = parallel
+    if not config.num_experts:
+        return
+    for ep in range(p.ep):
+        if len({expert_rank(tp, ep, p) for tp in range(p.tp)}) < p.etp:
+            raise LayoutError(
+                f"etp={p.etp} with tp={p.tp} and ep={p.ep}: the folders of this format are named "
+                "by tp, pp and ep, and several ranks of the experts fall into one",
+                hint=f"--etp {p.tp}, or --to torch_dist, which has no such limit",
+            )
 
 
 def _known(p: Parameter) -> str:

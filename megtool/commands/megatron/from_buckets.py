@@ -15,7 +15,7 @@ from megtool.commands.megatron.groups import OBJECT, read_object
 from megtool.commands.megatron.proof import check_copies
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
-from megtool.convert.ranks import Parameter, Place, rank_parameters
+from megtool.convert.ranks import Parameter, Place, of_tensor_rank, rank_parameters
 from megtool.errors import FormatError
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.sharded import GlobalTensor
@@ -181,7 +181,7 @@ def _holders(
         per_group.setdefault((buffer.chain, buffer.group), []).append(buffer)
     _check_groups(per_group, ranks, parallel, has_own, catalogue)
     is_coalesced = bool(catalogue.metadata.get(COALESCED))
-    sizes = _bucket_sizes(catalogue)
+    sizes = bucket_sizes(catalogue)
     for (chain, group), own in sorted(per_group.items()):
         members = [_members(ranks, parallel, chain, group, k, has_own) for k in range(chunks)]
         # Buffers are numbered over those chunks that have any parameters of the group.
@@ -267,7 +267,7 @@ def _more(found: Sequence[object]) -> str:
     return ", ..." if len(found) > 8 else ""
 
 
-def _bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:
+def bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:
     """Sizes that buckets stored one after the other may have had: the args do not always say."""
     args = catalogue.metadata.get("args") or {}
     ranks = [args.get(k) for k in ("data_parallel_size", "context_parallel_size")]
@@ -293,7 +293,7 @@ def _members(
         ep, tp = divmod(rest, parallel.etp)
         return [p for p in ranks.get(Place(stage, chunk, ep, tp), []) if p.is_expert]
     stage, tp = divmod(group, parallel.tp)
-    out = ranks.get(Place(stage, chunk, 0, tp), [])
+    out = of_tensor_rank(ranks, parallel, stage, chunk, tp)
     return [p for p in out if not (p.is_expert and has_own)]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.megatron.decode import Bucket, Holder, decode
+from megtool.commands.megatron.from_buckets import bucket_sizes
 from megtool.commands.megatron.from_groups import from_groups, has_numbered
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import check_copies
@@ -19,7 +20,6 @@ from megtool.convert.ranks import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
 from megtool.convert.sharding import Glu, rule_of
 from megtool.errors import FormatError, LayoutError
 from megtool.parallel.pipeline import Pipeline
-from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.sharded import GlobalTensor
 
 _WEIGHT = re.compile(r"([^/]+)/model_optim_rng/model(\d*)/(.+)")
@@ -272,9 +272,7 @@ def _holders(
     per_folder: dict[tuple[str, int], int] = {}
     for folder, chain, _, _ in buffers:
         per_folder[folder, chain] = per_folder.get((folder, chain), 0) + 1
-    args = catalogue.metadata.get("args") or {}
-    dp = int(args.get("data_parallel_size") or 1) * int(args.get("context_parallel_size") or 1)
-    candidates = (None, args.get("ddp_bucket_size") or default_bucket_size(dp))
+    candidates = bucket_sizes(catalogue)
     for (folder, chain, number, dtype), states in sorted(buffers.items()):
         chunks = [
             [

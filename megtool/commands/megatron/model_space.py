@@ -98,7 +98,7 @@ def _decoded(
     catalogue: Catalogue, config: ModelConfig | None, whole: bool, alike: bool
 ) -> Catalogue:
     if config is None:
-        what = "files per rank" if catalogue.format == "megatron" else "optimizer state in buckets"
+        what = "files per rank" if catalogue.format == "megatron" else "optimizer buckets"
         raise FormatError(
             f"{what} need the model's configuration, and the checkpoint's args lack it",
             file=catalogue.root,

@@ -15,8 +15,9 @@ from megtool.checkpoint.regroup import Regrouping
 from megtool.commands.megatron.from_buckets import is_buffer
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.ranks import Parameter, Place, rank_parameters
+from megtool.convert.ranks import Parameter, Place, of_tensor_rank, rank_parameters
 from megtool.dtypes import DType
+from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
 from megtool.tensors import buckets
 from megtool.tensors.parameters import Order, registered
@@ -66,16 +67,29 @@ def lay_out_buckets(
 
     `states` are the states to store, as they are spelled, and their dtypes. Experts spread over
     ranks have buffers, and a chain, of their own.
+
+    Raises:
+        LayoutError: buckets cannot hold experts at this layout.
     """
     weights = [t for t in weights if not is_buffer(t.name)]
     ranks = rank_parameters(weights, config, parallel)
     has_own = parallel.ep > 1 and any(p.is_expert for found in ranks.values() for p in found)
+    if not has_own and config.num_experts and parallel.tp % parallel.etp:
+        raise LayoutError(
+            f"etp={parallel.etp} with tp={parallel.tp} and ep=1: buckets hold experts among the "
+            "dense parameters of their tensor ranks",
+            hint=f"--etp {parallel.tp} or a divisor of it, or --optimizer fully_reshardable",
+        )
     laid = Laid(num_chains=1 + has_own)
     for stage in range(parallel.pp):
         for tp in range(parallel.tp):
             group = stage * parallel.tp + tp
             members = [
-                [p for p in _at(ranks, stage, chunk, 0, tp) if not (p.is_expert and has_own)]
+                [
+                    p
+                    for p in of_tensor_rank(ranks, parallel, stage, chunk, tp)
+                    if not (p.is_expert and has_own)
+                ]
                 for chunk in range(parallel.vpp)
             ]
             owners = [_dense_owner(parallel, stage, tp, r) for r in range(_replicas(parallel))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
+from megtool.errors import FormatError, LayoutError
 from tests.commands.megatron.trained import config, write
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -149,3 +151,30 @@ def test_what_buckets_keep_beside_them_is_no_loss_in_rank_files(
         f"{small}per_bucket_numel/shard_0_1",
     }
     assert verify(tmp_path / "a", tmp_path / "c").exit_status == 0
+
+
+def test_layouts_that_cannot_hold_the_experts(tmp_path: Path, materialize: Any) -> None:
+    model = config(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
+    write(tmp_path / "a", model, ParallelConfig(), materialize)
+    with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=1: buckets"):
+        reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", etp=2, fsync=False)
+    with pytest.raises(LayoutError, match="etp=2 with tp=1 and ep=2: the folders"):
+        reshard(tmp_path / "a", tmp_path / "b", to="megatron", etp=2, ep=2, fsync=False)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [({"num_layers": 2}, "a layer 3"), ({"num_experts": 2}, "an expert 3")],
+)
+def test_args_of_a_smaller_model(
+    lie: dict[str, int], said: str, tmp_path: Path, materialize: Any
+) -> None:
+    model = config(num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
+    write(tmp_path / "a", model, ParallelConfig(), materialize)
+    reshard(tmp_path / "a", tmp_path / "b", optimizer="dp_reshardable", fsync=False)
+    (common,) = tmp_path.glob("b/iter_*/common.pt")
+    tree = torch.load(common, weights_only=False)
+    vars(tree["args"]).update(lie)
+    torch.save(tree, common)
+    with pytest.raises(FormatError, match=said):
+        reshard(tmp_path / "b", tmp_path / "c", tp=2, fsync=False)
