@@ -74,6 +74,9 @@ def make_target(source: Opened, request: Request) -> Target:
         raise UsageError(
             f"--compress means nothing for --to {kind}", hint=f"--to {' or '.join(ARRAYS)}"
         )
+    for flag, asked in (("bridge", request.bridge), ("core-version", request.core_version)):
+        if asked and kind != "torch_dist":
+            raise UsageError(f"--{flag} means nothing for --to {kind}", hint="--to torch_dist")
     dialect = _dialect(source, kind)
     parallel = _parallel(source, request, kind)
     dtype = request.dtype
