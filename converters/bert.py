@@ -102,11 +102,13 @@ FAMILY = Family(
             "cls.predictions.decoder.weight",
             "a copy of the tied embedding",
             when="tied_embeddings",
+            copy_of="embed.weight",
         ),
         Dropped(
             "cls.predictions.decoder.bias",
             "a copy of cls.predictions.bias",
             when="tied_embeddings",
+            copy_of="head.bias",
         ),
         Dropped(
             "cls.predictions.bias",

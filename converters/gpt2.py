@@ -110,7 +110,12 @@ FAMILY = Family(
         Row("transformer.ln_f.weight", "norm.weight", also=("ln_f.weight",)),
         Row("transformer.ln_f.bias", "norm.bias", also=("ln_f.bias",)),
         Row("lm_head.weight", "head.weight", when="not tied_embeddings"),
-        Dropped("lm_head.weight", "a copy of the tied embedding", when="tied_embeddings"),
+        Dropped(
+            "lm_head.weight",
+            "a copy of the tied embedding",
+            when="tied_embeddings",
+            copy_of="embed.weight",
+        ),
         Dropped("*h.*.attn.bias", "the causal mask"),
         Dropped("*h.*.attn.masked_bias", "the causal mask's value"),
     ),

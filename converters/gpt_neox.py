@@ -57,7 +57,12 @@ FAMILY = Family(
         Row("gpt_neox.final_layer_norm.weight", "norm.weight"),
         Row("gpt_neox.final_layer_norm.bias", "norm.bias"),
         Row("embed_out.weight", "head.weight", when="not tied_embeddings"),
-        Dropped("embed_out.weight", "a copy of the tied embedding", when="tied_embeddings"),
+        Dropped(
+            "embed_out.weight",
+            "a copy of the tied embedding",
+            when="tied_embeddings",
+            copy_of="embed.weight",
+        ),
         Dropped("*.rotary_emb.inv_freq", "computed from the configuration"),
         Dropped("*.attention.bias", "the causal mask"),
         Dropped("*.attention.masked_bias", "the causal mask's value"),

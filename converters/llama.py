@@ -46,7 +46,12 @@ FAMILY = Family(
         Row("model.layers.{l}.mlp.down_proj.bias", "layers.{l}.mlp.down.bias"),
         Row("model.norm.weight", "norm.weight"),
         Row("lm_head.weight", "head.weight", when="not tied_embeddings"),
-        Dropped("lm_head.weight", "a copy of the tied embedding", when="tied_embeddings"),
+        Dropped(
+            "lm_head.weight",
+            "a copy of the tied embedding",
+            when="tied_embeddings",
+            copy_of="embed.weight",
+        ),
         Dropped("*.rotary_emb.inv_freq", "computed from the configuration"),
     ),
     # GGUF stores rotary pairs side by side: rows (half, 2) of every head where we have (2, half).

@@ -286,6 +286,11 @@ class ParallelConfig:
             raise LayoutError(f"{ways[0]} with {ways[1]}", hint="they exclude each other")
         if self.pipeline_layout is not None:
             chunks = len(pipeline_chunks(self.pipeline_layout))
+            if chunks > 1 and self.pp == 1:
+                raise LayoutError(
+                    f"pipeline_layout has {chunks} chunks, and pp is 1",
+                    hint=f"--pp says how many stages share them: {chunks}, or a divisor of it",
+                )
             if chunks % self.pp or self.vpp not in (0, chunks // self.pp):
                 vpp = f" x vpp={self.vpp}" if self.vpp else " or a multiple of it"
                 raise LayoutError(

@@ -15,6 +15,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
 from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
 from megtool.commands.megatron.foreign_config import foreign_args
+from megtool.commands.megatron.masters import check_masters
 from megtool.commands.megatron.model_space import in_model_space
 from megtool.config import ModelConfig
 from megtool.convert.classic_names import core_args
@@ -160,6 +161,8 @@ def open_model(
             side = read_side(catalogue.tensors, dialect="identity")
         else:
             raise
+    if prove_all and "registration_order" not in catalogue.metadata:  # else it is proved already
+        check_masters(catalogue, side, whole=True)
     if model is not None and side.config is not None:
         model = replace(model, config=side.config)
     for warning in catalogue.warnings:
@@ -219,7 +222,7 @@ def _model(catalogue: Catalogue, family_name: str | None, like: Path | None) -> 
         said = e if isinstance(e, MappingError) else None
         raise MappingError(
             f"the model's configuration cannot be used: {said.message if said else e}",
-            file=(said and said.file) or like or catalogue.root,
+            file=(said and said.file) or _says_it(catalogue, like),
             hint=(said and said.hint) or _LIKE,
         ) from e
     if found is None and family_name:
@@ -236,7 +239,9 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
     hf_config = read_config(like) if like is not None else _own_config(catalogue)
     if hf_config is not None:
         chosen = named or detect_family(hf_config)
-        return Model(family=chosen, config=chosen.read_config(hf_config), hf_config=hf_config)
+        config = chosen.read_config(hf_config)
+        _check_vocabulary(catalogue, config)
+        return Model(family=chosen, config=config, hf_config=hf_config)
     if "gguf" in catalogue.metadata:
         facts = catalogue.metadata["gguf"]
         chosen = named or detect_family(facts)
@@ -249,6 +254,31 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
             args = core_args(args)
         return Model(family=named, config=config_from_args(args))
     return None
+
+
+def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:
+    """Refuse a configuration whose vocabulary would cut off tokens that the checkpoint's args know.
+
+    `padded_vocab_size` is not held against it: its last rows may be no tokens.
+    """
+    args = catalogue.metadata.get("args")
+    true = args.get("vocab_size") if isinstance(args, dict) else None
+    if isinstance(true, int) and not isinstance(true, bool) and true > config.vocab_size:
+        raise MappingError(
+            f"config.json has a vocabulary of {config.vocab_size}, and the checkpoint's own args "
+            f"one of {true}: {true - config.vocab_size} tokens would be lost",
+            hint=f"set vocab_size to {true} in the config.json, or give the one of this model",
+        )
+
+
+def _says_it(catalogue: Catalogue, like: Path | None) -> Path:
+    """The file that holds the model's configuration; the checkpoint where it is no file's alone."""
+    if like is not None:
+        return like / "config.json"
+    if isinstance(catalogue.metadata.get("config"), dict):
+        own = catalogue.root / "config.json"
+        return own if own.is_file() else catalogue.root
+    return catalogue.attachments.get(_CARRIED + "config.json", catalogue.root)
 
 
 _FOLDER = "--like FOLDER needs a Hugging Face folder with the model's config.json"

@@ -21,6 +21,9 @@ from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
 from megtool.log import Progress, silent
 
+LEAST_THREAD_BYTES = 384 << 10
+"""The buffers of one thread are no smaller."""
+
 
 def reshard(
     source: str | Path,
@@ -108,6 +111,7 @@ def reshard(
         to=to,
         layout=layout | dict(pipeline_layout=pipeline_layout),
         optimizer=optimizer,
+        prove_all=prove_all,
         core_version=core_version,
         bridge=bridge,
         dtype=None if dtype is None else _target_dtype(dtype),
@@ -116,9 +120,10 @@ def reshard(
         renames=tuple(rename),
         destination=Path(destination),
     )
+    memory_bytes = parse_size(memory, "memory")
     manner = Manner(
-        threads=_num_threads(threads),
-        memory_bytes=parse_size(memory, "memory"),
+        threads=_num_threads(threads, memory_bytes),
+        memory_bytes=memory_bytes,
         digest=_digest_mode(digest),
         strict=strict,
         overwrite=overwrite,
@@ -129,20 +134,34 @@ def reshard(
     return carry_out(job, manner, files or Files(), progress, began=began)
 
 
-def _num_threads(asked: int | None) -> int:
+def _num_threads(asked: int | None, memory_bytes: int) -> int:
+    """The threads asked for, or as many as there are cores and room for their buffers."""
     if asked is not None and asked < 1:
         raise UsageError(f"threads is {asked}", hint="a positive number")
-    return asked or min(8, os.cpu_count() or 1)
+    most = memory_bytes // LEAST_THREAD_BYTES
+    if most < (asked or 1):
+        raise UsageError(
+            f"memory of {memory_bytes:,} bytes is too little"
+            + (f" for {asked} threads" if asked and asked > 1 else ""),
+            hint=f"a thread needs {LEAST_THREAD_BYTES >> 10} KiB at least"
+            + (f": --threads {most}, or more memory" if most else ""),
+        )
+    return asked or min(8, os.cpu_count() or 1, most)
 
 
 def _target_dtype(text: str) -> DType:
     try:
         found = named_dtype(text)
     except FormatError as e:
-        known = ", ".join(d.name for d in DTYPES if d.is_float)
+        known = ", ".join(d.name for d in DTYPES if d.is_float and d.itemsize > 1)
         raise UsageError(f"dtype {text!r}", hint=f"one of {known}") from e
     if not found.is_float:
         raise UsageError(f"dtype {text!r} is no floating-point type", hint="for example bfloat16")
+    if found.itemsize == 1:
+        raise UsageError(
+            f"dtype {text!r} has 8 bits: weights need scales to fit into them, and a cast has none",
+            hint="for example --dtype bfloat16; to quantize is for the framework that will load it",
+        )
     return found
 
 

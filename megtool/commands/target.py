@@ -9,10 +9,12 @@ from dataclasses import replace
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.formats import ARRAYS, CUT_BY_RANKS, named
 from megtool.checkpoint.plan import Dropped
+from megtool.commands.copies import no_copies
 from megtool.commands.lay_out import arrays, hugging_face, legacy, torch_dist
 from megtool.commands.lay_out.target import Request, Target, fill_of
 from megtool.commands.megatron.groups import BY_DP, FULLY
-from megtool.commands.megatron.optimizer import choose_optimizer, has_own_layers
+from megtool.commands.megatron.masters import check_masters
+from megtool.commands.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
 from megtool.commands.megatron.state import divisible_by
 from megtool.commands.names import renamed
 from megtool.commands.opened import Opened
@@ -31,7 +33,7 @@ from megtool.convert.megatron_args import megatron_limits
 from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError, UnknownFamilyError, UsageError
+from megtool.errors import LayoutError, MappingError, UnknownFamilyError, UsageError
 
 __all__ = ["Request", "Target", "choose_format", "make_target"]
 
@@ -84,6 +86,8 @@ def make_target(source: Opened, request: Request) -> Target:
     if dtype is None and any(t.packing and t.name not in held.packed for t in held.tensors):
         dtype = named_dtype("bfloat16")
     optimizer = choose_optimizer(request.optimizer, source.catalogue, source.side, kind)
+    if optimizer in (BY_DP, LEGACY):  # read again, their masters have to be the weights
+        check_masters(source.catalogue, source.side)
     side = _write(source, kind, dialect, parallel, dtype, optimizer)
     if source.side.canonical and not side.tensors:
         raise UsageError(
@@ -102,7 +106,7 @@ def make_target(source: Opened, request: Request) -> Target:
         side=side,
         destination=Destination(catalogue=source.catalogue, fragments=[]),
         fills=[fill_of(f.placement, f.value) for f in side.fills],
-        dropped=_dropped_tensors(source, side),
+        dropped=_dropped_tensors(source, side, whole=request.prove_all),
     )
     lay_out = {
         "hf": hugging_face.lay_out,
@@ -213,6 +217,10 @@ def _parallel(source: Opened, request: Request, kind: str) -> ParallelConfig | N
             f"--{_flag(cut[0])} needs Megatron's names",
             hint="--dp N cuts tensors into N ranks' rows",
         )
+    config = source.model.config if source.model else None
+    etp = request.layout.get("etp") or 1
+    if config and not config.num_experts and etp not in (1, request.layout.get("tp")):
+        raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
     args = source.catalogue.metadata.get("args")
     known = layout_fields(args) if isinstance(args, dict) else {}
     return merged_layout(known, request.layout)
@@ -242,18 +250,20 @@ def _renamed(side: TargetSide, renames: Sequence[str]) -> TargetSide:
     )
 
 
-def _dropped_tensors(source: Opened, side: TargetSide) -> list[Dropped]:
+def _dropped_tensors(source: Opened, side: TargetSide, *, whole: bool) -> list[Dropped]:
     """Stored tensors that the target does not hold, each with its reason.
 
-    What a family's table leaves out (a tied copy, rotary frequencies) is no loss.
+    What a family's table leaves out (a tied copy, rotary frequencies) is no loss, unless it is no
+    copy: some elements are compared, or the `whole`.
     """
     catalogue = source.catalogue
+    differ = no_copies(source, whole=whole)
     out = [
         Dropped(
             name=name,
-            reason=reason,
+            reason=differ.get(name, reason),
             num_bytes=catalogue[name].num_bytes,
-            is_lost=is_optimizer_state(name),
+            is_lost=name in differ or is_optimizer_state(name),
         )
         for name, reason in source.side.dropped
     ]

@@ -26,12 +26,14 @@ class Read:
     """What a table found in stored tensors.
 
     `placements` and `canonical` are keyed by canonical name; `padding` says how many rows of a
-    stored tensor are padding; `unmatched` names stored tensors that no line knows.
+    stored tensor are padding; `copies` says of dropped tensors which canonical one they repeat;
+    `unmatched` names stored tensors that no line knows.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)
     canonical: dict[str, GlobalTensor] = field(default_factory=dict)
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
 
@@ -81,11 +83,13 @@ class Binding:
                 number, index = self._fitting(found, tensor)
                 self._place(number, index, tensor, out)
                 continue
-            reason = self._dropped(tensor.name)
-            if reason is None:
+            drop = self._dropped(tensor.name)
+            if drop is None:
                 out.unmatched.append(tensor.name)
-            else:
-                out.dropped.append((tensor.name, reason))
+                continue
+            out.dropped.append((tensor.name, drop.reason))
+            if drop.copy_of is not None:
+                out.copies[tensor.name] = drop.copy_of
         return out
 
     def knows(self, name: str) -> bool:
@@ -229,10 +233,10 @@ class Binding:
                         if self._applies(number, {**fixed, **more}):
                             yield number, {**fixed, **more}
 
-    def _dropped(self, name: str) -> str | None:
+    def _dropped(self, name: str) -> Dropped | None:
         for drop in self.drops:
             if fnmatchcase(name, drop.pattern) and self.model.value(drop.when):
-                return drop.reason
+                return drop
         return None
 
 

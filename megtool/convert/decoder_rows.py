@@ -16,7 +16,12 @@ HF_MODEL: Table = (
     Row("model.norm.weight", "norm.weight"),
     Row("model.norm.bias", "norm.bias"),
     Row("lm_head.weight", "head.weight", when="not tied_embeddings"),
-    Dropped("lm_head.weight", "a copy of the tied embedding", when="tied_embeddings"),
+    Dropped(
+        "lm_head.weight",
+        "a copy of the tied embedding",
+        when="tied_embeddings",
+        copy_of="embed.weight",
+    ),
     Dropped("*.rotary_emb.inv_freq", "computed from the configuration"),
 )
 

@@ -93,7 +93,7 @@ def read_side(
             f"{len(unmatched)} stored tensors are not known to "
             f"{family.name if family else dialect!r}: {summarise(unmatched)}",
             tensor=unmatched[0],
-            hint="exclude them, or add rows for them to the family's table",
+            hint=_what_to_do(unmatched),
         )
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
@@ -103,6 +103,19 @@ def read_side(
             hint="the checkpoint is incomplete, or its configuration belongs to another model",
         )
     return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
+
+
+_QUANTISED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
+
+
+def _what_to_do(unknown: Sequence[str]) -> str:
+    """A hint about stored tensors that no table knows."""
+    if any(mark in n for n in unknown for mark in _QUANTISED):
+        return (
+            "they look like parts of quantised weights, which are read where config.json has the "
+            "quantization_config they were saved with"
+        )
+    return "exclude them, or add rows for them to the family's table"
 
 
 def _sorted_by_state(
@@ -153,6 +166,8 @@ def _read_states(
             out.placements[p.canonical] = p
             out.canonical[p.canonical] = replace(found.canonical[name], name=p.canonical)
         out.dropped.extend((stored[key], reason) for key, reason in found.dropped)
+        if not state:
+            out.copies.update({stored[key]: of for key, of in found.copies.items()})
         out.padding.update({stored[key]: rows for key, rows in found.padding.items()})
         unmatched += [stored[key] for key in found.unmatched]
     return unmatched

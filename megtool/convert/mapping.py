@@ -240,11 +240,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Stored tensors that mean nothing to the model, and why; `pattern` may hold `*`."""
+    """Stored tensors that mean nothing to the model, and why; `pattern` may hold `*`.
+
+    `copy_of` is the canonical tensor that they repeat: whether they do is looked at before they are
+    left out.
+    """
 
     pattern: str
     reason: str
     when: Expression = True
+    copy_of: str | None = None
 
 
 Table = Sequence[Row | Dropped]

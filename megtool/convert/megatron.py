@@ -135,7 +135,12 @@ _DECODER: Table = (
     Row("decoder.final_layernorm.weight", "norm.weight", also=("decoder.final_norm.weight",)),
     Row("decoder.final_layernorm.bias", "norm.bias", also=("decoder.final_norm.bias",)),
     Row("output_layer.weight", Padded("head.weight"), when="not tied_embeddings"),
-    Dropped("output_layer.weight", "a copy of the tied embedding", when="tied_embeddings"),
+    Dropped(
+        "output_layer.weight",
+        "a copy of the tied embedding",
+        when="tied_embeddings",
+        copy_of="embed.weight",
+    ),
     Dropped("*optimizer.distributed.*", "optimizer state in buckets: not in model space"),
 )
 

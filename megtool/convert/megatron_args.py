@@ -50,6 +50,9 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
     heads, hidden = int(need("num_attention_heads")), int(need("hidden_size"))
     linear_bias, experts = bool(get("add_bias_linear", True)), int(get("num_experts", 0))
     ffn, freq = int(get("ffn_hidden_size", 4 * hidden)), get("moe_layer_freq", 1)
+    expert_ffn = int(get("moe_ffn_hidden_size", ffn)) if experts else 0
+    if experts and expert_ffn < 1:
+        raise MappingError(f"moe_ffn_hidden_size is {expert_ffn}, with num_experts {experts}")
     fields: dict[str, Any] = dict(
         num_layers=int(need("num_layers")),
         hidden_size=hidden,
@@ -81,7 +84,7 @@ def config_from_args(args: Mapping[str, Any]) -> ModelConfig:
         **_window(args),
         num_experts=experts,
         num_experts_per_token=int(get("moe_router_topk", 0)) if experts else 0,
-        moe_ffn_hidden_size=int(get("moe_ffn_hidden_size", ffn)) if experts else 0,
+        moe_ffn_hidden_size=expert_ffn,
         shared_ffn_hidden_size=int(get("moe_shared_expert_intermediate_size", 0)),
         moe_layer_freq=tuple(freq) if isinstance(freq, list | tuple) else int(freq),
     )
@@ -175,6 +178,8 @@ def args_from_config(
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
+    if not known:  # whose layers a checkpoint of Megatron's is made of, only its own args can say
+        rest["transformer_impl"] = "transformer_engine"
     return {**model, **rest, **(known or {}), **layout}
 
 

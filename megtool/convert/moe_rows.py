@@ -66,6 +66,10 @@ def hf_mtp(*tables: Table) -> Table:
         Row(layer + "eh_proj.weight", "mtp.{m}.proj.weight"),
         Row(layer + "shared_head.norm.weight", "mtp.{m}.norm.weight"),
         *(row for table in tables for row in in_mtp(table, (_STORED, layer))),
-        Dropped("model.layers.*.embed_tokens.weight", "a copy of the embedding"),
-        Dropped("model.layers.*.shared_head.head.weight", "a copy of the head"),
+        Dropped(
+            "model.layers.*.embed_tokens.weight", "a copy of the embedding", copy_of="embed.weight"
+        ),
+        Dropped(
+            "model.layers.*.shared_head.head.weight", "a copy of the head", copy_of="head.weight"
+        ),
     )

@@ -100,6 +100,9 @@ def merged_layout(known: Mapping[str, Any], asked: Mapping[str, Any]) -> Paralle
         LayoutError: see `ParallelConfig`.
     """
     said = {k: v for k, v in asked.items() if v is not None and v is not False}
+    for axis in _AXES:
+        if said.get(axis) == 0:  # to ParallelConfig, as good as nothing said
+            raise LayoutError(f"{axis} is 0", hint="parallel sizes are positive integers")
     kept = {k: v for k, v in known.items() if k != "dp"}
     if kept.get("etp") == kept.get("tp", 1):
         kept.pop("etp", None)

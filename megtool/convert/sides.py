@@ -16,7 +16,8 @@ class Side:
 
     `placements` and `canonical` are keyed by canonical name; optimizer state is called
     `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
-    the padding rows of stored tensors. `config` has its flags set by what is there.
+    the padding rows of stored tensors. `copies` says of dropped weights which canonical tensor they
+    are said to repeat. `config` has its flags set by what is there.
     """
 
     dialect: str
@@ -24,6 +25,7 @@ class Side:
     placements: dict[str, Placement]
     canonical: dict[str, GlobalTensor]
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
     padding: dict[str, int] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     config: ModelConfig | None = None

@@ -21,7 +21,7 @@ from megtool.convert.dialects import read_side, write_side
 from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
-from megtool.errors import MappingError
+from megtool.errors import CoverageError, MappingError
 from megtool.tensors.sharded import GlobalTensor
 
 torch = pytest.importorskip("torch")
@@ -272,6 +272,21 @@ def with_mtp(folder: Path, layers: int = 2) -> STORED:
     return stored(folder)
 
 
+@pytest.mark.parametrize("end", ["embed_tokens", "shared_head.head"])
+def test_layers_of_multi_token_prediction_with_ends_of_their_own(tmp_path: Path, end: str) -> None:
+    with_mtp(tmp_path / "hf")
+    from safetensors.torch import load_file, save_file
+
+    file, name = tmp_path / "hf" / "model.safetensors", f"model.layers.5.{end}.weight"
+    held = load_file(file)
+    held[name][0, 0] += 1
+    save_file(held, file, metadata={"format": "pt"})
+    report = reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
+    assert [d.name for d in report.dropped if d.is_lost] == [name]
+    with pytest.raises(CoverageError, match=end):
+        reshard(tmp_path / "hf", tmp_path / "no", to="torch_dist", strict=True)
+
+
 def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
     before = with_mtp(tmp_path / "hf")
     copies = {n for n in before if n.endswith((".embed_tokens.weight", "_head.head.weight"))}
@@ -280,6 +295,7 @@ def test_layers_of_multi_token_prediction_travel(tmp_path: Path) -> None:
         tmp_path / "hf", tmp_path / "meg", to="torch_dist", tp=2, ep=2, pp=2, fsync=False
     )
     assert {d.name for d in report.dropped} == copies
+    assert not any(d.is_lost for d in report.dropped)
     held = {t.name: t.shape for t in open_checkpoint(tmp_path / "meg").tensors}
     inner = "mtp.layers.1.transformer_layer."
     assert held["mtp.layers.1.eh_proj.weight"] == (32, 64)

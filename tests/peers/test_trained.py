@@ -169,7 +169,7 @@ def test_experts_whole_on_every_tensor_rank(tmp_path: Path) -> None:
     run_world("train", saves=[[k, str(tmp_path / k)] for k in kinds], **options)
     for kind in kinds[1:]:
         assert verify(tmp_path / kinds[0], tmp_path / kind).verdict == "equal"
-    reshard(tmp_path / kinds[0], tmp_path / "out", optimizer="dp_reshardable")
+    reshard(tmp_path / "legacy", tmp_path / "out", to="torch_dist", optimizer="dp_reshardable")
     run_world(
         "load",
         kind="dp_reshardable",

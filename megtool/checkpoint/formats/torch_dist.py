@@ -269,6 +269,9 @@ def _flattened(catalogue: Catalogue) -> dict[str, Any]:
     return out
 
 
+_DAMAGED = "the file is damaged, or of something else: --iteration N takes another iteration"
+
+
 def _common(catalogue: Catalogue) -> dict[Any, Any] | None:
     """The common state: `common.pt`, or the object that newer cores keep instead."""
     path = catalogue.root / "common.pt"
@@ -286,16 +289,18 @@ def _common(catalogue: Catalogue) -> dict[Any, Any] | None:
         catalogue.warnings.append("no common state: neither common.pt nor an object for it")
         return None
     if not isinstance(tree, dict):
-        raise FormatError(f"the common state is {tree!r:.60}, no dict", file=path)
+        raise FormatError(f"the common state is {tree!r:.60}, no dict", file=path, hint=_DAMAGED)
     return tree
 
 
 def _load(path: Path, offset: int, length: int) -> Any:
     if length > _MAX_SMALL_BYTES:
-        raise FormatError(f"a common state of {length:,} bytes", file=path)
+        raise FormatError(f"a common state of {length:,} bytes", file=path, hint=_DAMAGED)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return zipped.load_object(fd, offset, length, file=path)
+    except FormatError as e:
+        raise FormatError(e.message, file=e.file, tensor=e.tensor, hint=e.hint or _DAMAGED) from e
     finally:
         os.close(fd)
 

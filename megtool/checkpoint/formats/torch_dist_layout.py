@@ -34,6 +34,9 @@ COMMON_FILE, CONFIG_FILE, TRAIN_STATE = "common.pt", "metadata.json", "train_sta
 COMMON_INSIDE = (0, 19)
 """The first core version that keeps the common state as an object, and no longer in a file."""
 
+LEAST_CORE = (0, 13)
+"""The oldest core version whose format is known."""
+
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_CONFIG = {"common_backend": "torch", "common_backend_version": 1}
 
@@ -124,7 +127,14 @@ def _version(text: str) -> tuple[int, ...]:
     match = re.match(r"(\d+)\.(\d+)(?:\D|$)", text)
     if match is None:
         raise UsageError(f"core version {text!r}", hint="for example 0.16 or 0.19")
-    return int(match[1]), int(match[2])
+    found = int(match[1]), int(match[2])
+    if found < LEAST_CORE:
+        least = ".".join(map(str, LEAST_CORE))
+        raise UsageError(
+            f"core version {text!r} is older than {least}",
+            hint=f"{least} and later are known: 0.19 and later keep the common state elsewhere",
+        )
+    return found
 
 
 def _check(

@@ -24,7 +24,7 @@ from megtool.commands.megatron.objects import (
     drop_grouped,
     values_of,
 )
-from megtool.commands.megatron.optimizer import run_of, states_of
+from megtool.commands.megatron.optimizer import require_states, run_of, states_of
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.rank_names import module_to_local, to_local
 from megtool.commands.megatron.rank_objects import of_chunk, own_state
@@ -34,7 +34,9 @@ from megtool.commands.opened import Opened
 from megtool.commands.small_files import files_beside_ranks
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.megatron import is_encoder_decoder, split_state
 from megtool.convert.ranks import Parameter, Place, rank_parameters
+from megtool.convert.sharding import rule_of
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError
 from megtool.parallel.pipeline import Pipeline
@@ -57,6 +59,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
+    _check_names(source, weights)
     carried = carried_objects(source, out.side.tensors, parallel, out.format)
     writer = _Writer(source, config, parallel, weights, states_of(out.side), carried)
     common = common_state(
@@ -71,6 +74,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     out.account(carried.moved, carried.derived, carried.dropped)
     out.account(*account_for_common(source, common, out.format))
     files = writer.files(common)
+    require_states(out.side, (n for _, n, _, _ in writer.pieces if is_optimizer_state(n)))
     iteration = saved_iteration(source.catalogue)
     small = files_beside_ranks(source, dtype, left_out=(f"{MODELOPT_FOLDER}/",))
     destination = lay_out_files(files, iteration=iteration, small=small)
@@ -151,7 +155,12 @@ class _Writer:
         at = Place(stage, chunk, ep, expert_rank(tp, ep, self.parallel))
         experts = [p for p in self.ranks.get(at, []) if p.is_expert]
         found = [*dense, *experts]
-        order = registered([(_known(p), p.expert) for p in found], self.run.order)
+        try:
+            order = registered([(_known(p), p.expert) for p in found], self.run.order)
+        except MappingError:
+            if self.states:
+                raise
+            return found  # weights go by name: only buckets need the order
         return [found[i] for i in order]
 
     def _model(
@@ -253,6 +262,30 @@ class _Writer:
             held["numel_unpadded"] = sum(sizes)
             out[number] = {dtypes: held}
         return out
+
+
+def _check_names(source: Opened, weights: Sequence[GlobalTensor]) -> None:
+    """The tensors' names say which rank file each belongs in.
+
+    Raises:
+        MappingError: they do not.
+    """
+    keys = [split_state(t.name)[2] for t in weights]
+    if is_encoder_decoder(keys):
+        raise MappingError(
+            "an encoder with a decoder (T5) goes from torch_dist to torch_dist only",
+            file=source.path,
+            hint="--to torch_dist",
+        )
+    stacked = next((k for k in keys if rule_of(k, False).has_layer_axis), None)
+    if stacked is not None:
+        why = f": {source.reason.message}" if source.reason else ""
+        raise MappingError(
+            f"it keeps its name, which is all layers', and files per rank name each layer{why}",
+            file=source.path,
+            tensor=stacked,
+            hint="--to torch_dist holds it as it is",
+        )
 
 
 def _check_experts(config: ModelConfig, parallel: ParallelConfig) -> None:

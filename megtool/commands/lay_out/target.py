@@ -20,12 +20,14 @@ class Request:
     """What the user asked for.
 
     `layout` holds fields of ParallelConfig, None (or false) where nothing was said. `optimizer` is
-    the format of optimizer state, None for the usual one of the target.
+    the format of optimizer state, None for the usual one of the target. `prove_all` compares all
+    elements of what is left out as a copy of something else, not some.
     """
 
     to: str | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
+    prove_all: bool = False
     core_version: str | None = None
     bridge: bool = False
     dtype: DType | None = None

@@ -16,7 +16,7 @@ from megtool.commands.megatron.bridge_files import at_layout, bridge_files
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.objects import carried_objects, written_objects
-from megtool.commands.megatron.optimizer import run_of, states_of
+from megtool.commands.megatron.optimizer import require_states, run_of, states_of
 from megtool.commands.megatron.state import (
     account_for_common,
     common_state,
@@ -143,13 +143,14 @@ def _lay_out_by_buckets(
     run = run_of(source, parallel, weights)
     groups = read_groups(source.catalogue)
     laid = lay_out_buckets(weights, states_of(out.side), config, parallel, run)
+    prefixes = {s: f"optimizer.state.{s}." for s in states_of(out.side)}
+    require_states(out.side, (prefixes[s] + p.key for numbers, p, _ in laid.slots for s in numbers))
     stored = [*weights, *laid.tensors]
     cut = shard(weights, parallel, config=config)
     shards = _joined(cut, laid.ranges, len(weights), max(widest(stored), 1))
     inner = groups.for_chain(laid.num_chains) if groups else [{}] * laid.num_chains
     more = objects_of(laid, run, inner)
     _lay_out(source, request, out, dtype, parallel, stored, shards, more)
-    prefixes = {s: f"optimizer.state.{s}." for s in states_of(out.side)}
     regrouping, names = regrouping_of(laid, shards, len(weights), prefixes)
     flat = {t.name for t in laid.tensors}
     destination = out.destination

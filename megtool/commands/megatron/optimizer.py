@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats import CUT_BY_RANKS
 from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.commands.megatron.to_buckets import Run
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import Side, TargetSide
-from megtool.convert.megatron import split_state
+from megtool.convert.dialects import Side, TargetSide, is_optimizer_state
+from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
-from megtool.errors import UsageError
+from megtool.errors import MappingError, UsageError
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.parameters import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
 
+_LOG = logging.getLogger(__name__)
 NONE, LEGACY = "none", "legacy"
 KINDS = (FULLY, BY_DP, LEGACY, NONE)
 _FORMATS = {FULLY: "torch_dist", BY_DP: "torch_dist", LEGACY: "megatron"}
@@ -38,7 +41,16 @@ def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) 
             f"optimizer format {asked!r} belongs to --to {home}, not to {to!r}",
             hint=f"--to {home}, or leave --optimizer out",
         )
-    if asked == NONE or not side.states:
+    if asked == NONE:
+        return None
+    if asked is not None and not any(
+        is_optimizer_state(n) for n in (*side.canonical, *side.states)
+    ):
+        raise UsageError(
+            f"optimizer format {asked!r}, and the source has no optimizer state",
+            hint="leave --optimizer out",
+        )
+    if not side.states:
         return None
     by_weights = to == "megatron" or asked == BY_DP
     if by_weights and not any(":" not in name for name in side.canonical):
@@ -46,6 +58,14 @@ def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) 
             f"optimizer state as {LEGACY if to == 'megatron' else asked!r} goes by the weights, "
             "and there are none",
             hint=f"--to torch_dist --optimizer {FULLY} holds state alone",
+        )
+    if by_weights and MAIN not in side.states:
+        kind = LEGACY if to == "megatron" else asked
+        raise UsageError(
+            f"optimizer state as {kind!r} needs master weights, and the source has only "
+            f"{', '.join(side.states)}: nothing could tell where a parameter's state lies",
+            hint=f"--optimizer none leaves the state out; --to torch_dist --optimizer {FULLY} "
+            "holds it as it is",
         )
     if to == "megatron":
         return LEGACY
@@ -72,6 +92,34 @@ def states_of(side: TargetSide) -> dict[str, DType]:
         if state:
             out.setdefault(spelled, t.dtype)
     return out
+
+
+def require_states(side: TargetSide, wanted: Iterable[str]) -> None:
+    """Demand the state tensors that flat buffers are filled with, one of each state a parameter.
+
+    Raises:
+        MappingError: one is missing, or is of no parameter of the model; names state and tensor.
+    """
+    held = {t.name for t in side.tensors}
+    asked = set()
+    hint = "--optimizer none leaves the optimizer out"
+    for name in wanted:
+        asked.add(name)
+        if name not in held:
+            _, spelled, key = split_state(name)
+            raise MappingError(
+                f"the optimizer's state is incomplete: {key!r} has no {spelled!r}",
+                tensor=name,
+                hint=hint,
+            )
+    for name in sorted(held - asked):
+        _, spelled, key = split_state(name)
+        if spelled:
+            raise MappingError(
+                f"the optimizer has {spelled!r} of {key!r}, which is no parameter of the model",
+                tensor=name,
+                hint=hint,
+            )
 
 
 def run_of(source: Opened, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
@@ -104,7 +152,21 @@ def registration_order(catalogue: Catalogue) -> Order:
     held = catalogue.metadata.get("args")
     args: dict[str, Any] = held if isinstance(held, dict) else {}
     implementation = "local" if has_own_layers(catalogue) else None
-    return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+    order = likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+    has_experts = any(".experts." in t.name for t in catalogue.tensors)
+    unsaid = [
+        name
+        for name, matters in (("transformer_impl", True), ("moe_grouped_gemm", has_experts))
+        if args.get(name) is None and matters
+    ]
+    if unsaid and args and catalogue.format in CUT_BY_RANKS:
+        _LOG.warning(
+            "the args do not say %s: the optimizer is laid out for %s. Megatron would load it into "
+            "other layers without an error, and wrong; --optimizer fully_reshardable fits all",
+            " and ".join(unsaid),
+            order,
+        )
+    return order
 
 
 def has_own_layers(catalogue: Catalogue) -> bool:

@@ -12,8 +12,9 @@ What is proved, and what is not:
   apart.
 - Moments lie where the master weights of the same bucket lie; that they belong to them is not
   proved, for nothing else holds them.
-- Copies of a parameter or its state, which several ranks store, begin alike, at least some of each
-  (`check_copies`); with `whole`, all are equal.
+- Copies of a parameter or its state, which several ranks store, are alike at their beginning, in
+  their middle and at their end: some copies of each, and all of a tied embedding (`check_copies`);
+  with `whole`, all are equal.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.convert.megatron import MAIN, split_state
+from megtool.convert.ranks import EMBEDDING
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
@@ -96,15 +98,15 @@ def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> 
                 lo = candidate.shards.boxes.lo[row, : len(tensor.shape)].tolist()
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
                 shares = _shares(k, len(pieces))
-                for box in _parts(lo, hi) if whole else _probes(lo, hi, shares):
+                for box in parts(lo, hi) if whole else probes(lo, hi, shares):
                     main = mains.canonical(_box(tensor.name, *box)).read().reshape(-1)
                     weight = weights.canonical(
                         _box(stored, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
                     ).read()
-                    wrong = _difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
+                    wrong = difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
                     if wrong is not None:
                         at, x, y = wrong
-                        return Mismatch(key=key, index=_index(at, *box), main=x, weight=y)
+                        return Mismatch(key=key, index=index_of(at, *box), main=x, weight=y)
     return None
 
 
@@ -123,7 +125,7 @@ def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
     with Reader(one, Files()) as first, Reader(other, Files()) as second:
         for number, (copy, tensor) in enumerate(zip(chosen, one.tensors, strict=True)):
             lo, hi = [0] * len(tensor.shape), list(tensor.shape)
-            for box in _parts(lo, hi) if whole else _probes(lo, hi, (0.0,)):
+            for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
                 place = _box(tensor.name, *box)
                 a = first.canonical(place).read().reshape(-1)
                 b = second.canonical(place).read().reshape(-1)
@@ -132,7 +134,7 @@ def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
                     at = int(differ[0]) // a.itemsize
                     values = [float(numbers(x, tensor.dtype)[at]) for x in (a, b)]
                     file = int(one.extents.file[number])
-                    raise _differing(catalogue, copy, file, _index(at, *box), values)
+                    raise _differing(catalogue, copy, file, index_of(at, *box), values)
 
 
 def _replicas(catalogue: Catalogue) -> list[Replica]:
@@ -145,11 +147,17 @@ def _replicas(catalogue: Catalogue) -> list[Replica]:
 
 
 def _some(catalogue: Catalogue) -> list[Replica]:
-    """Some replicas of every tensor."""
+    """Some replicas of every tensor; all of the embedding, which the last stage trains too."""
     found: dict[int, list[Replica]] = {}
     for copy in _replicas(catalogue):
         found.setdefault(int(catalogue.shards.tensor[copy.shard]), []).append(copy)
-    return [copy for copies in found.values() for copy in copies[:: -(-len(copies) // MOST_COPIES)]]
+    return [
+        copy
+        for number, copies in found.items()
+        for copy in (
+            copies if catalogue.tensors[number].name == EMBEDDING else _spaced(copies, number)
+        )
+    ]
 
 
 def _spaced(copies: list[Replica], first: int) -> list[Replica]:
@@ -206,7 +214,7 @@ def _shares(number: int, of: int) -> tuple[float, ...]:
     return (0.0, *[0.5] * (number == 0), *[1.0] * (number == of - 1))
 
 
-def _probes(
+def probes(
     lo: list[int], hi: list[int], shares: tuple[float, ...]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Runs of a few elements of a box, along its last dimension; no run twice."""
@@ -224,7 +232,7 @@ def _probes(
             yield last, [x + n for x, n in zip(last, _ends(lo, size), strict=True)]
 
 
-def _parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+def parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]]:
     """A box in parts that fit into memory."""
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
     if numel(shape) <= _PART_ELEMENTS:
@@ -232,15 +240,15 @@ def _parts(lo: list[int], hi: list[int]) -> Iterator[tuple[list[int], list[int]]
         return
     dim = shape.index(max(shape))
     middle = lo[dim] + shape[dim] // 2
-    yield from _parts(lo, [*hi[:dim], middle, *hi[dim + 1 :]])
-    yield from _parts([*lo[:dim], middle, *lo[dim + 1 :]], hi)
+    yield from parts(lo, [*hi[:dim], middle, *hi[dim + 1 :]])
+    yield from parts([*lo[:dim], middle, *lo[dim + 1 :]], hi)
 
 
 def _ends(lo: list[int], size: int) -> list[int]:
     return [*[1] * (len(lo) - 1), size]
 
 
-def _index(at: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
+def index_of(at: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
     """The index in the tensor of an element of a box."""
     shape = [h - x for x, h in zip(lo, hi, strict=True)]
     place = np.unravel_index(at, shape) if shape else ()
@@ -260,7 +268,7 @@ def _box(stored: str, lo: list[int], hi: list[int]) -> Placement:
     )
 
 
-def _difference(
+def difference(
     main: Array, kind: DType, weight: Array, target: DType
 ) -> tuple[int, float, float] | None:
     """The first element that differs once the master weights have the model's dtype."""

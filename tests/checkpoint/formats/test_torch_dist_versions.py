@@ -51,7 +51,7 @@ def save(
     return root / ("release" if iteration is None else f"iter_{iteration:07d}")
 
 
-@pytest.mark.parametrize("version", [None, "0.12", "0.16.1", "0.18", "0.19", "0.20.0rc1", "1.0"])
+@pytest.mark.parametrize("version", [None, "0.13", "0.16.1", "0.18", "0.19", "0.20.0rc1", "1.0"])
 @pytest.mark.parametrize("with_objects", [False, True])
 def test_common_state_lies_where_the_version_looks(
     version: str | None, with_objects: bool, tmp_path: Path, materialize: Materialize
@@ -90,7 +90,7 @@ def test_common_state_inside_is_an_item_torch_loads(
     assert index.fqn == "common_state/shard_0_1"
 
 
-@pytest.mark.parametrize("version", ["", "new", "0", "19", "0.x"])
+@pytest.mark.parametrize("version", ["", "new", "0", "19", "0.x", "0.1", "0.12.9"])
 def test_a_version_that_is_none(version: str, tmp_path: Path, materialize: Materialize) -> None:
     with pytest.raises(UsageError, match="core version"):
         save(tmp_path, materialize, core_version=version)

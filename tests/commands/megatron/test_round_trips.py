@@ -17,7 +17,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
-from megtool.errors import FormatError, LayoutError
+from megtool.errors import FormatError, LayoutError, UsageError
 from tests.commands.megatron.trained import config, write
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -178,3 +178,14 @@ def test_args_of_a_smaller_model(
     torch.save(tree, common)
     with pytest.raises(FormatError, match=said):
         reshard(tmp_path / "b", tmp_path / "c", tp=2, fsync=False)
+
+
+@pytest.mark.parametrize("to", ["megatron", "zarr", "dcp"])
+def test_what_is_said_of_another_format_is_refused(
+    to: str, tmp_path: Path, materialize: Any
+) -> None:
+    write(tmp_path / "a", config(), ParallelConfig(), materialize)
+    options: list[dict[str, Any]] = [{"bridge": True}, {"core_version": "0.16"}]
+    for option in options:
+        with pytest.raises(UsageError, match=f"means nothing for --to {to}"):
+            reshard(tmp_path / "a", tmp_path / "b", to=to, **option)
