@@ -261,7 +261,8 @@ def load(
         for name, c in zip(names(chunks), chunks, strict=True):
             c.load_state_dict(out[name])
         optimizer.load_state_dict(out["optimizer"])
-    save(rank, chunks, optimizer, "fully_reshardable", Path(options["dump"]), options)
+    kind = options.get("dump_kind", "fully_reshardable")
+    save(rank, chunks, optimizer, kind, Path(options["dump"]), options)
     if rank == 0:
         groups = optimizers[0].optimizer.param_groups
         print("loaded", [g.get("step") for g in groups], [g["lr"] for g in groups])
