@@ -217,7 +217,9 @@ def write_side(
                 f"tensors read as {source.dialect!r} cannot be written as {dialect!r}",
                 hint="name the family (--family) and give its configuration (--like)",
             )
-        return under_same_names(source, config, dtype, parallel, divisible_by)
+        return under_same_names(
+            source, config, dtype, parallel, divisible_by, per_layer=bool(per_layer)
+        )
     if dialect not in ("hf", "megatron"):
         raise MappingError(f"dialect {dialect!r} cannot be written", hint="known: hf, megatron")
     if config is None:

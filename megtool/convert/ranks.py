@@ -92,6 +92,8 @@ class Homes:
         An embedding has a copy where the output layer shares it, or where multi-token prediction
         needs it (then the copy serves both).
         """
+        if self.parallel.pp == 1 and key.startswith("encoder."):
+            return [(0, 0, "")]  # an encoder may have more layers than its decoder
         if layer >= 0:
             return [(int(self.stages.of_layer[layer]), self.chunks[layer], "")]
         stage = self.stages.of_place[rule.place]

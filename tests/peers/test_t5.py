@@ -14,6 +14,7 @@ import pytest
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
+from megtool.errors import LayoutError
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -44,3 +45,17 @@ def test_t5_is_carried(tmp_path: Path) -> None:
     held = open_checkpoint(tmp_path / "b")
     cut = {t.name: held.shards.boxes.shape[held.shards.of(i)] for i, t in enumerate(held.tensors)}
     assert cut["decoder.layers.cross_attention.linear_q.weight"][0].tolist() == [1, 16, 32]
+
+
+def test_t5_goes_through_rank_files(tmp_path: Path) -> None:
+    run_world("save", tmp_path / "a", layouts=[{"tp": 1}], world=1)
+    reshard(tmp_path / "a", tmp_path / "b", to="megatron", tp=2)
+    assert verify(tmp_path / "a", tmp_path / "b").verdict == "equal"
+    names = {t.name for t in open_checkpoint(tmp_path / "b").tensors}
+    own = "mp_rank_01/model_optim_rng/model/decoder.layers.3.cross_attention.linear_kv.weight"
+    assert own in names
+    reshard(tmp_path / "b", tmp_path / "c", to="torch_dist", tp=1)
+    assert verify(tmp_path / "a", tmp_path / "c").verdict == "equal"
+    run_world("load", tmp_path / "c", layouts=[{"tp": 1}], world=1)
+    with pytest.raises(LayoutError, match="encoder"):
+        reshard(tmp_path / "a", tmp_path / "d", to="megatron", pp=2)

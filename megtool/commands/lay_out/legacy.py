@@ -24,7 +24,7 @@ from megtool.commands.megatron.objects import (
     drop_grouped,
     values_of,
 )
-from megtool.commands.megatron.optimizer import require_states, run_of, states_of
+from megtool.commands.megatron.optimizer import require_states, run_of, states_of, warn_of_order
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.rank_names import module_to_local, to_local
 from megtool.commands.megatron.rank_objects import of_chunk, own_state
@@ -59,7 +59,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
         )
     parallel = out.parallel or ParallelConfig()
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
-    _check_names(source, weights)
+    _check_names(source, weights, parallel)
     carried = carried_objects(source, out.side.tensors, parallel, out.format)
     writer = _Writer(source, config, parallel, weights, states_of(out.side), carried)
     common = common_state(
@@ -113,6 +113,8 @@ class _Writer:
         self.source, self.config, self.parallel = source, config, parallel
         self.states = states
         self.run: Run = run_of(source, parallel, weights)
+        if states:
+            warn_of_order(source.catalogue, self.run.order)
         self.dtypes = {t.name: t.dtype for t in weights}
         self.ranks = rank_parameters(weights, config, parallel)
         self.has_own = parallel.ep > 1 and any(
@@ -264,18 +266,18 @@ class _Writer:
         return out
 
 
-def _check_names(source: Opened, weights: Sequence[GlobalTensor]) -> None:
+def _check_names(source: Opened, weights: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
     """The tensors' names say which rank file each belongs in.
 
     Raises:
+        LayoutError: an encoder with a decoder (T5) on several stages.
         MappingError: they do not.
     """
     keys = [split_state(t.name)[2] for t in weights]
-    if is_encoder_decoder(keys):
-        raise MappingError(
-            "an encoder with a decoder (T5) goes from torch_dist to torch_dist only",
-            file=source.path,
-            hint="--to torch_dist",
+    if is_encoder_decoder(keys) and parallel.pp > 1:
+        raise LayoutError(
+            f"pp={parallel.pp}: how an encoder and a decoder (T5) share stages is not known",
+            hint="--pp 1, or --to torch_dist",
         )
     stacked = next((k for k in keys if rule_of(k, False).has_layer_axis), None)
     if stacked is not None:

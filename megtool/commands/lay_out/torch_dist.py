@@ -16,7 +16,7 @@ from megtool.commands.megatron.bridge_files import at_layout, bridge_files
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.objects import carried_objects, written_objects
-from megtool.commands.megatron.optimizer import require_states, run_of, states_of
+from megtool.commands.megatron.optimizer import require_states, run_of, states_of, warn_of_order
 from megtool.commands.megatron.state import (
     account_for_common,
     common_state,
@@ -141,6 +141,7 @@ def _lay_out_by_buckets(
         )
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
     run = run_of(source, parallel, weights)
+    warn_of_order(source.catalogue, run.order)
     groups = read_groups(source.catalogue)
     laid = lay_out_buckets(weights, states_of(out.side), config, parallel, run)
     prefixes = {s: f"optimizer.state.{s}." for s in states_of(out.side)}

@@ -30,6 +30,8 @@ _SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
 _EMPTY_BYTES = 2048
 _SITES = (
     "linear_qkv",
+    "linear_q",  # of attention to an encoder
+    "linear_kv",
     "linear_q_proj",
     "linear_q_down_proj",
     "linear_q_up_proj",
@@ -147,8 +149,9 @@ def asked_for(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[st
     itself (before core 0.15), and the norms of Transformer Engine. `have` are left out.
     """
     names: dict[str, None] = {}
-    if any(t.name == "output_layer.bias" for t in tensors):  # BERT's; a GPT's is not asked for
-        names[f"output_layer{SUFFIX}/shard_0_1"] = None
+    for t in tensors:  # BERT's and T5's, which have a bias; a GPT's is not asked for
+        if f".{t.name}".endswith(".output_layer.bias") and not t.name.startswith("optimizer."):
+            names[f"{t.name.removesuffix('.bias')}{SUFFIX}/shard_0_1"] = None
     for t in tensors:
         if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
             continue
@@ -157,7 +160,7 @@ def asked_for(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[st
         lead = int(_STACKED.match(t.name) is not None) + int(_EXPERTS in t.name)
         axes = t.shape[:lead] or (1,)
         sites = [module] if site in _SITES else []
-        if site in ("linear_qkv", "linear_kv_up_proj"):
+        if site in ("linear_qkv", "linear_kv", "linear_kv_up_proj"):
             sites.append(module.replace(site, "core_attention"))
         for found in sites:
             for at in product(*map(range, axes)):

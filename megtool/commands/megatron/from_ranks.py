@@ -97,6 +97,10 @@ def _parameters(
     for t in catalogue.tensors:
         if match := _WEIGHT.fullmatch(t.name):
             listed.setdefault((match[1], int(match[2] or 0)), []).append((t.name, match[3]))
+    for alias, first in catalogue.metadata.get("aliases", {}).items():
+        match = _WEIGHT.fullmatch(alias)  # two names for one tensor: another checkpoint has both
+        if match and first in catalogue:
+            listed.setdefault((match[1], int(match[2] or 0)), []).append((first, match[3]))
     ranks = ranks_of(catalogue, parallel)
     _check_version(catalogue)
     _check_stages(catalogue, listed, ranks)

@@ -152,21 +152,28 @@ def registration_order(catalogue: Catalogue) -> Order:
     held = catalogue.metadata.get("args")
     args: dict[str, Any] = held if isinstance(held, dict) else {}
     implementation = "local" if has_own_layers(catalogue) else None
-    order = likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+    return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
+
+
+def warn_of_order(catalogue: Catalogue, order: Order) -> None:
+    """Say so where nothing tells which layers will load state that is laid out in their order."""
+    held = catalogue.metadata.get("args")
+    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    if not args or catalogue.metadata.get("registration_order") is not None:
+        return
     has_experts = any(".experts." in t.name for t in catalogue.tensors)
     unsaid = [
         name
         for name, matters in (("transformer_impl", True), ("moe_grouped_gemm", has_experts))
         if args.get(name) is None and matters
     ]
-    if unsaid and args and catalogue.format in CUT_BY_RANKS:
+    if unsaid and catalogue.format in CUT_BY_RANKS:
         _LOG.warning(
             "the args do not say %s: the optimizer is laid out for %s. Megatron would load it into "
             "other layers without an error, and wrong; --optimizer fully_reshardable fits all",
             " and ".join(unsaid),
             order,
         )
-    return order
 
 
 def has_own_layers(catalogue: Catalogue) -> bool:
