@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from tests.commands import tiny_llama
@@ -105,11 +106,11 @@ def t5(folder: Path) -> Path:
     tiny = tiny_llama.save(folder.parent / "like")
     reshard(tiny, folder, to="torch_dist")
     held = {
-        "embedding.word_embeddings.weight": torch.ones(128, 32),
+        "embedding.word_embeddings.weight": torch.randn(128, 32),
         "position_embeddings.weight": torch.ones(64, 32),
-        "encoder.layers.self_attention.linear_proj.weight": torch.ones(4, 32, 32),
-        "decoder.layers.self_attention.linear_proj.weight": torch.ones(4, 32, 32),
-        "decoder.layers.cross_attention.linear_proj.weight": torch.ones(4, 32, 32),
+        "encoder.layers.self_attention.linear_proj.weight": torch.randn(4, 32, 32),
+        "decoder.layers.self_attention.linear_proj.weight": torch.randn(4, 32, 32),
+        "decoder.layers.cross_attention.linear_proj.weight": torch.randn(4, 32, 32),
     }
     inside = folder / "release"
     kept = {p: p.read_bytes() for p in inside.iterdir() if p.suffix in (".pt", ".json")}
@@ -122,10 +123,13 @@ def t5(folder: Path) -> Path:
     return folder
 
 
-def test_an_encoder_with_a_decoder_stays_in_torch_dist(tmp_path: Path) -> None:
+def test_an_encoder_with_a_decoder_has_one_stage_in_rank_files(tmp_path: Path) -> None:
     source = t5(tmp_path / "t5")
-    error = refused(source, to="megatron")
-    assert isinstance(error, MappingError)
+    error = refused(source, to="megatron", pp=2)
+    assert isinstance(error, LayoutError)
     assert "T5" in error.message
     assert "torch_dist" in (error.hint or "")
-    reshard(source, tmp_path / "out", tp=2)
+    reshard(source, tmp_path / "ranks", to="megatron", tp=2)
+    reshard(tmp_path / "ranks", tmp_path / "out", to="torch_dist", tp=1)
+    assert verify(source, tmp_path / "ranks").verdict == "equal"
+    assert verify(source, tmp_path / "out").verdict == "equal"
