@@ -203,3 +203,12 @@ def test_a_smaller_vocabulary_is_refused(
         reshard(tmp_path / "in", tmp_path / "out", **options)
     assert "vocab_size" in str(e.value.hint)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_cast_up_are_still_their_masters_rounded(tmp_path: Path, materialize: Any) -> None:
+    write(tmp_path / "a", config(), ParallelConfig(), materialize)
+    for number, kind in enumerate(("dp_reshardable", "legacy")):
+        out = tmp_path / f"b{number}"
+        to = "megatron" if kind == "legacy" else "torch_dist"
+        reshard(tmp_path / "a", out, to=to, optimizer=kind, dtype="float32")
+        reshard(out, tmp_path / f"c{number}", to="torch_dist", prove_all=True)
