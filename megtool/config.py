@@ -34,6 +34,18 @@ class ModelConfig:
     the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
     prediction); each is like the last one.
 
+    What only a forward pass asks for: attention multiplies scores by `softmax_scale` (None: one
+    over the square root of a query head's size); a cap c bends scores or logits x to
+    `c * tanh(x / c)` (0: no cap); embeddings, the output of every residual branch, and logits are
+    multiplied by their scales; a gated MLP clamps the activated half from above and the other half
+    on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter. `qk_l2_norm`
+    divides queries and keys by their root mean square after rotation. Layers with rotary embedding
+    attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
+    queries at position p by
+    `1 + attn_temperature_scale * log(1 + floor((p + 1) / attn_temperature_floor))`. A group of experts is ranked by the sum of its `router_group_best` best scores (0: Megatron's
+    number, the experts a token gets from each chosen group). `router_scales_input` multiplies what
+    an expert is given by its score, not what it returns.
+
     Raises:
         MappingError: a value is impossible; the message names the field.
     """
@@ -88,6 +100,20 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     num_mtp_layers: int = 0
+    softmax_scale: float | None = None
+    attn_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    activation_limit: float = 0.0
+    glu_offset: float = 0.0
+    qk_l2_norm: bool = False
+    attn_chunk_size: int = 0
+    attn_temperature_floor: int = 0
+    attn_temperature_scale: float = 0.0
+    router_group_best: int = 0
+    router_scales_input: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,6 +204,9 @@ _NATURAL = (
     "qk_rope_head_dim",
     "v_head_dim",
     "num_mtp_layers",
+    "attn_chunk_size",
+    "attn_temperature_floor",
+    "router_group_best",
 )
 _FLAGS = (
     "tied_embeddings",
@@ -195,6 +224,8 @@ _FLAGS = (
     "rope_interleaved",
     "zero_centered_norm",
     "parallel_residual",
+    "qk_l2_norm",
+    "router_scales_input",
 )
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
 

@@ -38,6 +38,7 @@ from megtool.convert.moe_settings import (
     Inverted,
     MoeLayers,
     Multiple,
+    Noted,
     Nullable,
     Unless,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "MoeLayers",
     "Multiple",
     "NoRope",
+    "Noted",
     "Nullable",
     "OneOf",
     "Only",

@@ -156,6 +156,33 @@ class Implied(Setting):
 
 
 @dataclass(frozen=True, slots=True)
+class Noted(Setting):
+    """A field told by a key that is kept verbatim in `extra`: forward passes need it, tensors do not.
+
+    `expression` computes the field from the key's value, which it calls `x`, and from fields read
+    before; `default` is the field where the key is absent or null.
+    """
+
+    key: str
+    field: str
+    default: Any
+    expression: str = "x"
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The field; the key goes to `extra`."""
+        value = stored.get(self.key)
+        known = self.default if value is None else evaluate(self.expression, {**into, "x": value})
+        into[self.field] = known
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The field, where no key was kept and the field is the key's value."""
+        value = getattr(config, self.field)
+        if self.key not in config.extra and self.expression == "x" and value != self.default:
+            into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
 class MoeLayers(Setting):
     """Which layers are mixtures of experts, in the ways that configurations say it.
 

@@ -1,0 +1,1 @@
+"""Data: text, chat templates, packing, and Megatron's .bin/.idx files."""

@@ -1,0 +1,1 @@
+"""Inference: a model loaded from any checkpoint, and what it says."""

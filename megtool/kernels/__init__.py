@@ -1,0 +1,1 @@
+"""Kernels: one fused operation a file, with its plain-torch reference."""

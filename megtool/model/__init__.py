@@ -1,0 +1,1 @@
+"""Model: one decoder for every family, parallel over ranks."""
