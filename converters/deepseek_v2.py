@@ -25,7 +25,14 @@ FAMILY = Family(
     name="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM",),
     model_types=("deepseek_v2",),
-    traits={"norm": "rmsnorm", "gated": True, "activation": "silu", "qk_norm": True},
+    traits={
+        "norm": "rmsnorm",
+        "gated": True,
+        "activation": "silu",
+        "qk_norm": True,
+        "router_fp32": True,
+        "router_group_best": 1,
+    },
     limits=(
         (
             "router_num_groups > 1 and num_experts_per_token > router_topk_groups",

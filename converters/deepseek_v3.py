@@ -15,6 +15,7 @@ from megtool.convert import (
     Multiple,
     Nullable,
     Only,
+    Refused,
     Rope,
     Row,
     hf_mtp,
@@ -43,6 +44,8 @@ FAMILY = Family(
         "qk_norm": True,
         "router_score": "sigmoid",
         "router_expert_bias": True,
+        "router_fp32": True,
+        "router_group_best": 2,
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -75,6 +78,7 @@ FAMILY = Family(
         Only("topk_method", "noaux_tc"),
         Key("num_nextn_predict_layers", "num_mtp_layers", 0),
         Only("hidden_act", "silu"),
+        Refused("rope_interleave", False, "Megatron's latent attention rotates pairs"),
         Rope(10000.0),
     ),
     hf=(

@@ -9,6 +9,7 @@ from megtool.convert import (
     Family,
     Interleaved,
     Key,
+    Noted,
     Only,
     Rope,
     Row,
@@ -31,6 +32,7 @@ FAMILY = Family(
         "attn_sinks": True,
         "mlp_bias": True,
         "router_bias": True,
+        "glu_offset": 1.0,
     },
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -49,6 +51,7 @@ FAMILY = Family(
         Key("num_local_experts", "num_experts"),
         Key("num_experts_per_tok", "num_experts_per_token", 4),
         Only("hidden_act", "silu"),
+        Noted("swiglu_limit", "activation_limit", 7.0),
         Rope(150000.0),
         Window(default=128, every=2),
     ),

@@ -9,6 +9,8 @@ from megtool.convert import (
     Family,
     Key,
     MoeLayers,
+    Noted,
+    NoRope,
     Only,
     Rope,
     Row,
@@ -29,6 +31,7 @@ FAMILY = Family(
         "activation": "silu",
         "rope_interleaved": True,
         "router_score": "sigmoid",
+        "router_scales_input": True,
     },
     limits=(
         (
@@ -58,6 +61,17 @@ FAMILY = Family(
         MoeLayers(step="interleave_moe_layer_step", moe="moe_layers"),
         Only("hidden_act", "silu"),
         Rope(500000.0),
+        NoRope(),
+        Noted("use_qk_norm", "qk_l2_norm", True),
+        Noted("attention_chunk_size", "attn_chunk_size", 8192, "x or 0"),
+        Noted("floor_scale", "attn_temperature_floor", 8192, "x or 0"),
+        Noted("attn_scale", "attn_temperature_scale", 0.1, "x or 0"),
+        Noted(
+            "attn_temperature_tuning",
+            "attn_temperature_floor",
+            Default("attn_temperature_floor"),
+            "attn_temperature_floor if x else 0",
+        ),
     ),
     hf=(
         *HF_MODEL,

@@ -41,10 +41,11 @@ class ModelConfig:
     on both sides at `activation_limit` (0: not) and adds `glu_offset` to the latter. `qk_l2_norm`
     divides queries and keys by their root mean square after rotation. Layers with rotary embedding
     attend within chunks of `attn_chunk_size` tokens (0: no chunks), and layers without one multiply
-    queries at position p by
-    `1 + attn_temperature_scale * log(1 + floor((p + 1) / attn_temperature_floor))`. A group of experts is ranked by the sum of its `router_group_best` best scores (0: Megatron's
-    number, the experts a token gets from each chosen group). `router_scales_input` multiplies what
-    an expert is given by its score, not what it returns.
+    queries at position p by `1 + attn_temperature_scale * log(1 + floor((p + 1) / floor_size))`,
+    where `floor_size` is `attn_temperature_floor`. A group of experts is ranked by the sum of its
+    `router_group_best` best scores (0: Megatron's number, the experts a token gets from each chosen
+    group). `router_scales_input` multiplies what an expert is given by its score, not what it
+    returns. `router_fp32` casts the router and what it is given to float32.
 
     Raises:
         MappingError: a value is impossible; the message names the field.
@@ -109,11 +110,13 @@ class ModelConfig:
     activation_limit: float = 0.0
     glu_offset: float = 0.0
     qk_l2_norm: bool = False
+    post_norms: bool = False
     attn_chunk_size: int = 0
     attn_temperature_floor: int = 0
     attn_temperature_scale: float = 0.0
     router_group_best: int = 0
     router_scales_input: bool = False
+    router_fp32: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -225,7 +228,9 @@ _FLAGS = (
     "zero_centered_norm",
     "parallel_residual",
     "qk_l2_norm",
+    "post_norms",
     "router_scales_input",
+    "router_fp32",
 )
 CONFIG_FIELDS = frozenset(f.name for f in fields(ModelConfig))
 

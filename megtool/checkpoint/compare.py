@@ -11,14 +11,14 @@ import numpy as np
 
 from megtool.checkpoint.digest import Digests
 from megtool.checkpoint.read import Reader, TensorView
-from megtool.checkpoint.sweep import TILE_BYTES, each, parts, within
+from megtool.checkpoint.sweep import TILE_BYTES, each, parts
 from megtool.checkpoint.transport.side import cut_dims
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel
-from megtool.tensors.relation import Placement, refine
+from megtool.tensors.relation import Placement, narrow, refine
 
 _AT_A_TIME = 1 << 15  # elements whose difference is computed together
 
@@ -168,8 +168,8 @@ def _jobs(pair: Pair, a: Half, b: Half) -> Iterator[_Job]:
         yield _Job(
             name=pair.name,
             start=start,
-            a=None if p is None else within(p, lo, hi),
-            b=None if q is None else within(q, lo, hi),
+            a=None if p is None else narrow(p, lo, hi),
+            b=None if q is None else narrow(q, lo, hi),
         )
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, MappingError
-from megtool.tensors.box import Boxes, Ints, cover_fault, distinct, join
+from megtool.tensors.box import Boxes, Ints, cover_fault, join
+from megtool.tensors.equal import distinct
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.read import Reader
-from megtool.checkpoint.sweep import TILE_BYTES, each, parts, whole_rows, within
+from megtool.checkpoint.sweep import TILE_BYTES, each, parts, whole_rows
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
-from megtool.tensors.relation import Placement
+from megtool.tensors.relation import Placement, narrow
 
 _AT_A_TIME = 1 << 16  # elements; as float64 they stay in the second cache
 
@@ -114,7 +114,7 @@ def measure(
         stored = reader.catalogue[name]
         whole = Placement.identity(name, stored.shape)
         cuts = parts(whole, stored.dtype.itemsize, whole_rows(whole, stored))
-        jobs += [(name, within(whole, lo, hi)) for _, lo, hi in cuts]
+        jobs += [(name, narrow(whole, lo, hi)) for _, lo, hi in cuts]
     lock = threading.Lock()
 
     def work(job: tuple[str, Placement]) -> None:

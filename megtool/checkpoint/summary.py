@@ -12,7 +12,8 @@ from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.transport.worker import SLOTS
 from megtool.dtypes import dtype
 from megtool.log import format_bytes
-from megtool.tensors.box import Ints, distinct, numel
+from megtool.tensors.box import Ints, numel
+from megtool.tensors.equal import distinct
 
 KERNEL_RATE = 4.0e9
 STRIDED_RATE = 2.5e9

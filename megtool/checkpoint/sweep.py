@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from megtool.checkpoint.transport.side import cut_dims
@@ -35,15 +34,6 @@ def parts(
     zero = (0,) * len(placement.shape)
     for lo, hi in cut(zero, placement.shape, cell_bytes, PART_BYTES, depth=depth):
         yield sum(i * s for i, s in zip(lo, step, strict=True)), lo, hi
-
-
-def within(placement: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:
-    """The placement of one box of a view."""
-    base = list(placement.base)
-    for i, d, m in zip(lo, placement.dims, placement.mults, strict=True):
-        base[d] += i * m
-    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-    return replace(placement, shape=shape, base=tuple(base))
 
 
 def whole_rows(placement: Placement, stored: GlobalTensor) -> int | None:

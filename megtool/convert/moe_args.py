@@ -38,6 +38,11 @@ def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
         "shared_expert_gate": bool(get("moe_shared_expert_gate", False)),
         "attn_sinks": get("softmax_type", "vanilla") == "learnable",
         "rope_interleaved": bool(get("rotary_interleaved", False)),
+        "activation_limit": float(get("activation_func_clamp_value", 0.0)),
+        "glu_offset": float(get("glu_linear_offset", 0.0)),
+        "qk_l2_norm": bool(get("qk_l2_norm", False)),
+        "router_scales_input": bool(get("moe_apply_probs_on_input", False)),
+        "router_fp32": get("moe_router_dtype", None) is not None,
         "num_mtp_layers": min(mtp, 1) if get("mtp_use_repeated_layer", False) else mtp,
     }
     if get("multi_latent_attention", False):
@@ -78,8 +83,11 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
         "moe_shared_expert_gate": config.shared_expert_gate,
         "softmax_type": "learnable" if config.attn_sinks else "vanilla",
         "quick_geglu": is_quick,
-        "glu_linear_offset": 1.0 if is_quick else 0.0,
-        "activation_func_clamp_value": config.extra.get("swiglu_limit", 7.0) if is_quick else None,
+        "glu_linear_offset": config.glu_offset,
+        "activation_func_clamp_value": config.activation_limit or None,
+        "qk_l2_norm": config.qk_l2_norm,
+        "moe_apply_probs_on_input": config.router_scales_input,
+        "moe_router_dtype": "fp32" if config.router_fp32 else None,
         "mtp_num_layers": config.num_mtp_layers or None,
         "multi_latent_attention": bool(config.kv_lora_rank),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.config import ModelConfig
 from megtool.convert.expression import evaluate
-from megtool.convert.settings import Setting
+from megtool.convert.settings import Default, Setting
 from megtool.errors import MappingError
 
 
@@ -157,10 +157,10 @@ class Implied(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Noted(Setting):
-    """A field told by a key that is kept verbatim in `extra`: forward passes need it, tensors do not.
+    """A field told by a key that is kept verbatim in `extra`: only a forward pass needs it.
 
     `expression` computes the field from the key's value, which it calls `x`, and from fields read
-    before; `default` is the field where the key is absent or null.
+    before; `default` (or `Default("expression")`) is the field where the key is absent or null.
     """
 
     key: str
@@ -170,8 +170,11 @@ class Noted(Setting):
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The field; the key goes to `extra`."""
-        value = stored.get(self.key)
-        known = self.default if value is None else evaluate(self.expression, {**into, "x": value})
+        value, known = stored.get(self.key), self.default
+        if value is not None:
+            known = evaluate(self.expression, {**into, "x": value})
+        elif isinstance(known, Default):
+            known = evaluate(known.expression, into)
         into[self.field] = known
         return ()
 

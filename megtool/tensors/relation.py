@@ -13,7 +13,7 @@ tensor gives an n-d strided copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -113,6 +113,15 @@ def _recut(p: Placement, suffixes: list[int]) -> Placement:
         mults=tuple(mults),
         base=p.base,
     )
+
+
+def narrow(p: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:
+    """The placement of the box `lo:hi` of a view, which lies in the same stored tensor."""
+    base = list(p.base)
+    for i, d, m in zip(lo, p.dims, p.mults, strict=True):
+        base[d] += i * m
+    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
+    return replace(p, shape=shape, base=tuple(base))
 
 
 def pieces(p: Placement, boxes: Boxes) -> tuple[Ints, Boxes]:

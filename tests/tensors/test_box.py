@@ -306,9 +306,3 @@ def test_strides_are_those_of_numpy(shape):
     want = tuple(s // 8 for s in np.zeros(full, np.int64).strides)
     assert box.strides(full) == want
     assert box.row_major_strides(one(full)).tolist() == [list(want)]
-
-
-@pytest.mark.parametrize("values", [[], [3], [2, 1, 2, -5], [[1, 0], [0, 1]]])
-def test_distinct_values_are_those_of_numpy(values: list[int]) -> None:
-    given = np.array(values, np.int64)
-    np.testing.assert_array_equal(box.distinct(given), np.unique(given))

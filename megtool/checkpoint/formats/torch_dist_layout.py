@@ -26,7 +26,8 @@ from megtool.checkpoint.containers.zip_writer import (
 from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metadata
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.errors import UsageError
-from megtool.tensors.box import Ints, distinct
+from megtool.tensors.box import Ints
+from megtool.tensors.equal import distinct, grouped
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -73,10 +74,13 @@ def lay_out(
     writer = _Files(shards.owner, has_objects=bool(objects) or is_inside)
     held: dict[str, tuple[int, int, int]] = {}
     inside = {COMMON_OBJECT: common} if is_inside else {}
+    items: dict[int, bytes] = {}  # a large model has one empty object thousands of times
     for name, value in {**(objects or {}), **inside}.items():
-        if not isinstance(value, bytes):
-            value = object_item([value] if megatron else value)
-        held[name] = writer.add_object(value)
+        if isinstance(value, bytes):
+            item = value
+        elif (item := items.get(id(value), b"")) == b"":
+            item = items[id(value)] = object_item([value] if megatron else value)
+        held[name] = writer.add_object(item)
     laid = writer.add_tensors(tensors, shards)
     names = [f"__{rank}_0.distcp" for rank in writer.ranks]
     metadata = write_metadata(
@@ -183,13 +187,14 @@ class _Files:
         self.number[self.ranks] = np.arange(len(self.ranks), dtype=np.int32)
         self.end = [0] * len(self.ranks)
         self.fragments: list[tuple[int, int, bytes]] = []
+        self._objects: list[bytes] = []
         self._tail: list[bytes] = [b""] * len(self.ranks)
         self._tail_at = [0] * len(self.ranks)
 
     def add_object(self, item: bytes) -> tuple[int, int, int]:
-        """Append a whole item to the first file: `(file, offset, length)`."""
+        """Append a whole item to the first file, before all tensors: `(file, offset, length)`."""
         at = self.end[0]
-        self._tail[0] += item
+        self._objects.append(item)
         self.end[0] += len(item)
         return 0, at, len(item)
 
@@ -199,6 +204,8 @@ class _Files:
         frames, which = _frames(tensors, shards)
         end, fragments = self.end, self.fragments
         tail, tail_at = self._tail, self._tail_at
+        if self._objects:
+            tail[0] = b"".join(self._objects)
         joined: dict[tuple[int, int], tuple[bytes, bytes, bytes]] = {}
         item_offset, paddings = [0] * len(shards), [0] * len(shards)
         for row, (number, kind) in enumerate(zip(file.tolist(), which.tolist(), strict=True)):
@@ -244,8 +251,13 @@ def _frames(
     order = {name: i for i, name in enumerate(kinds)}
     kind = np.array([order[t.dtype.name] for t in tensors], np.int64)[shards.tensor]
     ndim = np.array([len(t.shape) for t in tensors], np.int64)[shards.tensor]
-    table = np.column_stack([kind, ndim, shards.boxes.shape])
-    rows, which = np.unique(table, axis=0, return_inverse=True)
-    dtypes = list(kinds.values())
-    frames = [tensor_frame(dtypes[k], tuple(size[:n])) for k, n, *size in rows.tolist()]
-    return frames, which.reshape(-1).astype(np.int64)
+    which = np.zeros(len(shards), np.int64)
+    for column in (kind, ndim, *shards.boxes.shape.T):  # many times faster than rows at once
+        values, place = grouped(column)
+        first, which = grouped(which * len(values) + place)
+    dtypes, shape = list(kinds.values()), shards.boxes.shape[first].tolist()
+    frames = [
+        tensor_frame(dtypes[k], tuple(size[:n]))
+        for k, n, size in zip(kind[first].tolist(), ndim[first].tolist(), shape, strict=True)
+    ]
+    return frames, which

@@ -11,7 +11,8 @@ from megtool.checkpoint.plan import Plan, common_runs
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import runs
 from megtool.checkpoint.transport.units import UNIT_BYTES, Plain
-from megtool.tensors.box import Ints, distinct
+from megtool.tensors.box import Ints
+from megtool.tensors.equal import distinct
 
 _BLOCK = 4096  # file systems share whole blocks only
 

@@ -14,7 +14,8 @@ from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.packing.gguf import holds_rows
 from megtool.packing.parts import WHOLE, Part
-from megtool.tensors.box import Boxes, Ints, distinct, strides
+from megtool.tensors.box import Boxes, Ints, strides
+from megtool.tensors.equal import distinct
 from megtool.tensors.relation import Placement, lattice
 from megtool.tensors.sharded import GlobalTensor
 

@@ -13,7 +13,8 @@ from megtool.checkpoint.plan import Entry, Plan
 from megtool.checkpoint.transport.side import Locator, cut_dims
 from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, grow, sieved
 from megtool.checkpoint.transport.tile import Index, cut
-from megtool.tensors.box import Ints, distinct
+from megtool.tensors.box import Ints
+from megtool.tensors.equal import distinct
 from megtool.tensors.relation import lattice
 
 UNIT_BYTES = 64 << 20

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.sweep import within
 from megtool.commands.megatron.proof import Mismatch, difference, index_of, parts, probes
 from megtool.convert.dialects import Side
 from megtool.convert.megatron import MAIN, split_optimizer
 from megtool.tensors.box import numel
-from megtool.tensors.relation import Placement, refine
+from megtool.tensors.relation import Placement, narrow, refine
 
 _SHARES = (0.0, 0.5, 1.0)
 
@@ -32,8 +31,8 @@ def check_masters(catalogue: Catalogue, side: Side, *, whole: bool = False) -> N
             kind, target = catalogue[main.stored].dtype, catalogue[weight.stored].dtype
             lo, hi = [0] * len(main.shape), list(main.shape)
             for box in parts(lo, hi) if whole else probes(lo, hi, _SHARES):
-                a = reader.canonical(within(main, *box)).read().reshape(-1)
-                b = reader.canonical(within(weight, *box)).read().reshape(-1)
+                a = reader.canonical(narrow(main, *box)).read().reshape(-1)
+                b = reader.canonical(narrow(weight, *box)).read().reshape(-1)
                 wrong = difference(a, kind, b, target)
                 if wrong is not None:
                     at, x, y = wrong

@@ -1,0 +1,345 @@
+"""Tokenizer: text to tokens and back, by the tokenizer files that travel with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megtool.errors import FormatError, MappingError, MissingPackageError, StorageError
+
+_TABLES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+"""Files of which one has to be there: each holds a vocabulary."""
+
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOT_OURS = (".index.json", "megtool.json")
+_GIVE = "give a folder that has them: --tokenizer FOLDER"
+Message = Mapping[str, Any]
+"""One turn of a conversation: `role`, `content`, and what else the chat template reads."""
+
+
+class Tokenizer:
+    """A model's tokenizer, as transformers builds it; no code of a checkpoint is ever run.
+
+    `vocab_size` is one more than the largest id. `eos_id` is the token that ends a document,
+    `eos_ids` are all tokens at which generation stops: those of generation_config.json (or
+    config.json), then the tokenizer's own. What the tokenizer does not have is None.
+    """
+
+    def __init__(self, full: Any, stop_ids: Sequence[int], place: str) -> None:
+        self._full = full
+        self._fast = getattr(full, "backend_tokenizer", None)
+        self._place = place
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        ids = full.get_vocab().values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        self.bos_id: int | None = full.bos_token_id
+        self.eos_id: int | None = full.eos_token_id
+        self.pad_id: int | None = full.pad_token_id
+        own = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *own)))
+
+    @classmethod
+    def load(cls, files: Mapping[str, Path | bytes]) -> Tokenizer:
+        """The tokenizer in `files`: small files of a Hugging Face folder by their name in it.
+
+        Raises:
+            FormatError: no vocabulary among them, or files that transformers cannot read.
+            MissingPackageError: transformers, or what it needs for these files, is missing.
+        """
+        found = {n: f for n, f in files.items() if _belongs(n)}
+        tables = [n for n in found if n in _TABLES or n.endswith(".tiktoken")]
+        if not tables:
+            raise FormatError(
+                "the checkpoint holds no tokenizer",
+                hint=f"one of {', '.join(_TABLES)} would do; {_GIVE}",
+            )
+        first = found[tables[0]]
+        place = str(first.parent) if isinstance(first, Path) else tables[0]
+        with tempfile.TemporaryDirectory(prefix="megtool-tokenizer-") as folder:
+            for name, content in found.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(_read(content) if isinstance(content, Path) else content)
+            stop_ids = _stop_ids(Path(folder), place)
+            return cls(_from_folder(Path(folder), place), stop_ids, place)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer in a Hugging Face folder; a checkpoint beside it is not looked at.
+
+        Raises:
+            FormatError, MissingPackageError: as `load`.
+        """
+        root = Path(folder)
+        if not root.is_dir():
+            raise FormatError("no folder with a tokenizer", file=root, hint=_GIVE)
+        files = [p for p in sorted(root.iterdir()) if p.is_file()]
+        templates = root / "additional_chat_templates"
+        files += sorted(templates.glob("*.jinja")) if templates.is_dir() else []
+        try:
+            return cls.load({p.relative_to(root).as_posix(): p for p in files})
+        except FormatError as e:
+            raise FormatError(e.message, file=e.file or root, hint=e.hint) from e
+
+    # ---- text and tokens
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The tokens of `text`; `add_special` adds what the tokenizer puts around a text."""
+        return self.encode_batch([text], add_special=add_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
+        """The tokens of each text. Other threads run meanwhile."""
+        if self._fast is None:
+            return [self._full.encode(t, add_special_tokens=add_special) for t in texts]
+        fast = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special)
+        return [encoding.ids for encoding in fast]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of `text` without added ones, and the characters (begin, end) of each.
+
+        Raises:
+            MappingError: this kind of tokenizer does not know its characters.
+        """
+        if self._fast is None:
+            raise MappingError(
+                f"{type(self._full).__name__} does not say which characters a token stands for",
+                file=self._place,
+                hint="a folder with a tokenizer.json does: --tokenizer FOLDER",
+            )
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`, nothing tidied; special tokens are left out unless asked for."""
+        text: str = self._full.decode(
+            [int(i) for i in ids],
+            skip_special_tokens=skip_special,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def stream(self, after: Sequence[int] = (), *, skip_special: bool = True) -> Stream:
+        """A decoder of tokens that come one by one `after` others, which it does not show."""
+        return Stream(self, after, skip_special=skip_special)
+
+    # ---- conversations
+
+    def chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """The tokens of a conversation in the tokenizer's own chat template.
+
+        `add_generation_prompt` opens the turn that the model is to write; `options` are variables
+        of the template (`tools`, `enable_thinking`).
+
+        Raises:
+            MappingError: there is no template, or it refuses the conversation.
+            MissingPackageError: jinja2 is missing.
+        """
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **options)
+        return self.encode(text, add_special=False)  # the template writes special tokens itself
+
+    def chat_text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """A conversation as the text that `chat` turns into tokens.
+
+        Raises:
+            MappingError, MissingPackageError: as `chat`.
+        """
+        if not self._full.chat_template:
+            raise MappingError(
+                "the tokenizer has no chat template",
+                file=self._place,
+                hint="a base model continues plain text; or put a chat_template.jinja beside it",
+            )
+        try:
+            from jinja2.exceptions import TemplateError
+        except ModuleNotFoundError as e:
+            raise MissingPackageError(
+                "chat templates need the jinja2 package", hint="pip install 'megtool[data]'"
+            ) from e
+        try:
+            text: str = self._full.apply_chat_template(
+                [dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **options,
+            )
+        except ImportError as e:
+            raise MissingPackageError(str(e), hint="pip install 'megtool[data]'") from e
+        except (TemplateError, KeyError, TypeError, ValueError) as e:
+            raise MappingError(
+                f"the chat template refuses these messages: {e}",
+                file=self._place,
+                hint="each message needs a role and a content, in an order the template knows",
+            ) from e
+        return text
+
+    # ---- with a model
+
+    def check_vocabulary(self, model_vocab_size: int) -> None:
+        """Refuse a model whose vocabulary ends before the tokenizer's.
+
+        Raises:
+            MappingError: the tokenizer has tokens that the model has no row for.
+        """
+        if self.vocab_size > model_vocab_size:
+            raise MappingError(
+                f"the tokenizer has a vocabulary of {self.vocab_size}, and the model one of "
+                f"{model_vocab_size}",
+                file=self._place,
+                hint=f"the model's own tokenizer is needed; {_GIVE}",
+            )
+
+    def twin(self) -> Tokenizer:
+        """One more of the same, for another thread: fast tokenizers share locks inside."""
+        import copy
+
+        if self._fast is None:
+            return self
+        other = copy.copy(self)
+        other._fast = type(self._fast).from_str(self._fast.to_str())
+        return other
+
+
+class Stream:
+    """Tokens as they come, to text as it becomes certain: never half a character.
+
+    What a token adds can depend on tokens before it (a character of several bytes, a space that
+    only the next word shows), so a window of the last tokens is decoded with and without the new
+    ones, and what is new is shown once it does not end within a character.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, after: Sequence[int] = (), *, skip_special: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids = list(after[-_WINDOW:])
+        self._shown = len(self._ids)
+        self._begin = 0
+
+    def push(self, token: int) -> str:
+        """The text that `token` makes certain; often "" and never half a character."""
+        self._ids.append(int(token))
+        old, new = self._texts()
+        if len(new) <= len(old) or new.endswith("�"):
+            return ""
+        self._begin, self._shown = self._shown, len(self._ids)
+        if self._begin:
+            del self._ids[: self._begin]
+            self._shown -= self._begin
+            self._begin = 0
+        return new[len(old) :]
+
+    def finish(self) -> str:
+        """What is left at the end: bytes that never became a character, each shown as U+FFFD."""
+        old, new = self._texts()
+        self._shown = len(self._ids)
+        return new[len(old) :]
+
+    def _texts(self) -> tuple[str, str]:
+        """The window's text that is shown already, and all of it."""
+
+        def text(ids: list[int]) -> str:
+            return self._tokenizer.decode(ids, skip_special=self._skip_special)
+
+        return text(self._ids[self._begin : self._shown]), text(self._ids[self._begin :])
+
+
+_WINDOW = 8
+"""So many tokens of a prompt decide how the first new one is shown."""
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Keep fast tokenizers from starting threads of their own while several of ours run them."""
+    key = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(key)
+    os.environ[key] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
+
+def _belongs(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise StorageError(f"cannot read: {e.strerror}", file=path) from e
+
+
+def _from_folder(folder: Path, place: str) -> Any:
+    """What transformers makes of the files: by the class they name, or of tokenizer.json alone."""
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "tokenizers need the transformers package", hint="pip install 'megtool[hf]'"
+        ) from e
+    options = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), **options)
+    except _REFUSALS as e:
+        reason = e
+    if (folder / "tokenizer.json").is_file():  # complete by itself, whatever class it is said to be
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
+        except _REFUSALS as e:
+            reason = e
+    said = " ".join(str(reason).split()).replace(str(folder), place)
+    for package in ("sentencepiece", "tiktoken", "protobuf"):
+        if package in said and not (folder / "tokenizer.json").is_file():
+            raise MissingPackageError(
+                f"this tokenizer needs the {package} package [file {place}]",
+                hint="pip install sentencepiece tiktoken protobuf; or give a folder with a "
+                "tokenizer.json: --tokenizer FOLDER",
+            ) from reason
+    raise FormatError(
+        f"transformers cannot read the tokenizer: {said}", file=place, hint=_GIVE
+    ) from reason
+
+
+_REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
+"""What transformers raises on files that it cannot use."""
+
+
+def _stop_ids(folder: Path, place: str) -> list[int]:
+    """The ids at which generation stops, by generation_config.json, or else by config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            said = json.loads(path.read_bytes())
+        except ValueError as e:
+            raise FormatError(f"no JSON: {e}", file=Path(place) / name) from e
+        found = said.get("eos_token_id") if isinstance(said, dict) else None
+        ids = found if isinstance(found, list) else [found]
+        if ids := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:
+            return ids
+    return []

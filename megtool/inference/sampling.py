@@ -1,0 +1,99 @@
+"""Sampling: the next token of every sequence from its logits: the likeliest, or drawn by chance.
+
+A draw spends one uniform number per token, taken from a generator of the sequence's own on the
+CPU. So a sequence gets the same text from the same seed alone or in a batch, whatever its
+neighbours, and on any device (as far as the logits are the same there).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.errors import UsageError
+
+NO_NUMBER = -1
+"""What `choose` gives for a sequence whose logits hold a NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Logits are divided by `temperature` (0: the likeliest token, no chance at all); then only the
+    `top_k` likeliest tokens stay (None: all), then of these the fewest whose probabilities add up
+    to `top_p`. `seed` and the number of a sequence make its draws.
+
+    Raises:
+        UsageError: a value is impossible; the message names it.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(f"temperature is {self.temperature!r}", hint="0 (greedy) or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p!r}", hint="more than 0, and at most 1")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"top_k is {self.top_k!r}", hint="1 or more")
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            name = "top_p" if self.top_p is not None else "top_k"
+            raise UsageError(
+                f"{name} with temperature 0, which always takes the likeliest token",
+                hint="add --temperature, such as 0.7",
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Nothing is left to chance."""
+        return self.temperature == 0
+
+    def generator(self, number: int) -> torch.Generator:
+        """The source of draws of sequence `number` (from 0)."""
+        mixed = (self.seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 1) % (1 << 63)
+        return torch.Generator().manual_seed(mixed)
+
+
+def choose(
+    logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator] = ()
+) -> Tensor:
+    """The next token of each sequence, int64 [B] on the device of the logits.
+
+    `generators` has one for each sequence unless `sampling` is greedy. A sequence with a NaN among
+    its logits gets `NO_NUMBER`; nothing here waits for the device.
+    """
+    if sampling.is_greedy:
+        tokens_B = logits_BV.argmax(-1)
+    else:
+        uniform_B1 = torch.stack([torch.rand(1, generator=g) for g in generators])
+        probs_BV, ids_BV = kept(logits_BV, sampling)
+        sums_BV = probs_BV.cumsum(-1)
+        target_B1 = uniform_B1.to(logits_BV.device) * sums_BV[:, -1:]
+        place_B1 = torch.searchsorted(sums_BV, target_B1, right=True)
+        last_B1 = (probs_BV > 0).sum(-1, keepdim=True) - 1  # rounding never draws what is cut off
+        tokens_B = ids_BV.gather(-1, torch.minimum(place_B1, last_B1.clamp_min(0)))[:, 0]
+    return torch.where(logits_BV.isnan().any(-1), NO_NUMBER, tokens_B)
+
+
+def kept(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Probabilities from which a token is drawn, largest first, and the token ids in that order.
+
+    What `top_k` and `top_p` cut off has probability 0. With `top_k` only that many columns come
+    back. Probabilities are fp32 and, before `top_p`, add up to 1.
+    """
+    scaled_BV = logits_BV.float() / sampling.temperature
+    num_columns = min(sampling.top_k or scaled_BV.shape[-1], scaled_BV.shape[-1])
+    values_BK, ids_BK = scaled_BV.topk(num_columns, dim=-1, sorted=True)
+    probs_BK = values_BK.softmax(-1)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        before_BK = probs_BK.cumsum(-1) - probs_BK
+        probs_BK = torch.where(before_BK < sampling.top_p, probs_BK, 0)
+    return probs_BK, ids_BK

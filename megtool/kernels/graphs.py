@@ -1,0 +1,1 @@
+"""CUDA graphs of a function per input shape, and the rehearsal that checks their rules on a CPU."""

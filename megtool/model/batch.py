@@ -1,0 +1,89 @@
+"""What goes into a forward pass (Batch), and what its layers share (Frame).
+
+Shape suffixes of model/ and kernels/: B batch, S sequence, T = B*S tokens (flattened), H hidden,
+N query heads (of this rank), K key and value heads (of this rank), D head size, L keys attended to
+(S without a cache), F ffn size, V vocabulary, E experts, R rotary part of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from megtool.model.cache import Cache
+    from megtool.model.masks import Mask, Masks
+    from megtool.model.rotary import Rotary, Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Tokens of equally long rows, and which of them mean what.
+
+    `tokens_BS` is int64. `positions_BS` are the tokens' places (int64, batch may be 1); by default
+    they count valid tokens, on from those in the cache. `valid_BS` is false for padding, which may
+    stand on the left or on the right and is never attended to. Tokens attend within equal
+    `documents_BS` alone; positions do not start again by themselves where a document does.
+
+    Raises:
+        UsageError: a shape is not that of the tokens.
+    """
+
+    tokens_BS: Tensor
+    positions_BS: Tensor | None = None
+    valid_BS: Tensor | None = None
+    documents_BS: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens_BS.dim() != 2:
+            raise UsageError(
+                f"tokens have shape {list(self.tokens_BS.shape)}", hint="[batch, sequence]"
+            )
+        for name in ("positions_BS", "valid_BS", "documents_BS"):
+            value: Tensor | None = getattr(self, name)
+            if value is None:
+                continue
+            batch_of_one = (1, self.tokens_BS.shape[1])
+            if value.shape != self.tokens_BS.shape and (
+                name != "positions_BS" or value.shape != batch_of_one
+            ):
+                raise UsageError(
+                    f"{name} has shape {list(value.shape)}, and the tokens "
+                    f"{list(self.tokens_BS.shape)}"
+                )
+        if self.valid_BS is not None and self.valid_BS.dtype != torch.bool:
+            raise UsageError(f"valid_BS is of {self.valid_BS.dtype}", hint="true for real tokens")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens of each."""
+        return self.tokens_BS.shape[0], self.tokens_BS.shape[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Frame:
+    """What all layers of one forward pass share: sizes, positions, rotations, masks, the cache.
+
+    Rotations and masks are made when a layer first asks for its kind, and kept for the others.
+    `positions_BS` has a batch of 1 where all rows have the same.
+    """
+
+    num_rows: int
+    num_tokens: int
+    positions_BS: Tensor
+    rotary: Rotary
+    masks: Masks
+    cache: Cache | None = None
+
+    def rotation(self, layer: int) -> Rotation | None:
+        """Cosines and sines for a layer; None for a layer without rotary embedding."""
+        return self.rotary.of(layer, self.positions_BS)
+
+    def mask(self, layer: int) -> Mask:
+        """What a layer's queries may attend to."""
+        return self.masks.of(layer)

@@ -1,0 +1,314 @@
+"""Keys and values of the tokens so far, in storage that never moves: contiguous or in blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+from megtool.model.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Where the queries of one pass stand among the keys they may attend to.
+
+    `start` is the index of the first query among `num_keys` keys, the same in all rows, or None
+    where only `queries_BS` (int64, batch may be 1) says it. `valid_BL` is false for keys that are
+    padding. `key_positions_BL` are the places of the keys.
+    """
+
+    num_keys: int
+    start: int | None
+    queries_BS: Tensor
+    positions_BS: Tensor
+    key_positions_BL: Tensor
+    valid_BL: Tensor | None = None
+
+
+class Cache(ABC):
+    """What attention keeps from pass to pass; used without gradients.
+
+    A pass calls `begin` once, `append` in every layer, and `advance` once.
+    """
+
+    @abstractmethod
+    def begin(self, batch: Batch) -> Span:
+        """Take slots for the batch's tokens. Raises UsageError where there are too few."""
+
+    @abstractmethod
+    def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values; returns all that its queries may attend to.
+
+        What is returned has shape [B, K, L, D] and may be a view of the storage.
+        """
+
+    @abstractmethod
+    def advance(self) -> None:
+        """The pass is over: its tokens are part of the past."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntrySize:
+    """What one token takes in one layer: heads (of this rank), and the sizes of key and value.
+
+    Latent attention keeps the compressed latent as the key of one head, and the rotated part, which
+    all heads share, as its value.
+    """
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, tp: int = 1) -> EntrySize:
+        """A model's, cut over `tp` ranks; ranks that share a head keep a copy each."""
+        if config.kv_lora_rank:
+            return cls(
+                num_heads=1, key_size=config.kv_lora_rank, value_size=config.qk_rope_head_dim
+            )
+        heads = max(1, config.num_kv_heads // tp)
+        return cls(num_heads=heads, key_size=config.head_dim, value_size=config.head_dim)
+
+
+class ContiguousCache(Cache):
+    """One stretch of `max_tokens` slots for each row; all rows grow together.
+
+    Rows of unequal length are padded on the left or the right; padding takes slots too, and is
+    never attended to. A pass attends to the slots used so far, as a view. With `graphable` it
+    attends to all slots under a mask and takes its place from device memory, so that a recorded
+    decoding step may be replayed: then `length` is only what was counted outside of replays, and
+    keeping within `max_tokens` is the caller's task.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        layers: Iterable[int] | None = None,
+        tp: int = 1,
+        graphable: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        size = EntrySize.of(config, tp)
+        numbers = range(config.num_layers) if layers is None else layers
+        shape = (num_rows, size.num_heads, max_tokens)
+        self.keys = {
+            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device) for n in numbers
+        }
+        self.values = {
+            n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
+        }
+        self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
+        self.length = 0
+        self.has_padding = False
+        self.offset = torch.zeros((), dtype=torch.int64, device=device)
+        self.counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.valid_BL = torch.zeros(num_rows, max_tokens, dtype=torch.bool, device=device)
+        self.positions_BL = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self.slots_L = torch.arange(max_tokens, device=device)
+        self._slots_S: Tensor = self.slots_L[:0]
+        self._valid_BS: Tensor | None = None
+
+    def begin(self, batch: Batch) -> Span:
+        """Slots follow on for all rows at once."""
+        rows, tokens = batch.shape
+        if rows != self.num_rows:
+            raise UsageError(f"{rows} rows in a cache of {self.num_rows}")
+        if self.length + tokens > self.max_tokens:
+            raise UsageError(
+                f"{tokens} tokens after {self.length} in a cache of {self.max_tokens}",
+                hint="make the cache for prompt and answer together",
+            )
+        if batch.documents_BS is not None:
+            raise UsageError(
+                "packed documents with a cache", hint="give every document a row of its own"
+            )
+        if self.graphable:
+            slots_S = self.offset + self.slots_L[:tokens]
+        else:
+            slots_S = self.slots_L[self.length : self.length + tokens]
+        valid_BS = batch.valid_BS
+        self.has_padding = self.has_padding or valid_BS is not None
+        uniform = not self.has_padding and not self.graphable
+        if batch.positions_BS is not None:
+            positions_BS = batch.positions_BS
+        elif uniform:
+            positions_BS = slots_S[None]
+        elif valid_BS is None:
+            positions_BS = self.counts_B[:, None] + self.slots_L[None, :tokens]
+        else:
+            positions_BS = (self.counts_B[:, None] + valid_BS.cumsum(1) - 1).clamp_min(0)
+        self.positions_BL.index_copy_(1, slots_S, positions_BS.expand(rows, tokens))
+        fresh = torch.ones_like(batch.tokens_BS, dtype=torch.bool) if valid_BS is None else valid_BS
+        self.valid_BL.index_copy_(1, slots_S, fresh)
+        self._slots_S, self._valid_BS = slots_S, valid_BS
+        last = self.max_tokens if self.graphable else self.length + tokens
+        return Span(
+            num_keys=last,
+            start=None if self.graphable else self.length,
+            queries_BS=slots_S[None],
+            positions_BS=positions_BS,
+            key_positions_BL=self.positions_BL[:, :last],
+            valid_BL=self.valid_BL[:, :last] if self.has_padding else None,
+        )
+
+    def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+        """New slots are written in place; what is returned is a view."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(2, self._slots_S, key_BKSD)
+        values.index_copy_(2, self._slots_S, value_BKSD)
+        if self.graphable:
+            return keys, values
+        last = self.length + key_BKSD.shape[2]
+        return keys[:, :, :last], values[:, :, :last]
+
+    def advance(self) -> None:
+        """Count the pass's tokens, and those among them that are no padding."""
+        tokens = self._slots_S.shape[0]
+        self.length += tokens
+        self.offset.add_(tokens)
+        self.counts_B.add_(tokens if self._valid_BS is None else self._valid_BS.sum(1))
+
+    def reset(self) -> None:
+        """Forget everything; the storage stays."""
+        self.length, self.has_padding = 0, False
+        self.offset.zero_()
+        self.counts_B.zero_()
+        self.valid_BL.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        both = (*self.keys.values(), *self.values.values())
+        return sum(t.numel() * t.element_size() for t in both)
+
+
+class PagedCache(Cache):
+    """Blocks of `block_size` slots that sequences take as they grow and give back at their end.
+
+    A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
+    how many tokens of each are real (padding on the right takes no slot). Block 0 is scratch: what
+    is padding is written there. Keys come back gathered, row by row.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        layers: Iterable[int] | None = None,
+        tp: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_blocks < 2 or block_size < 1:
+            raise UsageError(f"a cache of {num_blocks} blocks of {block_size} slots")
+        size = EntrySize.of(config, tp)
+        numbers = range(config.num_layers) if layers is None else layers
+        shape = (num_blocks * block_size, size.num_heads)
+        self.keys = {
+            n: torch.zeros(*shape, size.key_size, dtype=dtype, device=device) for n in numbers
+        }
+        self.values = {
+            n: torch.zeros(*shape, size.value_size, dtype=dtype, device=device) for n in self.keys
+        }
+        self.block_size, self.num_blocks, self.device = block_size, num_blocks, device
+        self.free = list(range(num_blocks - 1, 0, -1))
+        self.blocks: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self._rows: list[tuple[int, int]] = []
+        self._write_T = torch.zeros(0, dtype=torch.int64, device=device)
+        self._read_BL = self._write_T[None]
+
+    def needed(self, sequence: int, tokens: int) -> int:
+        """How many more blocks a sequence takes for so many more tokens."""
+        length = self.lengths.get(sequence, 0) + tokens
+        return -(-length // self.block_size) - len(self.blocks.get(sequence, ()))
+
+    def choose(self, rows: Sequence[tuple[int, int]]) -> None:
+        """The rows of the next pass: (sequence, real tokens); blocks are taken for them.
+
+        Raises:
+            UsageError: there are not enough free blocks, or a sequence stands there twice; then
+                nothing was taken.
+        """
+        if len({sequence for sequence, _ in rows}) != len(rows):
+            raise UsageError("a sequence is in two rows of one pass")
+        missing = sum(self.needed(*row) for row in rows)
+        if missing > len(self.free):
+            raise UsageError(
+                f"{missing} blocks are needed, and {len(self.free)} of {self.num_blocks} are free",
+                hint="let some sequences wait, or give the cache more blocks",
+            )
+        for sequence, tokens in rows:
+            count = self.needed(sequence, tokens)
+            self.lengths.setdefault(sequence, 0)
+            taken = self.blocks.setdefault(sequence, [])
+            taken.extend(self.free.pop() for _ in range(count))
+        self._rows = list(rows)
+
+    def release(self, sequence: int) -> None:
+        """Give a sequence's blocks back."""
+        self.free.extend(reversed(self.blocks.pop(sequence, [])))
+        self.lengths.pop(sequence, None)
+
+    def begin(self, batch: Batch) -> Span:
+        """Slots by the rows' block tables."""
+        rows, tokens = batch.shape
+        if rows != len(self._rows):
+            raise UsageError(
+                f"{rows} rows, and {len(self._rows)} sequences chosen", hint="call choose() first"
+            )
+        if max(real for _, real in self._rows) > tokens:
+            raise UsageError(f"{self._rows} were chosen for rows of {tokens} tokens")
+        if batch.documents_BS is not None:
+            raise UsageError(
+                "packed documents with a cache", hint="give every document a row of its own"
+            )
+        size, device = self.block_size, self.device
+        tables = [self.blocks[sequence] for sequence, _ in self._rows]
+        longest = max(map(len, tables))
+        table_BM = torch.tensor([t + [0] * (longest - len(t)) for t in tables], device=device)
+        past_B = torch.tensor([self.lengths[s] for s, _ in self._rows], device=device)
+        real_B = torch.tensor([real for _, real in self._rows], device=device)
+        new_S = torch.arange(tokens, device=device)
+        queries_BS = past_B[:, None] + new_S
+        num_keys = max(self.lengths[s] + real for s, real in self._rows)
+        slots_BL = (table_BM[:, :, None] * size + torch.arange(size, device=device)).flatten(1)
+        places = queries_BS.clamp_max(slots_BL.shape[1] - 1)
+        # Padding goes to block 0, which no sequence reads.
+        written = torch.where(new_S < real_B[:, None], slots_BL.gather(1, places), 0)
+        self._write_T, self._read_BL = written.flatten(), slots_BL[:, :num_keys]
+        positions = queries_BS if batch.positions_BS is None else batch.positions_BS
+        keys_L = torch.arange(num_keys, device=device)
+        return Span(
+            num_keys=num_keys,
+            start=self.lengths[self._rows[0][0]] if rows == 1 else None,
+            queries_BS=places.clamp_max(num_keys - 1),
+            positions_BS=positions,
+            key_positions_BL=keys_L[None],
+            valid_BL=None,
+        )
+
+    def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+        """New slots are written in place; what is returned is gathered."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, self._write_T, key_BKSD.transpose(1, 2).flatten(0, 1))
+        values.index_copy_(0, self._write_T, value_BKSD.transpose(1, 2).flatten(0, 1))
+        return keys[self._read_BL].transpose(1, 2), values[self._read_BL].transpose(1, 2)
+
+    def advance(self) -> None:
+        """Every chosen sequence is longer by its real tokens."""
+        for sequence, real in self._rows:
+            self.lengths[sequence] += real
+        self._rows = []

@@ -1,0 +1,276 @@
+"""Linear layers and embeddings of which every tensor-parallel rank holds a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.kernels.norm import layer_norm, rms_norm
+from megtool.model.parameters import mark
+from megtool.parallel.collectives import (
+    gather_columns,
+    reduce_from,
+    reduce_scatter_rows,
+    start_gather,
+    start_reduce_scatter,
+    start_sum,
+)
+from megtool.parallel.groups import ALONE, Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm, as a part of the layer behind it. `zero_centered`: the weight is stored as w - 1."""
+
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    eps: float = 1e-5
+    zero_centered: bool = False
+
+    def __call__(self, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None = None) -> Tensor:
+        """The rows normalised, in x's dtype."""
+        if self.kind == "rmsnorm":
+            return rms_norm(x_TH, weight_H, self.eps, zero_centered=self.zero_centered)
+        return layer_norm(x_TH, weight_H, bias_H, self.eps, zero_centered=self.zero_centered)
+
+
+class ColumnLinear(nn.Module):
+    """`y = norm(x) W^T + b`, of which a rank computes `out_features / tp` columns.
+
+    Parameters: `weight` `[out/tp, in]`, `bias` `[out/tp]`, and with a norm `layer_norm_weight` and
+    (layernorm) `layer_norm_bias` `[in]`, replicated: Transformer Engine's fused names. Takes
+    `x_TH`, of which this rank has `T/tp` rows with `sequence_parallel` and all without, and gives
+    all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
+
+    Raises:
+        LayoutError: tp does not divide `out_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group = ALONE,
+        *,
+        bias: bool = False,
+        norm: Norm | None = None,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.group, self.norm = group, norm
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        rows = group.part(out_features, "out_features")
+
+        def new(*shape: int, split: bool) -> nn.Parameter:
+            made = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            partial = self.sequence_parallel and not split
+            return mark(made, split_dim=0 if split else None, partial=partial)
+
+        self.layer_norm_weight = new(in_features, split=False) if norm else None
+        self.layer_norm_bias = (
+            new(in_features, split=False) if norm and norm.kind == "layernorm" else None
+        )
+        self.weight = new(rows, in_features, split=True)
+        self.bias = new(rows, split=True) if bias else None
+
+    def forward(self, x_TH: Tensor, *, add_bias: bool = True) -> Tensor:
+        """`[T, out/tp]`. Without `add_bias` the bias is left to whoever fuses it."""
+        return self.project(self.normalise(x_TH), add_bias=add_bias)
+
+    def normalise(self, x_TH: Tensor) -> Tensor:
+        """The rows after the norm that this layer carries, or as they are."""
+        if self.norm is None or self.layer_norm_weight is None:
+            return x_TH
+        return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
+
+    def project(self, x_TH: Tensor, *, add_bias: bool = True) -> Tensor:
+        """The product alone, of rows that are normalised already."""
+        bias = self.bias if add_bias else None
+        return column_product(x_TH, self.weight, bias, self.group, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Shapes of this rank, for people."""
+        out, inner = self.weight.shape
+        return f"{inner} -> {out} of {out * self.group.size}, norm={self.norm}"
+
+
+class RowLinear(nn.Module):
+    """`y = x W^T + b`, of which a rank has `in_features / tp` columns of x and of W.
+
+    Parameters: `weight` `[out, in/tp]`, `bias` `[out]`, replicated and added once, after the sum.
+    Takes all T rows and gives all of them, or with `sequence_parallel` this rank's `T/tp`.
+
+    Raises:
+        LayoutError: tp does not divide `in_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group = ALONE,
+        *,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        columns = group.part(in_features, "in_features")
+        weight = torch.empty(out_features, columns, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), split_dim=1)
+        self.bias = None
+        if bias:
+            made = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
+            self.bias = mark(made, partial=self.sequence_parallel)
+
+    def forward(self, x_TF: Tensor, *, add_bias: bool = True) -> Tensor:
+        """`[T, out]`, or `[T/tp, out]`. Without `add_bias` the bias is left to whoever fuses it."""
+        bias = self.bias if add_bias else None
+        if self.group.size == 1:
+            return F.linear(x_TF, self.weight, bias)
+        part = F.linear(x_TF, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_rows(part, self.group)
+        else:
+            y = reduce_from(part, self.group, in_place=True)
+        return y if bias is None else y + bias
+
+    def extra_repr(self) -> str:
+        """Shapes of this rank, for people."""
+        out, inner = self.weight.shape
+        return f"{inner} of {inner * self.group.size} -> {out}"
+
+
+class VocabEmbedding(nn.Module):
+    """Word embeddings, of which a rank holds `padded_vocab / tp` rows: `weight` `[V/tp, H]`.
+
+    Raises:
+        LayoutError: tp does not divide the padded vocabulary.
+    """
+
+    def __init__(
+        self,
+        padded_vocab: int,
+        hidden: int,
+        group: Group = ALONE,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence_parallel = sequence_parallel and group.size > 1
+        rows = group.part(padded_vocab, "padded_vocab")
+        weight = torch.empty(rows, hidden, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), split_dim=0)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """`[T, H]`, or with sequence parallelism this rank's `[T/tp, H]`."""
+        if self.group.size == 1:
+            return F.embedding(tokens_T, self.weight)
+        rows = self.weight.shape[0]
+        local_T = tokens_T - self.group.rank * rows
+        foreign_T = (local_T < 0) | (local_T >= rows)
+        x_TH = F.embedding(local_T.masked_fill(foreign_T, 0), self.weight)
+        x_TH = x_TH.masked_fill(foreign_T.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter_rows(x_TH, self.group)
+        return reduce_from(x_TH, self.group, in_place=True)
+
+    def extra_repr(self) -> str:
+        """Shapes of this rank, for people."""
+        rows, hidden = self.weight.shape
+        return f"{rows} of {rows * self.group.size} rows x {hidden}"
+
+
+def vocab_logits(
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    group: Group = ALONE,
+    *,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    sequence_parallel: bool = False,
+    gather: bool = True,
+) -> Tensor:
+    """Logits from this rank's rows of the output layer: `[T, V/tp]`, or gathered `[T, V]`.
+
+    `vocab_size` cuts the padding off gathered ones. Gathered logits are for a computation that
+    every rank does alike: the gradient of each is taken from its own.
+    """
+    y_TV = column_product(x_TH, weight_VH, bias, group, sequence_parallel and group.size > 1)
+    if not gather:
+        return y_TV
+    return gather_columns(y_TV, group)[..., :vocab_size]
+
+
+def column_product(
+    x_TH: Tensor,
+    weight_OH: Tensor,
+    bias_O: Tensor | None,
+    group: Group,
+    sequence_parallel: bool = False,
+) -> Tensor:
+    """`x W^T + b` with this rank's rows of W; x is the same on all ranks, or split by rows.
+
+    Forward with `sequence_parallel`: the rows are gathered. Backward: the sum (or the sum and
+    scatter) of x's gradient is under way while the weight's is computed, and gathered rows are
+    gathered again rather than kept, under way while x's gradient is computed.
+    """
+    if group.size == 1:
+        return F.linear(x_TH, weight_OH, bias_O)
+    out: Tensor = _Column.apply(x_TH, weight_OH, bias_O, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_OH: Tensor,
+        bias_O: Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_OH)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if sequence_parallel:
+            x_TH, work = start_gather(x_TH, group)
+            work.wait()
+        return F.linear(x_TH, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, g_TO: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x_TH, weight_OH = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        gathering = None
+        if ctx.sequence_parallel and wants_weight:
+            x_TH, gathering = start_gather(x_TH, ctx.group)
+        gx_TH, summing = None, None
+        if wants_x:
+            gx_TH = g_TO.matmul(weight_OH)
+            if ctx.sequence_parallel:
+                gx_TH, summing = start_reduce_scatter(gx_TH, ctx.group)
+            else:
+                summing = start_sum(gx_TH, ctx.group)
+        if gathering is not None:
+            gathering.wait()
+        gw_OH = None
+        if wants_weight:
+            gw_OH = g_TO.flatten(0, -2).T.matmul(x_TH.flatten(0, -2))
+        gb_O = g_TO.flatten(0, -2).sum(0) if wants_bias else None
+        if summing is not None:
+            summing.wait()
+        return gx_TH, gw_OH, gb_O, None, None

@@ -1,0 +1,96 @@
+"""Parameters: what each is to the other ranks, and what makes its gradient whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.groups import Group, Groups
+
+
+def mark(
+    parameter: nn.Parameter,
+    *,
+    split_dim: int | None = None,
+    partial: bool = False,
+    expert: bool = False,
+    copy: bool = False,
+) -> nn.Parameter:
+    """Write on a parameter, in Megatron's words, what its gradient needs. Returns it.
+
+    `split_dim`: each tp rank holds another part, cut along this dim (`tensor_model_parallel`,
+    `partition_dim`); without it all hold the same, and norms of gradients count it on one tp rank
+    alone. `partial`: all hold the same, and each computes a part of the gradient, from its own
+    tokens (sequence parallelism) or heads (norms of queries and keys); `finish_gradients` adds
+    them up (`sequence_parallel`). `expert`: replicas are those of `expert_dp` (`allreduce` is
+    False). `copy`: another stage holds the original, and norms of gradients skip it (`shared`).
+    """
+    facts = {
+        "tensor_model_parallel": split_dim is not None,
+        "partition_dim": -1 if split_dim is None else split_dim,
+        "sequence_parallel": partial,
+        "allreduce": not expert,
+        "shared": copy,
+    }
+    for name, value in facts.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+def is_marked(parameter: nn.Parameter, fact: str) -> bool:
+    """One of the attributes that `mark` writes; False on a parameter without marks."""
+    return bool(getattr(parameter, fact, fact == "allreduce"))
+
+
+def finish_gradients(module: nn.Module, groups: Groups) -> None:
+    """Make the gradients of one replica whole, in place, after its last backward pass.
+
+    Adds up over tp what `mark(partial=True)` names, and over the first and the last stage what
+    both hold of tied embeddings (`mark` it `tied`, see `tie`). One collective for each dtype.
+    Replicas are another matter: `sum_over_replicas`. Every rank of the groups has to call this.
+    """
+    partial = [p for p in module.parameters() if is_marked(p, "sequence_parallel")]
+    _sum(partial, groups.tp)
+    tied = [p for p in module.parameters() if is_marked(p, "tied_over_stages")]
+    for p in tied:
+        if p.grad is None and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+    _sum(tied, groups.ends)
+
+
+def tie(parameter: nn.Parameter, *, copy: bool) -> nn.Parameter:
+    """Mark a word embedding that the first and the last stage both hold; `copy` on the last."""
+    setattr_ = object.__setattr__
+    setattr_(parameter, "tied_over_stages", True)
+    setattr_(parameter, "shared", copy)
+    return parameter
+
+
+def sum_over_replicas(module: nn.Module, groups: Groups) -> None:
+    """Add up gradients over data-parallel replicas, in place: dense ones and experts each over
+    their own. Nothing is divided: a loss that is a sum over tokens stays one."""
+    named = list(module.parameters())
+    _sum([p for p in named if is_marked(p, "allreduce")], groups.replicas)
+    _sum([p for p in named if not is_marked(p, "allreduce")], groups.expert_dp)
+
+
+def _sum(parameters: list[nn.Parameter], group: Group) -> None:
+    if group.handle is None:
+        return
+    for gradients in _by_dtype(parameters):
+        flat = all_sum(torch.cat([g.flatten() for g in gradients]), group)
+        at = 0
+        for g in gradients:
+            g.copy_(flat[at : at + g.numel()].view_as(g))
+            at += g.numel()
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            kinds.setdefault(p.grad.dtype, []).append(p.grad)
+    yield from (kinds[kind] for kind in sorted(kinds, key=str))

@@ -1,0 +1,262 @@
+"""Groups: the ranks this process talks to on every axis, and how they are started and stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError, MissingPackageError
+from megtool.parallel.mesh import MEGATRON_ORDER, Mesh
+from megtool.parallel.pipeline import divisors, near
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Processes that share an axis. `ranks` are global and in the axis' order.
+
+    `rank` is this process' place in `ranks`; `handle` is None where it is alone, and then every
+    collective is the identity.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """This process comes first on the axis."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """This process comes last on the axis."""
+        return self.rank == len(self.ranks) - 1
+
+    def part(self, size: int, what: str) -> int:
+        """The size of this process' equal part of `size`.
+
+        Raises:
+            LayoutError: the group does not divide it; `what` names it, the hint holds sizes that do.
+        """
+        if size % self.size:
+            raise LayoutError(
+                f"a group of {self.size} does not divide {what}={size}",
+                hint=f"sizes that do: {near(divisors(size), self.size)}" if size else None,
+            )
+        return size // self.size
+
+
+ALONE = Group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """This process' groups on all axes of a layout.
+
+    Dense parameters: `tp`, `cp`, `pp`, `dp`; their gradients are summed over `replicas` (dp x cp).
+    Experts: `etp`, `ep`, `expert_dp`, over which theirs are summed. `ends` are the first and the
+    last pipeline stage, which both hold tied embeddings; it has size 1 on the stages between.
+    Groups of the same ranks share one handle. `device` is where tensors have to be for the backend.
+    """
+
+    parallel: ParallelConfig
+    rank: int = 0
+    tp: Group = ALONE
+    cp: Group = ALONE
+    pp: Group = ALONE
+    dp: Group = ALONE
+    ep: Group = ALONE
+    etp: Group = ALONE
+    expert_dp: Group = ALONE
+    replicas: Group = ALONE
+    ends: Group = ALONE
+    world: Group = ALONE
+    device: torch.device = torch.device("cpu")
+    owns_world: bool = False
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> Groups:
+        """One process: every group has size 1, and nothing is initialised."""
+        return cls(parallel=ParallelConfig(), device=torch.device(device))
+
+    @classmethod
+    def start(
+        cls,
+        parallel: ParallelConfig,
+        *,
+        device: torch.device | str = "cpu",
+        order: str = MEGATRON_ORDER,
+        timeout_s: float = 1800.0,
+        environment: Mapping[str, str] = os.environ,
+    ) -> Groups:
+        """Join the other processes that `torchrun` started, and make all groups.
+
+        gloo on the CPU, nccl on CUDA (each process takes the device of its LOCAL_RANK). Data
+        parallelism grows to fill the world, as in Megatron: a layout fits every multiple of its
+        own world size, and `parallel` of the result says what it became. Without torchrun's
+        environment a layout of one rank is `alone`. Every process has to call this, and with the
+        same arguments. A world that the caller has initialised is used, and not stopped.
+
+        Raises:
+            LayoutError: the world has another size, or the order of axes is none; the hint says
+                which sizes would do.
+            MissingPackageError: nccl was asked for, and there is no such device.
+        """
+        where = torch.device(device)
+        started = dist.is_available() and dist.is_initialized()
+        if started:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        elif "WORLD_SIZE" in environment:
+            rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        else:
+            rank, world_size = 0, 1
+        parallel = fit(parallel, world_size)
+        mesh = Mesh(parallel, order)
+        if world_size == 1 and not started:
+            return cls(parallel=parallel, device=where)
+        where = _device(where, _number(environment, "LOCAL_RANK", rank))
+        if not started:
+            store: dict[str, Any] = {"rank": rank, "world_size": world_size}
+            if where.type == "cuda":
+                store["device_id"] = where
+            dist.init_process_group(
+                "nccl" if where.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                **store,
+            )
+        axes = _make(mesh, rank)
+        return cls(parallel=parallel, rank=rank, device=where, owns_world=not started, **axes)
+
+    def stop(self) -> None:
+        """Leave the world, if `start` has initialised it. Collectives are an error from then on."""
+        if self.owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fit(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """The layout with as many data-parallel replicas as fill a world.
+
+    Raises:
+        LayoutError: no number of replicas does; the hint says which worlds and which tp would fit.
+    """
+    own = parallel.world_size
+    if world_size % own == 0:
+        return replace(parallel, dp=parallel.dp * (world_size // own))
+    sizes = ("tp", "cp", "dp", "pp")
+    said = " x ".join(f"{a}={n}" for a in sizes if (n := getattr(parallel, a)) > 1)
+    fits = ", ".join(str(own * k) for k in range(1, 4))
+    hint = f"this layout fits {fits}, ... processes"
+    rest = own // parallel.tp
+    if world_size % rest == 0:
+        alike = [t for t in divisors(world_size // rest) if _can(parallel, t, world_size)]
+        if alike:
+            hint += f"; with {world_size}, sizes of tp that do: {near(alike, parallel.tp)}"
+    raise LayoutError(f"{said} needs {own} processes, and there are {world_size}", hint=hint)
+
+
+def _can(parallel: ParallelConfig, tp: int, world_size: int) -> bool:
+    """Would the layout fit the world with another tp?"""
+    etp = tp if parallel.etp == parallel.tp else parallel.etp
+    dense = tp * parallel.cp * parallel.pp
+    if world_size % dense:
+        return False
+    ranks = world_size // parallel.pp
+    return ranks % (etp * parallel.ep) == 0
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise LayoutError(
+            f"the environment has {name}={text!r}",
+            hint="start with: torchrun --nproc-per-node NUMBER -m megtool ...",
+        )
+    return int(text)
+
+
+def _device(device: torch.device, local_rank: int) -> torch.device:
+    """The device of this process, made the current one.
+
+    Raises:
+        MissingPackageError: there is no such device.
+    """
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = local_rank if device.index is None else device.index
+    if index >= count:
+        raise MissingPackageError(
+            f"process {local_rank} of this host needs CUDA device {index}, and there are {count}",
+            hint=f"start at most {count} processes per host, or run with --device cpu"
+            if count
+            else "run with --device cpu, or pip install torch with CUDA on a host that has a GPU",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
+    """All groups of one rank. Every process makes every group, in the same order, as torch wants.
+
+    One handle for each set of ranks, whatever the axis; the whole world is torch's own.
+    """
+    at = mesh.position(np.arange(mesh.sizes.world_size))
+    pp = at["pp"]
+    ends = np.where(np.isin(pp, (0, mesh.sizes.pp - 1)), 0, pp)
+    keys: dict[str, tuple[Iterable[str], Iterable[str]]] = {
+        # the axis (slowest first), and what is fixed
+        "tp": (("tp",), ("cp", "dp", "pp")),
+        "cp": (("cp",), ("tp", "dp", "pp")),
+        "dp": (("dp",), ("tp", "cp", "pp")),
+        "pp": (("pp",), ("tp", "cp", "dp")),
+        "replicas": (("dp", "cp"), ("tp", "pp")),
+        "etp": (("etp",), ("ep", "edp", "pp")),
+        "ep": (("ep",), ("etp", "edp", "pp")),
+        "expert_dp": (("edp",), ("etp", "ep", "pp")),
+        "ends": (("pp",), ("tp", "cp", "dp", "ends")),
+    }
+    at = {**at, "ends": ends}
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    everyone = tuple(range(mesh.sizes.world_size))
+    made[everyone] = dist.group.WORLD
+    out = {"world": Group(ranks=everyone, rank=rank, handle=made[everyone])}
+    for name, (along, fixed) in keys.items():
+        for ranks in _partition(at, along, fixed):
+            if len(ranks) > 1 and ranks not in made:
+                # mypy: torch has no types for new_group
+                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=False)
+            if rank in ranks:
+                handle = made[ranks] if len(ranks) > 1 else None
+                out[name] = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
+    return out
+
+
+def _partition(
+    at: Mapping[str, np.ndarray[Any, np.dtype[np.int64]]],
+    along: Iterable[str],
+    fixed: Iterable[str],
+) -> list[tuple[int, ...]]:
+    """Ranks parted by their position on the fixed axes, each part in the order of its own axes."""
+    parts: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    along, fixed = tuple(along), tuple(fixed)
+    for rank in range(math.prod(at["pp"].shape)):
+        key = tuple(int(at[axis][rank]) for axis in fixed)
+        place = tuple(int(at[axis][rank]) for axis in along)
+        parts.setdefault(key, []).append((place, rank))
+    return [tuple(rank for _, rank in sorted(part)) for part in parts.values()]
