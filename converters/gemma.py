@@ -5,6 +5,7 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_NORMS,
+    Assumed,
     Default,
     Family,
     Key,
@@ -36,6 +37,7 @@ FAMILY = Family(
         OneOf("hidden_act", "activation", ("gelu_pytorch_tanh", "gelu")),
         Only("use_bidirectional_attention", False),
         Rope(10000.0),
+        Assumed("embedding_scale", "hidden_size ** 0.5"),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
     limits=(

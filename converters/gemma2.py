@@ -4,9 +4,11 @@ from megtool.convert import (
     HF_ATTENTION,
     HF_GATED_MLP,
     HF_MODEL,
+    Assumed,
     Default,
     Family,
     Key,
+    Noted,
     OneOf,
     Only,
     Rope,
@@ -21,7 +23,12 @@ FAMILY = Family(
     model_types=("gemma2",),
     # Known, so as to be refused by name: GGUF files hold 1 + w of every norm, rounded.
     gguf_architectures=("gemma2",),
-    traits={"norm": "rmsnorm", "zero_centered_norm": True, "gated": True},
+    traits={
+        "norm": "rmsnorm",
+        "zero_centered_norm": True,
+        "gated": True,
+        "post_norms": True,
+    },
     vocabulary={
         "layers.{l}.attn_post_norm.weight": Weight(("hidden_size",)),
         "layers.{l}.mlp_post_norm.weight": Weight(("hidden_size",)),
@@ -43,6 +50,11 @@ FAMILY = Family(
         Only("use_bidirectional_attention", False),
         Rope(10000.0),
         Window(default=4096, every=2),
+        Assumed("embedding_scale", "hidden_size ** 0.5"),
+        # Null is no cap, an absent key its default.
+        Noted("attn_logit_softcapping", "attn_softcap", 50.0, "x + 0.0", null=0.0),
+        Noted("final_logit_softcapping", "logit_softcap", 30.0, "x + 0.0", null=0.0),
+        Noted("query_pre_attn_scalar", "softmax_scale", 256**-0.5, "x ** -0.5"),
     ),
     hf=(
         *HF_MODEL,

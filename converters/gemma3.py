@@ -5,9 +5,11 @@ from megtool.convert import (
     HF_GATED_MLP,
     HF_MODEL,
     HF_QK_NORMS,
+    Assumed,
     Default,
     Family,
     Key,
+    Noted,
     OneOf,
     Only,
     Rope,
@@ -22,7 +24,13 @@ FAMILY = Family(
     model_types=("gemma3_text",),
     # Known, so as to be refused by name: GGUF files hold 1 + w of every norm, rounded.
     gguf_architectures=("gemma3",),
-    traits={"norm": "rmsnorm", "zero_centered_norm": True, "gated": True, "qk_norm": True},
+    traits={
+        "norm": "rmsnorm",
+        "zero_centered_norm": True,
+        "gated": True,
+        "qk_norm": True,
+        "post_norms": True,
+    },
     vocabulary={
         "layers.{l}.attn_post_norm.weight": Weight(("hidden_size",)),
         "layers.{l}.mlp_post_norm.weight": Weight(("hidden_size",)),
@@ -44,6 +52,11 @@ FAMILY = Family(
         Only("use_bidirectional_attention", False),
         Rope(1000000.0, local_key="rope_local_base_freq"),
         Window(default=4096, every=6, every_key="sliding_window_pattern"),
+        Assumed("embedding_scale", "hidden_size ** 0.5"),
+        # Null is no cap, an absent key its default.
+        Noted("attn_logit_softcapping", "attn_softcap", 0.0, "x + 0.0", null=0.0),
+        Noted("final_logit_softcapping", "logit_softcap", 0.0, "x + 0.0", null=0.0),
+        Noted("query_pre_attn_scalar", "softmax_scale", 256**-0.5, "x ** -0.5"),
     ),
     hf=(
         *HF_MODEL,

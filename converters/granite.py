@@ -8,6 +8,7 @@ from megtool.convert import (
     Default,
     Family,
     Key,
+    Noted,
     OneOf,
     Rope,
 )
@@ -33,6 +34,10 @@ FAMILY = Family(
         Key("mlp_bias", "mlp_bias", False),
         OneOf("hidden_act", "activation", ("silu",)),
         Rope(10000.0),
+        Noted("embedding_multiplier", "embedding_scale", 1.0),
+        Noted("residual_multiplier", "residual_scale", 1.0),
+        Noted("attention_multiplier", "softmax_scale", 1.0, "x + 0.0"),
+        Noted("logits_scaling", "logit_scale", 1.0, "1 / x"),
     ),
     hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP),
     limits=((True, "Megatron has no multipliers of embeddings, attention, residuals, logits"),),

@@ -93,3 +93,7 @@ class MissingPackageError(MegtoolError):
     """An optional package or a device is missing; the hint holds the exact `pip install`."""
 
     exit_status = 6
+
+
+class GraphRuleError(MegtoolError):
+    """A function does what a captured graph of device work cannot repeat."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode, Digests
 from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.storage.files import Files
@@ -45,9 +45,26 @@ class CopyReport:
     messages: list[str] = field(default_factory=list)
 
 
+class Staging(Protocol):
+    """Where a plan is carried out: a `Stage` on disk, or a `MemoryStage`."""
+
+    @property
+    def resumed(self) -> set[int]:
+        """Units that an earlier run finished."""
+
+    def create(self, relative: str, num_bytes: int) -> Path:
+        """Give a file its final size; returns the path by which it is opened."""
+
+    def write(self, relative: str, data: bytes) -> Path:
+        """Write a whole small file."""
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """Remember that a unit is done."""
+
+
 def execute(
     plan: Plan,
-    stage: Stage,
+    stage: Staging,
     *,
     files: Files,
     threads: int = 1,
@@ -138,7 +155,7 @@ def usual_tile_bytes() -> int:
     return min(max(size // 2, 256 * 1024), 1 << 20)
 
 
-def _work(run: Run, stage: Stage, todo: Sequence[tuple[int, Unit]], threads: int) -> None:
+def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: int) -> None:
     """Do all units; the first error, or Ctrl-C, stops every thread and is raised."""
     schedule = Schedule(todo)
 

@@ -7,7 +7,7 @@ space, over the same bytes. It works for a checkpoint that is read and for one l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -162,30 +162,13 @@ def _replicas(
     if not len(second.tensor):
         return []
     place = np.argsort(order)
-    at = {
-        (t, *lo, *hi): int(place[num_old + k])
-        for k, (t, lo, hi) in enumerate(
-            zip(
-                first.tensor.tolist(),
-                first.boxes.lo.tolist(),
-                first.boxes.hi.tolist(),
-                strict=True,
-            )
-        )
-    }
+    at = {key: int(place[num_old + k]) for k, key in enumerate(_places(first))}
     offset = _locate(catalogue, second.shard).offset
     item = np.array([t.dtype.itemsize for t in regrouping.tensors], np.int64)[second.tensor]
     offset, length = offset + second.start * item, second.boxes.volume() * item
     out = []
-    for k, (t, lo, hi) in enumerate(
-        zip(
-            second.tensor.tolist(),
-            second.boxes.lo.tolist(),
-            second.boxes.hi.tolist(),
-            strict=True,
-        )
-    ):
-        row = at.get((t, *lo, *hi))
+    for k, key in enumerate(_places(second)):
+        row = at.get(key)
         if row is not None:
             out.append(
                 Replica(
@@ -196,6 +179,13 @@ def _replicas(
                 )
             )
     return out
+
+
+def _places(pieces: Regrouping) -> Iterator[tuple[int, ...]]:
+    """Tensor and box of every piece."""
+    boxes = zip(pieces.boxes.lo.tolist(), pieces.boxes.hi.tolist(), strict=True)
+    for tensor, (lo, hi) in zip(pieces.tensor.tolist(), boxes, strict=True):
+        yield (tensor, *lo, *hi)
 
 
 def _wide(array: Ints, ndim: int, value: int) -> Ints:

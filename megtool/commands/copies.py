@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import numpy as np
 
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.values import numbers
+from megtool.commands.megatron.proof import box_of, index_of, parts, probes
 from megtool.commands.opened import Opened
 from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
-
-PROBE_ELEMENTS = 64
-"""Elements compared at the beginning, in the middle and at the end, unless all are."""
-
-_BAND_ELEMENTS = 1 << 20
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index of a part of a tensor, and the part's shape."""
 
 _SAME_AS = {"head.weight": "embed.weight"}
 """Where embeddings are tied the one is not there, and is the other."""
@@ -52,7 +42,6 @@ def no_copies(source: Opened, *, whole: bool = False) -> dict[str, str]:
 def _difference(reader: Reader, name: str, original: Placement, *, whole: bool) -> str | None:
     """How a stored tensor differs from a canonical one (which may be the longer by padding)."""
     stored = reader.catalogue[name]
-    copy = replace(original, stored=name)
     if not original.is_identity:
         return f"{original.stored} is laid out in another way"
     shape = original.shape
@@ -64,30 +53,16 @@ def _difference(reader: Reader, name: str, original: Placement, *, whole: bool) 
     if not numel(shape):
         return None
     one, other = reader.catalogue[original.stored].dtype, stored.dtype
-    for lo, size in _bands(shape) if whole else _probes(shape):
+    lo, hi = [0] * len(shape), list(shape)
+    for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
         a, b = (
-            reader.canonical(replace(p, shape=size, base=lo)).read().reshape(-1)
-            for p in (original, copy)
+            reader.canonical(box_of(held, *box)).read().reshape(-1)
+            for held in (original.stored, name)
         )
         x, y = numbers(a, one), numbers(b, other)
         differ = np.flatnonzero(~np.isclose(x, y, rtol=0.0, atol=0.0, equal_nan=True))
         if len(differ):
             at = int(differ[0])
-            index = [int(i) + k for i, k in zip(np.unravel_index(at, size), lo, strict=True)]
-            return f"{float(y[at]):g} where that has {float(x[at]):g}, at {index}"
+            there = list(index_of(at, *box))
+            return f"{float(y[at]):g} where that has {float(x[at]):g}, at {there}"
     return None
-
-
-def _probes(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Runs of a few elements along the last dimension."""
-    size = (*[1] * (len(shape) - 1), min(shape[-1], PROBE_ELEMENTS))
-    for share in (0.0, 0.5, 1.0):
-        yield tuple(int((n - m) * share) for n, m in zip(shape, size, strict=True)), size
-
-
-def _bands(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The whole in bands of the first dimension that fit into memory."""
-    rows = max(_BAND_ELEMENTS // max(numel(shape[1:]), 1), 1)
-    rest = tuple(0 for _ in shape[1:])
-    for first in range(0, shape[0], rows):
-        yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])

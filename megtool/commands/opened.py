@@ -14,6 +14,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
 from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.foreign_config import foreign_args
 from megtool.commands.megatron.masters import check_masters
 from megtool.commands.megatron.model_space import in_model_space
@@ -261,8 +262,7 @@ def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:
 
     `padded_vocab_size` is not held against it: its last rows may be no tokens.
     """
-    args = catalogue.metadata.get("args")
-    true = args.get("vocab_size") if isinstance(args, dict) else None
+    true = args_of(catalogue).get("vocab_size")
     if isinstance(true, int) and not isinstance(true, bool) and true > config.vocab_size:
         raise MappingError(
             f"config.json has a vocabulary of {config.vocab_size}, and the checkpoint's own args "

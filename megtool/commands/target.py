@@ -12,6 +12,7 @@ from megtool.checkpoint.plan import Dropped
 from megtool.commands.copies import no_copies
 from megtool.commands.lay_out import arrays, hugging_face, legacy, torch_dist
 from megtool.commands.lay_out.target import Request, Target, fill_of
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.commands.megatron.masters import check_masters
 from megtool.commands.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
@@ -221,8 +222,8 @@ def _parallel(source: Opened, request: Request, kind: str) -> ParallelConfig | N
     etp = request.layout.get("etp") or 1
     if config and not config.num_experts and etp not in (1, request.layout.get("tp")):
         raise LayoutError(f"etp={etp}, but the model has no experts", hint="leave --etp out")
-    args = source.catalogue.metadata.get("args")
-    known = layout_fields(args) if isinstance(args, dict) else {}
+    args = args_of(source.catalogue)
+    known = layout_fields(args) if args else {}
     return merged_layout(known, request.layout)
 
 

@@ -160,19 +160,23 @@ class Noted(Setting):
     """A field told by a key that is kept verbatim in `extra`: only a forward pass needs it.
 
     `expression` computes the field from the key's value, which it calls `x`, and from fields read
-    before; `default` (or `Default("expression")`) is the field where the key is absent or null.
+    before; `default` (or `Default("expression")`) is the field where the key is absent, and
+    where it is null, unless `null` says another value for that.
     """
 
     key: str
     field: str
     default: Any
     expression: str = "x"
+    null: Any = None
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The field; the key goes to `extra`."""
         value, known = stored.get(self.key), self.default
         if value is not None:
             known = evaluate(self.expression, {**into, "x": value})
+        elif self.key in stored and self.null is not None:
+            known = self.null
         elif isinstance(known, Default):
             known = evaluate(known.expression, into)
         into[self.field] = known

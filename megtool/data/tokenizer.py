@@ -232,20 +232,16 @@ class Stream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._ids = list(after[-_WINDOW:])
-        self._shown = len(self._ids)
-        self._begin = 0
+        self._shown = len(self._ids)  # so many of the window's tokens are shown
 
     def push(self, token: int) -> str:
         """The text that `token` makes certain; often "" and never half a character."""
         self._ids.append(int(token))
         old, new = self._texts()
-        if len(new) <= len(old) or new.endswith("�"):
+        if len(new) <= len(old) or new.endswith("\ufffd"):
             return ""
-        self._begin, self._shown = self._shown, len(self._ids)
-        if self._begin:
-            del self._ids[: self._begin]
-            self._shown -= self._begin
-            self._begin = 0
+        del self._ids[: self._shown]
+        self._shown = len(self._ids)
         return new[len(old) :]
 
     def finish(self) -> str:
@@ -260,7 +256,7 @@ class Stream:
         def text(ids: list[int]) -> str:
             return self._tokenizer.decode(ids, skip_special=self._skip_special)
 
-        return text(self._ids[self._begin : self._shown]), text(self._ids[self._begin :])
+        return text(self._ids[: self._shown]), text(self._ids)
 
 
 _WINDOW = 8
@@ -301,15 +297,15 @@ def _from_folder(folder: Path, place: str) -> Any:
         raise MissingPackageError(
             "tokenizers need the transformers package", hint="pip install 'megtool[hf]'"
         ) from e
-    options = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), **options)
-    except _REFUSALS as e:
-        reason = e
-    if (folder / "tokenizer.json").is_file():  # complete by itself, whatever class it is said to be
+    reason: Exception | None = None
+    for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+        if reason is not None and not (folder / "tokenizer.json").is_file():
+            break  # else it is complete by itself, whatever class its folder names
         try:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
-        except _REFUSALS as e:
+            return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        except Exception as e:  # the tokenizers package raises bare ones
+            if type(e) is not Exception and not isinstance(e, _REFUSALS):
+                raise
             reason = e
     said = " ".join(str(reason).split()).replace(str(folder), place)
     for package in ("sentencepiece", "tiktoken", "protobuf"):

@@ -121,7 +121,9 @@ class InOrder(Generic[T]):
             self._next += 1
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[list[list[int]], list[list[bool]]]:
+def left_padded(
+    rows: Sequence[Sequence[int]], pad: int
+) -> tuple[list[list[int]], list[list[bool]]]:
     """Rows of tokens made equally long by padding on the left, and which places hold tokens."""
     width = max(map(len, rows))
     tokens = [[pad] * (width - len(row)) + list(row) for row in rows]

@@ -20,7 +20,8 @@ class Span:
 
     `start` is the index of the first query among `num_keys` keys, the same in all rows, or None
     where only `queries_BS` (int64, batch may be 1) says it. `valid_BL` is false for keys that are
-    padding. `key_positions_BL` are the places of the keys.
+    padding. `positions_BS` and `key_positions_BL` are the places of queries and keys (batch may be
+    1); with `is_counted` they are numbers from 0, less than `num_keys`.
     """
 
     num_keys: int
@@ -29,6 +30,25 @@ class Span:
     positions_BS: Tensor
     key_positions_BL: Tensor
     valid_BL: Tensor | None = None
+    is_counted: bool = True
+
+    @classmethod
+    def fresh(cls, batch: Batch) -> Span:
+        """A pass without a cache: the queries' own keys are all there are."""
+        tokens = batch.shape[1]
+        slots_BS = torch.arange(tokens, device=batch.tokens_BS.device)[None]
+        positions_BS = slots_BS if batch.positions_BS is None else batch.positions_BS
+        if batch.positions_BS is None and batch.valid_BS is not None:
+            positions_BS = (batch.valid_BS.cumsum(1) - 1).clamp_min(0)
+        return cls(
+            num_keys=tokens,
+            start=0,
+            queries_BS=slots_BS,
+            positions_BS=positions_BS,
+            key_positions_BL=positions_BS,
+            valid_BL=batch.valid_BS,
+            is_counted=batch.positions_BS is None,
+        )
 
 
 class Cache(ABC):
@@ -109,7 +129,7 @@ class ContiguousCache(Cache):
         }
         self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
         self.length = 0
-        self.has_padding = False
+        self.has_padding = self.has_positions = False
         self.offset = torch.zeros((), dtype=torch.int64, device=device)
         self.counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.valid_BL = torch.zeros(num_rows, max_tokens, dtype=torch.bool, device=device)
@@ -140,7 +160,7 @@ class ContiguousCache(Cache):
         self.has_padding = self.has_padding or valid_BS is not None
         uniform = not self.has_padding and not self.graphable
         if batch.positions_BS is not None:
-            positions_BS = batch.positions_BS
+            positions_BS, self.has_positions = batch.positions_BS, True
         elif uniform:
             positions_BS = slots_S[None]
         elif valid_BS is None:
@@ -159,6 +179,7 @@ class ContiguousCache(Cache):
             positions_BS=positions_BS,
             key_positions_BL=self.positions_BL[:, :last],
             valid_BL=self.valid_BL[:, :last] if self.has_padding else None,
+            is_counted=not self.has_positions,
         )
 
     def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +201,7 @@ class ContiguousCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the storage stays."""
-        self.length, self.has_padding = 0, False
+        self.length, self.has_padding, self.has_positions = 0, False, False
         self.offset.zero_()
         self.counts_B.zero_()
         self.valid_BL.zero_()
@@ -293,12 +314,17 @@ class PagedCache(Cache):
         keys_L = torch.arange(num_keys, device=device)
         return Span(
             num_keys=num_keys,
-            start=self.lengths[self._rows[0][0]] if rows == 1 else None,
+            start=num_keys - tokens if self._is_even(tokens) else None,
             queries_BS=places.clamp_max(num_keys - 1),
             positions_BS=positions,
             key_positions_BL=keys_L[None],
-            valid_BL=None,
+            is_counted=batch.positions_BS is None,
         )
+
+    def _is_even(self, tokens: int) -> bool:
+        """All rows have the same past, and no padding."""
+        pasts = {self.lengths[sequence] for sequence, _ in self._rows}
+        return len(pasts) == 1 and all(real == tokens for _, real in self._rows)
 
     def append(self, layer: int, key_BKSD: Tensor, value_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """New slots are written in place; what is returned is gathered."""

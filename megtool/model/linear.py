@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.kernels.norm import layer_norm, rms_norm
+from megtool.model.norm import Norm
 from megtool.model.parameters import mark
 from megtool.parallel.collectives import (
     gather_columns,
@@ -20,21 +19,6 @@ from megtool.parallel.collectives import (
     start_sum,
 )
 from megtool.parallel.groups import ALONE, Group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    """A norm, as a part of the layer behind it. `zero_centered`: the weight is stored as w - 1."""
-
-    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    eps: float = 1e-5
-    zero_centered: bool = False
-
-    def __call__(self, x_TH: Tensor, weight_H: Tensor, bias_H: Tensor | None = None) -> Tensor:
-        """The rows normalised, in x's dtype."""
-        if self.kind == "rmsnorm":
-            return rms_norm(x_TH, weight_H, self.eps, zero_centered=self.zero_centered)
-        return layer_norm(x_TH, weight_H, bias_H, self.eps, zero_centered=self.zero_centered)
 
 
 class ColumnLinear(nn.Module):
@@ -72,9 +56,8 @@ class ColumnLinear(nn.Module):
             return mark(made, split_dim=0 if split else None, partial=partial)
 
         self.layer_norm_weight = new(in_features, split=False) if norm else None
-        self.layer_norm_bias = (
-            new(in_features, split=False) if norm and norm.kind == "layernorm" else None
-        )
+        has_shift = norm is not None and norm.has_bias
+        self.layer_norm_bias = new(in_features, split=False) if has_shift else None
         self.weight = new(rows, in_features, split=True)
         self.bias = new(rows, split=True) if bias else None
 
@@ -228,7 +211,8 @@ def column_product(
     """
     if group.size == 1:
         return F.linear(x_TH, weight_OH, bias_O)
-    out: Tensor = _Column.apply(x_TH, weight_OH, bias_O, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    values = (x_TH, weight_OH, bias_O, group, sequence_parallel)
+    out: Tensor = _Column.apply(*values)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -250,7 +234,7 @@ class _Column(torch.autograd.Function):
         return F.linear(x_TH, weight_OH, bias_O)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, g_TO: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_TH, weight_OH = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""The model's norms: root mean square or layer norm, their weights stored as they are or minus one."""
+"""The norms of a model: root mean square or layer norm, weights stored whole or minus one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.kernels.norm import layer_norm, rms_norm
+from megtool.model.parameters import mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,7 @@ class Norm:
     @classmethod
     def of(cls, config: ModelConfig) -> Norm:
         """The norm before attention, MLP and output layer."""
-        return cls(
-            kind=config.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norm
-        )
+        return cls(kind=config.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
     @property
     def has_bias(self) -> bool:
@@ -42,22 +41,29 @@ class Norm:
 
 
 class NormLayer(nn.Module):
-    """A norm that holds its own `weight` (and `bias`), of `size` elements."""
+    """A norm that holds its own `weight` (and `bias`), of `size` elements.
+
+    `partial`: this rank sees a part of the tokens, or heads, alone (see `parameters.mark`).
+    """
 
     def __init__(
         self,
         norm: Norm,
         size: int,
         *,
+        partial: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
         self.norm = norm
         fill = 0.0 if norm.zero_centered else 1.0
-        self.weight = nn.Parameter(torch.full((size,), fill, dtype=dtype, device=device))
-        bias = torch.zeros(size, dtype=dtype, device=device) if norm.has_bias else None
-        self.bias = None if bias is None else nn.Parameter(bias)
+        weight = torch.full((size,), fill, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), partial=partial)
+        self.bias = None
+        if norm.has_bias:
+            bias = torch.zeros(size, dtype=dtype, device=device)
+            self.bias = mark(nn.Parameter(bias), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` normalised over its last dimension."""

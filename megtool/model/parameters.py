@@ -17,6 +17,7 @@ def mark(
     split_dim: int | None = None,
     partial: bool = False,
     expert: bool = False,
+    tied: bool = False,
     copy: bool = False,
 ) -> nn.Parameter:
     """Write on a parameter, in Megatron's words, what its gradient needs. Returns it.
@@ -26,13 +27,15 @@ def mark(
     alone. `partial`: all hold the same, and each computes a part of the gradient, from its own
     tokens (sequence parallelism) or heads (norms of queries and keys); `finish_gradients` adds
     them up (`sequence_parallel`). `expert`: replicas are those of `expert_dp` (`allreduce` is
-    False). `copy`: another stage holds the original, and norms of gradients skip it (`shared`).
+    False). `tied`: the first and the last stage both hold it and use it, so gradients are added up
+    over both (`shared_embedding`); `copy`: it is the last stage's (`shared`), norms skip it.
     """
     facts = {
         "tensor_model_parallel": split_dim is not None,
         "partition_dim": -1 if split_dim is None else split_dim,
         "sequence_parallel": partial,
         "allreduce": not expert,
+        "shared_embedding": tied,
         "shared": copy,
     }
     for name, value in facts.items():
@@ -49,24 +52,13 @@ def finish_gradients(module: nn.Module, groups: Groups) -> None:
     """Make the gradients of one replica whole, in place, after its last backward pass.
 
     Adds up over tp what `mark(partial=True)` names, and over the first and the last stage what
-    both hold of tied embeddings (`mark` it `tied`, see `tie`). One collective for each dtype.
+    both hold of tied embeddings (`mark(tied=True)`). One collective for each dtype.
     Replicas are another matter: `sum_over_replicas`. Every rank of the groups has to call this.
     """
     partial = [p for p in module.parameters() if is_marked(p, "sequence_parallel")]
     _sum(partial, groups.tp)
-    tied = [p for p in module.parameters() if is_marked(p, "tied_over_stages")]
-    for p in tied:
-        if p.grad is None and p.requires_grad:
-            p.grad = torch.zeros_like(p)
+    tied = [p for p in module.parameters() if is_marked(p, "shared_embedding")]
     _sum(tied, groups.ends)
-
-
-def tie(parameter: nn.Parameter, *, copy: bool) -> nn.Parameter:
-    """Mark a word embedding that the first and the last stage both hold; `copy` on the last."""
-    setattr_ = object.__setattr__
-    setattr_(parameter, "tied_over_stages", True)
-    setattr_(parameter, "shared", copy)
-    return parameter
 
 
 def sum_over_replicas(module: nn.Module, groups: Groups) -> None:
@@ -89,8 +81,12 @@ def _sum(parameters: list[nn.Parameter], group: Group) -> None:
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gradients in lists of one dtype, the same on every rank: what was not used has a zero one."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
-        if p.grad is not None:
-            kinds.setdefault(p.grad.dtype, []).append(p.grad)
+        if not p.requires_grad:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        kinds.setdefault(p.grad.dtype, []).append(p.grad)
     yield from (kinds[kind] for kind in sorted(kinds, key=str))

@@ -123,9 +123,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
 
 def start_sum(x: Tensor, group: Group) -> dist.Work:
     """The sum over ranks in place of `x`, which has to be contiguous, under way. No gradient."""
-    work = dist.all_reduce(x, group=group.handle, async_op=True)
-    if work is None:  # torch's types; asynchronous work always is some
-        raise LayoutError("this process is in no group", hint="Groups.start makes them")
+    work: dist.Work = dist.all_reduce(x, group=group.handle, async_op=True)
     return work
 
 
@@ -178,7 +176,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return _all_reduce(g, ctx.group), None
 
 
@@ -192,7 +190,7 @@ class _Reduce(torch.autograd.Function):
         return _all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return g, None, None
 
 
@@ -203,7 +201,7 @@ class _GatherRows(torch.autograd.Function):
         return _all_gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return _sum_and_scatter(g, ctx.group), None
 
 
@@ -214,7 +212,7 @@ class _ScatterRows(torch.autograd.Function):
         return _own_rows(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return _all_gather(g, ctx.group), None
 
 
@@ -225,7 +223,7 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _sum_and_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return _all_gather(g, ctx.group), None
 
 
@@ -237,7 +235,7 @@ class _GatherColumns(torch.autograd.Function):
         return stacked.movedim(0, -2).flatten(-2)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return g.chunk(ctx.group.size, -1)[ctx.group.rank].contiguous(), None
 
 
@@ -248,5 +246,5 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, send, receive, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(g, ctx.receive, ctx.send, ctx.group), None, None, None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
-from megtool.parallel.mesh import MEGATRON_ORDER, Mesh
+from megtool.parallel.mesh import MEGATRON_ORDER, Mesh, Ranks
 from megtool.parallel.pipeline import divisors, near
 
 
@@ -50,7 +49,7 @@ class Group:
         """The size of this process' equal part of `size`.
 
         Raises:
-            LayoutError: the group does not divide it; `what` names it, the hint holds sizes that do.
+            LayoutError: the group does not divide `what`; the hint holds sizes that do.
         """
         if size % self.size:
             raise LayoutError(
@@ -61,6 +60,7 @@ class Group:
 
 
 ALONE = Group()
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Groups:
     replicas: Group = ALONE
     ends: Group = ALONE
     world: Group = ALONE
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     owns_world: bool = False
 
     @classmethod
@@ -217,46 +217,38 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
     One handle for each set of ranks, whatever the axis; the whole world is torch's own.
     """
     at = mesh.position(np.arange(mesh.sizes.world_size))
-    pp = at["pp"]
-    ends = np.where(np.isin(pp, (0, mesh.sizes.pp - 1)), 0, pp)
-    keys: dict[str, tuple[Iterable[str], Iterable[str]]] = {
-        # the axis (slowest first), and what is fixed
-        "tp": (("tp",), ("cp", "dp", "pp")),
-        "cp": (("cp",), ("tp", "dp", "pp")),
-        "dp": (("dp",), ("tp", "cp", "pp")),
-        "pp": (("pp",), ("tp", "cp", "dp")),
-        "replicas": (("dp", "cp"), ("tp", "pp")),
-        "etp": (("etp",), ("ep", "edp", "pp")),
-        "ep": (("ep",), ("etp", "edp", "pp")),
-        "expert_dp": (("edp",), ("etp", "ep", "pp")),
-        "ends": (("pp",), ("tp", "cp", "dp", "ends")),
-    }
-    at = {**at, "ends": ends}
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    # Stages between the outer ones are alone with their embedding, which they do not have.
+    at["ends"] = np.where(np.isin(at["pp"], (0, mesh.sizes.pp - 1)), 0, at["pp"])
     everyone = tuple(range(mesh.sizes.world_size))
-    made[everyone] = dist.group.WORLD
-    out = {"world": Group(ranks=everyone, rank=rank, handle=made[everyone])}
-    for name, (along, fixed) in keys.items():
-        for ranks in _partition(at, along, fixed):
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
+    out = {"world": Group(ranks=everyone, rank=rank, handle=dist.group.WORLD)}
+    for name, same in _SAME.items():
+        for ranks in _parts([at[axis] for axis in same]):
             if len(ranks) > 1 and ranks not in made:
-                # mypy: torch has no types for new_group
-                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=False)
+                made[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
                 handle = made[ranks] if len(ranks) > 1 else None
                 out[name] = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
     return out
 
 
-def _partition(
-    at: Mapping[str, np.ndarray[Any, np.dtype[np.int64]]],
-    along: Iterable[str],
-    fixed: Iterable[str],
-) -> list[tuple[int, ...]]:
-    """Ranks parted by their position on the fixed axes, each part in the order of its own axes."""
-    parts: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-    along, fixed = tuple(along), tuple(fixed)
-    for rank in range(math.prod(at["pp"].shape)):
-        key = tuple(int(at[axis][rank]) for axis in fixed)
-        place = tuple(int(at[axis][rank]) for axis in along)
-        parts.setdefault(key, []).append((place, rank))
-    return [tuple(rank for _, rank in sorted(part)) for part in parts.values()]
+# Which positions the ranks of a group have in common.
+_SAME = {
+    "tp": ("cp", "dp", "pp"),
+    "cp": ("tp", "dp", "pp"),
+    "dp": ("tp", "cp", "pp"),
+    "pp": ("tp", "cp", "dp"),
+    "replicas": ("tp", "pp"),
+    "etp": ("ep", "edp", "pp"),
+    "ep": ("etp", "edp", "pp"),
+    "expert_dp": ("etp", "ep", "pp"),
+    "ends": ("tp", "cp", "dp", "ends"),
+}
+
+
+def _parts(positions: list[Ranks]) -> list[tuple[int, ...]]:
+    """Ranks parted by their positions, ascending, which is the order of any axis."""
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(np.stack(positions, axis=1).tolist()):
+        parts.setdefault(tuple(place), []).append(rank)
+    return [tuple(part) for part in parts.values()]

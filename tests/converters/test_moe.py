@@ -192,7 +192,9 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     }
     # Presence of a router's bias is told by its tensor; what only generation needs, by no arg.
     told = {"attn_out_bias"} if megatron_limits(config) else set()
-    assert differ <= {"extra", "router_bias"} | told
+    unsaid = {"router_group_best", "attn_chunk_size"}
+    unsaid |= {"attn_temperature_floor", "attn_temperature_scale"}
+    assert differ <= {"extra", "router_bias"} | told | unsaid
     side = read_side(meg.catalogue.tensors, config=said, dialect="megatron")
     assert side.canonical == meg.side.canonical
     assert side.dropped == []

@@ -7,39 +7,55 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
-from megtool.parallel.mesh import Mesh
+from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA, Mesh
+
+orders = st.one_of(
+    st.sampled_from((MEGATRON_ORDER, PIPELINE_BEFORE_DATA)),
+    st.permutations(("tp", "cp", "ep", "dp", "pp")).map("-".join),
+)
 
 
 @pytest.mark.peers
-@given(*[st.integers(1, 4)] * 6)
-def test_groups_equal_megatrons(tp: int, cp: int, pp: int, ep: int, etp: int, times: int) -> None:
+@given(*[st.integers(1, 4)] * 6, orders)
+def test_groups_equal_megatrons(
+    tp: int, cp: int, pp: int, ep: int, etp: int, times: int, order: str
+) -> None:
     state = pytest.importorskip("megatron.core.parallel_state")
     least = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     p = replace(least, dp=least.dp * times)
-    order = "tp-cp-ep-dp-pp"
-    where = Mesh(p).position(np.arange(p.world_size))
     dense = state.RankGenerator(tp=tp, cp=cp, dp=p.dp, pp=pp, ep=1, order=order)
     expert = state.RankGenerator(tp=etp, ep=ep, dp=p.expert_dp, pp=pp, cp=1, order=order)
+    try:
+        mesh = Mesh(p, order)
+    except LayoutError:  # Megatron's own check of the two
+        assert dense.get_ranks("pp") != expert.get_ranks("pp")
+        return
+    assert dense.get_ranks("pp") == expert.get_ranks("pp")
+    where = mesh.position(np.arange(p.world_size))
     own = {axis: (axis, dense) for axis in ("tp", "cp", "dp", "pp")}
     own |= {"etp": ("tp", expert), "ep": ("ep", expert), "edp": ("dp", expert)}
     for axis, (token, generator) in own.items():
         for group in generator.get_ranks(token):
             assert where[axis][group].tolist() == list(range(len(group)))
-    for group in dense.get_ranks("dp-cp"):  # replicas of a dense shard, in their order
-        replica = where["dp"][group] * cp + where["cp"][group]
-        assert replica.tolist() == list(range(len(group)))
+    for group in dense.get_ranks("dp-cp"):  # replicas of a dense shard
         assert len({(int(where["tp"][r]), int(where["pp"][r])) for r in group}) == 1
+        if order in (MEGATRON_ORDER, PIPELINE_BEFORE_DATA):  # and their order
+            replica = where["dp"][group] * cp + where["cp"][group]
+            assert replica.tolist() == list(range(len(group)))
 
 
-@given(*[st.integers(1, 4)] * 4, st.integers(1, 3))
-def test_positions_invert(tp: int, cp: int, pp: int, ep: int, etp: int) -> None:
+@given(*[st.integers(1, 4)] * 4, st.integers(1, 3), orders)
+def test_positions_invert(tp: int, cp: int, pp: int, ep: int, etp: int, order: str) -> None:
     p = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-    mesh, ranks = Mesh(p), np.arange(p.world_size)
+    try:
+        mesh, ranks = Mesh(p, order), np.arange(p.world_size)
+    except LayoutError:
+        assume(False)
     at = mesh.position(ranks)
     dense = mesh.rank(tp=at["tp"], cp=at["cp"], dp=at["dp"], pp=at["pp"])
     expert = mesh.expert_rank(etp=at["etp"], ep=at["ep"], edp=at["edp"], pp=at["pp"])
@@ -94,6 +110,27 @@ def test_impossible_sizes_are_named(sizes: dict[str, Any], said: str, hint: str)
         ParallelConfig(**sizes)
     assert said in error.value.message
     assert hint in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "said"),
+    [
+        ({"tp": 2}, "tp-xp", "the order of axes is 'tp-xp'"),
+        ({"tp": 2}, "tp-tp-pp", "the order of axes is 'tp-tp-pp'"),
+        ({"tp": 2, "cp": 2}, "tp-dp-pp", "leaves out cp=2"),
+        ({"tp": 2, "ep": 2}, "tp-cp-dp-pp", "leaves out ep=2"),
+        ({"ep": 2, "pp": 2, "dp": 4}, PIPELINE_BEFORE_DATA, "other pipeline stages"),
+    ],
+)
+def test_impossible_orders_are_named(sizes: dict[str, int], order: str, said: str) -> None:
+    with pytest.raises(LayoutError, match=said) as error:
+        Mesh(ParallelConfig(**sizes), order)
+    assert error.value.hint
+
+
+def test_axes_of_size_one_may_be_left_out_of_the_order() -> None:
+    mesh = Mesh(ParallelConfig(tp=2, dp=3), "DP-TP")
+    assert mesh.position(np.arange(6))["dp"].tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def test_an_explicit_layout_says_how_many_virtual_stages() -> None:

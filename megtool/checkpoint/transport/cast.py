@@ -25,14 +25,22 @@ Convert = Callable[[Array, Array], None]
 """Takes a contiguous tile as read (of packed rows: uint8 `[..., row_bytes]`) and fills another."""
 
 
-def converter(source: GlobalTensor, target: DType) -> Convert | None:
-    """What turns tiles of a stored tensor into elements of `target`; None when they are equal."""
+def converter(
+    source: GlobalTensor, target: DType, window: tuple[int, int, int] | None = None
+) -> Convert | None:
+    """What turns tiles of a stored tensor into elements of `target`; None when they are equal.
+
+    Of packed rows, `window` says how many elements a tile has of each, and which of them (the
+    first and the end) are wanted; without it they are whole.
+    """
     if source.packing is not None:
-        packing, columns = source.packing, source.shape[-1]
+        packing = source.packing
+        columns, first, end = window or (source.shape[-1], 0, source.shape[-1])
 
         def decode(raw: Array, out: Array) -> None:
             rows = gguf.decode(raw.reshape(-1, raw.shape[-1]), packing, columns)
-            cast(rows.reshape(out.shape), dtype("float32"), out, target)
+            solid = np.ascontiguousarray(rows[:, first:end])
+            cast(solid.reshape(out.shape), dtype("float32"), out, target)
 
         return decode
     if source.dtype == target:

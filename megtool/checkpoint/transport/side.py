@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, StoredPart
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.packing.gguf import holds_rows
+from megtool.packing.gguf import block, holds_rows
 from megtool.packing.parts import WHOLE, Part
 from megtool.tensors.box import Boxes, Ints, strides
 from megtool.tensors.equal import distinct
@@ -44,7 +45,9 @@ class Side:
 
     The element at `lo[i] + x` lies at byte `start[i] + sum(x * step[i])` of `paths[i]`. An element
     has `cell_bytes`; where a tensor is packed, an "element" is a packed row and the view is what
-    remains of it without the row's own dimension (`lo.shape[1]` dimensions).
+    remains of it without the row's own dimension (`lo.shape[1]` dimensions). Where the view has a
+    window of every row only, the "element" is the blocks under it: so many elements decoded, of
+    which `window` says the first and the end.
     Where it lies in several parts (`packed`), positions only tell how far elements are apart.
     """
 
@@ -55,6 +58,7 @@ class Side:
     hi: Ints
     cell_bytes: int
     packed: PackedSide | None = None
+    window: tuple[int, int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
@@ -91,23 +95,32 @@ class Locator:
         for row in [r for r, s in enumerate(shards.tolist()) if s in self._strides]:
             actual = self._strides[int(shards[row])]
             base[row], stride[row] = _permuted(placement, actual, shard.lo[row], lo[row])
-        cell, depth = stored.dtype.itemsize, n
+        cell, depth, window = stored.dtype.itemsize, n, None
         if stored.packing is not None:
             columns = stored.shape[-1]
             cell = int(catalogue.extents.length[shards[0]]) // (int(shard.volume()[0]) // columns)
             depth = row_dims(placement, stored)
-            if (stride[:, :depth] % columns).any() or (base % columns).any():
+            if (stride[:, :depth] % columns).any():
                 raise FormatError("a piece begins inside a packed row", tensor=stored.name)
-            base, stride = base // columns, stride // columns
+            start, first = offset + base // columns * cell, placement.base[-1]
+            step = stride[:, :depth] // columns * cell
+            if (size := math.prod(placement.shape[depth:])) < columns:
+                each, each_bytes = block(stored.packing.partition(":")[2])
+                skip, end = first // each, -(-(first + size) // each)
+                start, cell = start + skip * each_bytes, (end - skip) * each_bytes
+                window = (end - skip) * each, first - skip * each, first - skip * each + size
+        else:
+            start, step = offset + base * cell, stride[:, :depth] * cell
         files = self.files(shards).tolist()
         paths = {f: self.path(f) for f in set(files)}
         return Side(
             paths=[paths[f] for f in files],
-            start=offset + base * cell,
-            step=stride[:, :depth] * cell,
+            start=start,
+            step=step,
             lo=lo[:, :depth],
             hi=hi[:, :depth],
             cell_bytes=cell,
+            window=window,
         )
 
     def files(self, shards: Ints) -> Ints:
@@ -210,20 +223,19 @@ def row_dims(placement: Placement, stored: GlobalTensor) -> int:
     """How many leading view dimensions enumerate the rows of a packed tensor.
 
     Raises:
-        FormatError: the rows are not whole in the view.
+        FormatError: the view has neither rows nor one window of each.
     """
     columns, last = stored.shape[-1], len(stored.shape) - 1
     for depth in range(len(placement.shape) + 1):
         tail = placement.shape[depth:]
-        inner = strides(tail)
-        size = tail[0] * inner[0] if tail else 1
         whole = all(
             n == 1 or (d == last and m == s)
             for n, d, m, s in zip(
-                tail, placement.dims[depth:], placement.mults[depth:], inner, strict=True
+                tail, placement.dims[depth:], placement.mults[depth:], strides(tail), strict=True
             )
         )
-        if size == columns and whole:
+        head = zip(placement.shape[:depth], placement.dims[:depth], strict=True)
+        if whole and not any(n > 1 and d == last for n, d in head):
             return depth
     raise FormatError(
         f"rows of {columns} packed elements are cut by the view {placement.shape}",

@@ -196,7 +196,7 @@ class Intake:
         self._side, self._buffers, self._tile_bytes = side, buffers, tile_bytes
         self._item = target.itemsize
         self._packed = source.packing is not None
-        self._convert = converter(source, target)
+        self._convert = converter(source, target, side.window)
         self._cell = max(source.dtype.itemsize, target.itemsize, 4 if self._packed else 1)
         self._traffic = Traffic(
             side, files, opened, buffers.take("scratch", tile_bytes), buffers, sieve=True

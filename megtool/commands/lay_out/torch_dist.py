@@ -30,7 +30,7 @@ from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
-from megtool.errors import MappingError, UsageError
+from megtool.errors import MappingError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
@@ -101,11 +101,8 @@ def _bridge_files(
     """What Megatron-Bridge wants beside the data.
 
     Raises:
-        UsageError: the format is not Bridge's.
         MappingError: nothing says what the model is.
     """
-    if out.format != "torch_dist":
-        raise UsageError(f"--bridge means nothing for --to {out.format}", hint="--to torch_dist")
     if source.model is None:
         raise MappingError(
             "run_config.yaml needs the model's configuration",

@@ -12,10 +12,10 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.regroup import regroup
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import Mismatch, disproof
 from megtool.convert.megatron import MAIN, split_state
@@ -271,8 +271,7 @@ def _known(holder: Holder) -> list[list[int]]:
 
 def _orders(catalogue: Catalogue) -> list[Order | None]:
     """Orders to try: a rank's file lists its own, otherwise what the args make likely."""
-    held = catalogue.metadata.get("args")
-    args: Mapping[str, Any] = held if isinstance(held, dict) else {}
+    args = args_of(catalogue)
     listed: list[Order | None] = [None] if catalogue.format == "megatron" else []
     return listed + list(likely_orders(args.get("transformer_impl"), args.get("moe_grouped_gemm")))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickled import Inert, references
-from megtool.checkpoint.containers.zipped import load_object
+from megtool.commands.megatron.facts import object_value
 from megtool.convert.megatron import split_state
 from megtool.tensors.sharded import GlobalTensor
 
@@ -174,14 +174,8 @@ def is_empty_state(catalogue: Catalogue, name: str) -> bool:
     if not is_extra_state(name):
         return False
     held = catalogue.objects[name]
-    if held.extent is None:
-        return holds_nothing(held.value)
-    file, offset, length = held.extent
-    if length > _EMPTY_BYTES:
-        return False
-    with open(catalogue.path(file), "rb") as f:
-        tree = load_object(f.fileno(), offset, length, file=catalogue.path(file))
-    return holds_nothing(tree[0] if isinstance(tree, list) and len(tree) == 1 else tree)
+    is_long = held.extent is not None and held.extent[2] > _EMPTY_BYTES
+    return not is_long and holds_nothing(object_value(catalogue, held))
 
 
 def holds_nothing(value: Any) -> bool:

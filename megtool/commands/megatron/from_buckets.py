@@ -11,7 +11,8 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickled import is_global
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
 from megtool.commands.megatron.decode import Bucket, Holder, decode
-from megtool.commands.megatron.groups import OBJECT, read_object
+from megtool.commands.megatron.facts import args_of, object_value
+from megtool.commands.megatron.groups import OBJECT
 from megtool.commands.megatron.proof import check_copies
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
@@ -123,7 +124,7 @@ def check_sizes(catalogue: Catalogue, found: Mapping[Buffer, Sequence[Bucket]]) 
         if match is None or match[3] != _SIZES:
             continue
         chain, group = int(match[1] or 0), int(match[2])
-        value = read_object(catalogue, name)
+        value = object_value(catalogue, catalogue.objects[name])
         said = {
             (number, dtypes[0].qualname, k): size
             for number, by_dtype in enumerate(value if isinstance(value, list) else ())
@@ -269,7 +270,7 @@ def _more(found: Sequence[object]) -> str:
 
 def bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:
     """Sizes that buckets stored one after the other may have had: the args do not always say."""
-    args = catalogue.metadata.get("args") or {}
+    args = args_of(catalogue)
     ranks = [args.get(k) for k in ("data_parallel_size", "context_parallel_size")]
     dp = math.prod(n for n in ranks if isinstance(n, int) and n > 0)
     said = args.get("ddp_bucket_size")

@@ -16,7 +16,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickled import references
-from megtool.checkpoint.containers.zipped import load_object
+from megtool.commands.megatron.facts import object_value
 
 FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
 SHARDING = "param_state_sharding_type"
@@ -80,21 +80,9 @@ def _from_objects(catalogue: Catalogue) -> list[Inner]:
         if match and match[3] in _SMALL:
             found.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
     return [
-        {key: read_object(catalogue, name) for key, name in names.items()}
+        {key: object_value(catalogue, catalogue.objects[name]) for key, name in names.items()}
         for _, names in sorted(found.items())
     ]
-
-
-def read_object(catalogue: Catalogue, name: str) -> Any:
-    """The inert value of an object of the checkpoint."""
-    held = catalogue.objects[name]
-    if held.extent is None:
-        return held.value
-    file, offset, length = held.extent
-    path = catalogue.path(file)
-    with open(path, "rb") as f:
-        tree = load_object(f.fileno(), offset, length, file=path)
-    return tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
 
 
 def _from_common(catalogue: Catalogue) -> list[Inner]:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.from_buckets import from_buckets, has_buckets
 from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
 from megtool.commands.megatron.from_ranks import from_ranks
@@ -117,5 +118,4 @@ def _decoded(
 
 def saved_layout(catalogue: Catalogue) -> ParallelConfig:
     """The layout a checkpoint was saved at, by its args."""
-    args = catalogue.metadata.get("args")
-    return parallel_from_args(args if isinstance(args, dict) else {})
+    return parallel_from_args(args_of(catalogue))

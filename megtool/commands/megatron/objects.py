@@ -20,6 +20,7 @@ from megtool.commands.megatron.extra_states import (
     is_extra_state,
     site_of,
 )
+from megtool.commands.megatron.facts import object_value
 from megtool.commands.megatron.groups import is_group_object
 from megtool.commands.megatron.model_space import saved_layout
 from megtool.commands.megatron.random_state import (
@@ -27,7 +28,6 @@ from megtool.commands.megatron.random_state import (
     is_rerun,
     is_rerun_idle,
     is_rng,
-    object_value,
     rerun_obstacle,
     rng_obstacle,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import CUT_BY_RANKS
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.commands.megatron.to_buckets import Run
 from megtool.commands.opened import Opened
@@ -74,7 +74,7 @@ def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) 
     if asked is not None:
         return asked
     is_distributed = sharding_type(source) is not None or source.format == "megatron"
-    return FULLY if is_distributed or side.states.get("main") == "param" else None
+    return FULLY if is_distributed or side.states.get(MAIN) == "param" else None
 
 
 def sharding_type(source: Catalogue) -> str | None:
@@ -124,8 +124,7 @@ def require_states(side: TargetSide, wanted: Iterable[str]) -> None:
 
 def run_of(source: Opened, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
     """How the run that will load the checkpoint cuts its buckets, as far as the source says."""
-    held = source.catalogue.metadata.get("args")
-    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    args = args_of(source.catalogue)
     floats = [t.dtype.name for t in weights if t.dtype.is_float]
     param = max(set(floats), key=floats.count) if floats else "float32"
     known = source.catalogue.metadata.get("bucket_dtypes")
@@ -149,16 +148,14 @@ def registration_order(catalogue: Catalogue) -> Order:
     found = catalogue.metadata.get("registration_order")
     if isinstance(found, Order):
         return found
-    held = catalogue.metadata.get("args")
-    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    args = args_of(catalogue)
     implementation = "local" if has_own_layers(catalogue) else None
     return likely_orders(implementation, args.get("moe_grouped_gemm"))[0]
 
 
 def warn_of_order(catalogue: Catalogue, order: Order) -> None:
     """Say so where nothing tells which layers will load state that is laid out in their order."""
-    held = catalogue.metadata.get("args")
-    args: dict[str, Any] = held if isinstance(held, dict) else {}
+    args = args_of(catalogue)
     if not args or catalogue.metadata.get("registration_order") is not None:
         return
     has_experts = any(".experts." in t.name for t in catalogue.tensors)
@@ -182,8 +179,7 @@ def has_own_layers(catalogue: Catalogue) -> bool:
     The args say so, or the names: of a first norm outside the linear layer behind it in rank files,
     of a norm inside an MLP of experts in `torch_dist`.
     """
-    held = catalogue.metadata.get("args")
-    said = held.get("transformer_impl") if isinstance(held, dict) else None
+    said = args_of(catalogue).get("transformer_impl")
     if said is not None:
         return bool(said == "local")
     names = [split_state(t.name)[2] for t in catalogue.tensors]

@@ -99,9 +99,9 @@ def disproof(candidate: Catalogue, model: Catalogue, *, whole: bool = False) -> 
                 hi = candidate.shards.boxes.hi[row, : len(tensor.shape)].tolist()
                 shares = _shares(k, len(pieces))
                 for box in parts(lo, hi) if whole else probes(lo, hi, shares):
-                    main = mains.canonical(_box(tensor.name, *box)).read().reshape(-1)
+                    main = mains.canonical(box_of(tensor.name, *box)).read().reshape(-1)
                     weight = weights.canonical(
-                        _box(stored, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
+                        box_of(stored, [*lead, *box[0]], [*(x + 1 for x in lead), *box[1]])
                     ).read()
                     wrong = difference(main, tensor.dtype, weight.reshape(-1), model[stored].dtype)
                     if wrong is not None:
@@ -126,7 +126,7 @@ def check_copies(catalogue: Catalogue, *, whole: bool = False) -> None:
         for number, (copy, tensor) in enumerate(zip(chosen, one.tensors, strict=True)):
             lo, hi = [0] * len(tensor.shape), list(tensor.shape)
             for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
-                place = _box(tensor.name, *box)
+                place = box_of(tensor.name, *box)
                 a = first.canonical(place).read().reshape(-1)
                 b = second.canonical(place).read().reshape(-1)
                 differ = np.flatnonzero(a.view(np.uint8) != b.view(np.uint8))
@@ -255,7 +255,7 @@ def index_of(at: int, lo: list[int], hi: list[int]) -> tuple[int, ...]:
     return tuple(int(i) + x for i, x in zip(place, lo, strict=True))
 
 
-def _box(stored: str, lo: list[int], hi: list[int]) -> Placement:
+def box_of(stored: str, lo: list[int], hi: list[int]) -> Placement:
     """A box of a stored tensor as a tensor of its own."""
     n = len(lo)
     return Placement(

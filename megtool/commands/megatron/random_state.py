@@ -9,12 +9,10 @@ state machine keeps one object per rank of the world.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickled import Inert
-from megtool.checkpoint.containers.zipped import load_object
+from megtool.commands.megatron.facts import args_of, object_value
 from megtool.config import ParallelConfig
 
 RNG = "rng_state"
@@ -72,8 +70,7 @@ def rerun_obstacle(catalogue: Catalogue, name: str, want: ParallelConfig) -> str
     """
     match = _RERUN.fullmatch(name)
     have = int(match[2]) if match else 0
-    args = catalogue.metadata.get("args")
-    said: Mapping[str, Any] = args if isinstance(args, dict) else {}
+    said = args_of(catalogue)
     axes = {
         "tensor_model_parallel_size": want.tp,
         "pipeline_model_parallel_size": want.pp,
@@ -91,18 +88,6 @@ def is_rerun_idle(catalogue: Catalogue) -> bool:
     held = common.get(RERUN) if isinstance(common, dict) else None
     state = held.get("state") if isinstance(held, dict) else None
     return isinstance(state, Inert) and bool(state.args) and state.args[-1] == 0
-
-
-def object_value(catalogue: Catalogue, held: StoredObject) -> Any:
-    """What an object holds, as inert data without the list around it that `torch_dist` saves."""
-    if held.extent is None:
-        return held.value
-    file, offset, length = held.extent
-    path = catalogue.path(file)
-    with open(path, "rb") as f:
-        tree = load_object(f.fileno(), offset, length, file=path)
-    wrapped = held.kind != "object" and isinstance(tree, list) and len(tree) == 1
-    return tree[0] if wrapped else tree
 
 
 def _many(sizes: list[int]) -> str:

@@ -11,6 +11,7 @@ from megtool.checkpoint.containers.pickled import Inert, inert_global
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
 from megtool.checkpoint.plan import Dropped
+from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.groups import FULLY, in_common, read_groups
 from megtool.commands.megatron.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
 from megtool.commands.megatron.rank_objects import MODELOPT
@@ -25,15 +26,14 @@ from megtool.tensors.sharded import GlobalTensor
 
 def source_layout(catalogue: Catalogue) -> dict[str, int]:
     """The layout a Megatron checkpoint was saved at, as far as its args say."""
-    args = catalogue.metadata.get("args")
-    found = layout_fields(args) if isinstance(args, dict) else {}
+    args = args_of(catalogue)
+    found = layout_fields(args) if args else {}
     return {k: v for k, v in found.items() if isinstance(v, int)}
 
 
 def divisible_by(catalogue: Catalogue) -> int:
     """What the vocabulary was padded to a multiple of (times TP): Megatron's default is 128."""
-    args = catalogue.metadata.get("args")
-    value = args.get("make_vocab_size_divisible_by") if isinstance(args, dict) else None
+    value = args_of(catalogue).get("make_vocab_size_divisible_by")
     return value if isinstance(value, int) and value > 0 else 128
 
 

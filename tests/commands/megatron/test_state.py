@@ -13,7 +13,7 @@ import pytest
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.inspect import inspect
 from megtool.commands.megatron.extra_states import Site, Spelling, site_of
-from megtool.commands.megatron.random_state import object_value
+from megtool.commands.megatron.facts import object_value
 from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig

@@ -1,0 +1,193 @@
+"""Memory: a destination whose files are memory, so that a plan loads instead of writing.
+
+`lay_out` says where tensors lie in files of memory, `MemoryStage` is those files while the plan is
+carried out, and `tensors` are torch's tensors over the very same memory: nothing is copied twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.errors import FormatError, StorageError
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of this: a cache line, and the widest vector of any processor."""
+
+
+def lay_out(tensors: Sequence[GlobalTensor], group: Callable[[str], str]) -> Destination:
+    """Tensors whole, one after the other, in one file for each group (`group` takes a name)."""
+    files: dict[str, int] = {}
+    sizes: list[int] = []
+    file, offset = [], []
+    for t in tensors:
+        number = files.setdefault(group(t.name), len(files))
+        if number == len(sizes):
+            sizes.append(0)
+        start = -(-sizes[number] // ALIGNMENT) * ALIGNMENT
+        file.append(number)
+        offset.append(start)
+        sizes[number] = start + t.num_bytes
+    shards = Shards.build(
+        ((n, (0,) * len(t.shape), t.shape, file[n]) for n, t in enumerate(tensors)),
+        widest(tensors),
+    )
+    catalogue = Catalogue(
+        format="memory",
+        root=Path(),
+        files=[StoredFile(path=name, size=sizes[number]) for name, number in files.items()],
+        tensors=list(tensors),
+        shards=shards,
+        extents=Extents(
+            file=np.array(file, np.int32),
+            offset=np.array(offset, np.int64),
+            length=np.array([t.num_bytes for t in tensors], np.int64),
+        ),
+    )
+    return Destination(catalogue=catalogue, fragments=[])
+
+
+class MemoryStage:
+    """Files in memory that a plan is carried out into (`copy.execute`). Use in `with`.
+
+    On Linux a file is one of `memfd_create`, reached by the name of its descriptor; elsewhere it is
+    a temporary file without a name once the `with` is left. Memory lives for as long as tensors
+    over it do, and goes back to the system with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self.resumed: set[int] = set()
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._open: list[int] = []
+        self._named: list[Path] = []
+
+    def __enter__(self) -> MemoryStage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open:
+            os.close(fd)
+        for path in self._named:
+            path.unlink(missing_ok=True)
+        self._open, self._named = [], []
+
+    def create(self, relative: str, num_bytes: int) -> Path:
+        """A file of zeros of the given size; returns the path by which it is opened.
+
+        Raises:
+            StorageError: there is no memory for it, or the system gives no more files.
+        """
+        try:
+            fd, path = _new_file()
+        except OSError as e:
+            raise StorageError(f"cannot find memory: {e.strerror or e}", file=relative) from e
+        self._open.append(fd)
+        if path.parent != _DESCRIPTORS:
+            self._named.append(path)
+        if num_bytes:
+            try:
+                os.ftruncate(fd, num_bytes)
+                self._mapped[relative] = mmap.mmap(fd, num_bytes)
+            except (OSError, ValueError, OverflowError) as e:
+                text = f"cannot find {num_bytes:,} bytes of memory: {e}"
+                raise StorageError(text, file=relative) from e
+        return path
+
+    def write(self, relative: str, data: bytes) -> Path:
+        """Small files have no place among tensors.
+
+        Raises:
+            FormatError: always.
+        """
+        raise FormatError(f"{len(data)} bytes that are no tensor are to be loaded", file=relative)
+
+    def finish(self, unit: int, note: str = "") -> None:
+        """Nothing is resumed, so nothing is noted."""
+
+    def tensors(self, catalogue: Catalogue) -> dict[str, torch.Tensor]:
+        """All tensors of what `lay_out` laid out, over the memory that they were written to.
+
+        Raises:
+            FormatError: this torch has no such type.
+        """
+        import torch
+
+        shards, extents = catalogue.shards, catalogue.extents
+        rows = zip(
+            shards.tensor.tolist(), extents.file.tolist(), extents.offset.tolist(), strict=True
+        )
+        out: dict[str, torch.Tensor] = {}
+        for number, file, offset in rows:
+            stored = catalogue.tensors[number]
+            kind = getattr(torch, stored.dtype.name, None)
+            if not isinstance(kind, torch.dtype):
+                raise FormatError(
+                    f"this torch has no dtype {stored.dtype.name!r}",
+                    tensor=stored.name,
+                    hint="pip install -U torch",
+                )
+            if not stored.numel:
+                out[stored.name] = torch.empty(stored.shape, dtype=kind)
+                continue
+            memory = self._mapped[catalogue.files[file].path]
+            flat = torch.frombuffer(memory, dtype=kind, count=stored.numel, offset=offset)
+            out[stored.name] = flat.view(stored.shape)
+        return out
+
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def _new_file() -> tuple[int, Path]:
+    """An empty file of memory: its descriptor, and a path that opens it again."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fd = os.memfd_create("megtool", os.MFD_CLOEXEC)
+            if (path := _DESCRIPTORS / str(fd)).exists():
+                return fd, path
+            os.close(fd)  # no /proc here
+    fd, name = tempfile.mkstemp(prefix="megtool-")
+    return fd, Path(name)
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take before the system runs out; None where nobody tells.
+
+    What the kernel would take back from its caches counts as free. A limit of the control group
+    (a container's) counts where it is lower.
+    """
+    found = [n for n in (_of_the_machine(), _of_the_group()) if n is not None]
+    return min(found, default=None)
+
+
+def _of_the_machine() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+        return int(text.split("MemAvailable:")[1].split()[0]) << 10
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _of_the_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit leaves (control groups version 2)."""
+    try:
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        stat = (root / "memory.stat").read_text()
+        cached = int(stat.split("inactive_file ")[1].split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+    return max(limit - used + cached, 0)

@@ -1,0 +1,237 @@
+"""A checkpoint made to run: opened, checked, loaded on its ranks, with the tokenizer beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.commands.opened import Opened, open_model
+from megtool.commands.small_files import hugging_face_files, saved_tokenizer
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.dtypes import DType
+from megtool.errors import LayoutError, MappingError, MissingPackageError, UsageError
+from megtool.log import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from megtool.data.tokenizer import Tokenizer
+    from megtool.inference.forward import Forward
+    from megtool.kernels.choice import Implementation
+    from megtool.parallel.groups import Groups
+
+_ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How models are run: where, in which type and layout, by which kernels.
+
+    `device` None is CUDA where there is one, else the CPU; `dtype` None is the checkpoint's own.
+    `on_demand` reads every layer when it is needed and frees it after.
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    on_demand: bool = False
+    kernels: Implementation = "auto"
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    threads: int | None = None
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The layout; every size not given is 1."""
+        return ParallelConfig(
+            tp=self.tp or 1, pp=self.pp or 1, ep=self.ep or 1, etp=self.etp or 0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint to run, and what the user says about it."""
+
+    path: Path
+    iteration: str | None = None
+    family: str | None = None
+    like: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable:
+    """An opened checkpoint of a decoder."""
+
+    opened: Opened
+    config: ModelConfig
+
+    @property
+    def family(self) -> str | None:
+        """The model's family, where it has one."""
+        model = self.opened.model
+        return model.family.name if model and model.family else None
+
+    @property
+    def format(self) -> str:
+        """The checkpoint's format."""
+        return self.opened.catalogue.format
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as they are stored."""
+        return sum(t.num_bytes for t in self.opened.side.canonical.values())
+
+    def tokenizer(self, folder: str | Path | None = None) -> Tokenizer:
+        """The tokenizer beside the checkpoint, or the one in `folder`.
+
+        Raises:
+            FormatError: there is none; the hint says what would do.
+            MappingError: it has tokens that the model does not know.
+        """
+        from megtool.data.tokenizer import Tokenizer
+
+        if folder is not None:
+            found = Tokenizer.from_folder(folder)
+        else:
+            files = hugging_face_files(self.opened, None) | saved_tokenizer(self.opened)
+            try:
+                found = Tokenizer.load(files)
+            except MappingError as e:
+                raise e
+            except _NO_TOKENIZER as e:
+                e.file = e.file or str(self.opened.path)
+                raise
+        found.check_vocabulary(self.config.vocab_size)
+        return found
+
+
+def open_runnable(source: Source) -> Runnable:
+    """Open a checkpoint of a decoder, from headers and small files alone.
+
+    Raises:
+        MegtoolError: it cannot be opened, its model is not known, or is no decoder.
+    """
+    opened = open_model(
+        source.path,
+        iteration=source.iteration,
+        family_name=source.family,
+        like=source.like,
+        optimizer=False,
+    )
+    config = opened.side.config or (opened.model.config if opened.model else None)
+    if not opened.is_canonical or config is None:
+        why = f": {opened.reason.message}" if opened.reason else ""
+        raise MappingError(
+            f"no decoder of a known family{why}",
+            file=source.path,
+            hint="--family NAME and --like HF_FOLDER say what model it is; " + _ENCODERS,
+        )
+    if config.num_token_types or config.position_embedding == "relative":
+        raise MappingError("an encoder, which generates no text", file=source.path, hint=_ENCODERS)
+    return Runnable(opened=opened, config=config)
+
+
+@contextmanager
+def on_ranks(manner: Manner) -> Iterator[Groups]:
+    """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
+
+    Raises:
+        LayoutError: there are too few processes, or too many.
+        MissingPackageError: the device is not there.
+        UsageError: there is no such kind of device.
+    """
+    import torch
+
+    from megtool.kernels.choice import use
+    from megtool.parallel.groups import Groups
+
+    layout = manner.layout
+    if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        said = " ".join(f"--{a} {n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1)
+        raise LayoutError(
+            f"{said} needs {layout.world_size} processes, and this is one",
+            hint=f"torchrun --nproc-per-node {layout.world_size} -m megtool VERB ...",
+        )
+    device = _device(manner.device)
+    if manner.threads:
+        torch.set_num_threads(manner.threads)
+    groups = Groups.start(layout, device=device)
+    try:
+        with use(manner.kernels):
+            yield groups
+    finally:
+        groups.stop()
+
+
+def load_forward(
+    runnable: Runnable, manner: Manner, groups: Groups, progress: Progress
+) -> Forward:
+    """The model on this rank, its weights loaded (or ready to be, `on_demand`).
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+        UsageError: there is no such dtype.
+    """
+    from megtool.inference.forward import Forward
+    from megtool.inference.load import Source as Stored
+    from megtool.inference.load import load
+
+    opened = runnable.opened
+    stored = Stored(catalogue=opened.catalogue, side=opened.side, config=runnable.config)
+    decoder = load(
+        stored,
+        groups=groups,
+        dtype=_dtype(manner.dtype),
+        device=groups.device,
+        on_demand=manner.on_demand,
+        progress=progress,
+    )
+    return Forward(decoder, groups)
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise _no_device(name) from e
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise _no_device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = f"{count} CUDA devices" if count else "no CUDA device"
+        raise MissingPackageError(
+            f"device {name!r}, and there is {there}",
+            hint="--device cpu" if not count else f"--device cuda:0 to cuda:{count - 1}, or cpu",
+        )
+    return device
+
+
+def _no_device(name: str) -> UsageError:
+    return UsageError(f"device {name!r}", hint="cpu, cuda, or one of several: cuda:0")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    if name is None:
+        return None
+    known = {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "float64": torch.float64,
+    }
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    chosen = known.get(short.get(name, name))
+    if chosen is None:
+        raise UsageError(f"dtype {name!r}", hint=f"a model runs in {', '.join(known)}")
+    return chosen

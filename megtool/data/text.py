@@ -1,0 +1,333 @@
+"""Text: documents out of plain text, JSON lines, parquet and Hugging Face data sets, one by one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
+
+MAX_DOCUMENT_BYTES = 256 << 20
+_FIELDS = ("messages", "prompt", "text")
+_JSON = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz")
+_PARQUET = (".parquet",)
+_PLAIN = (".txt",)
+_KNOWN = (*_JSON, *_PARQUET, *_PLAIN)
+_REFUSED = (".csv", ".tsv", ".zst", ".xz", ".bz2", ".zip", ".gz", ".arrow", ".bin", ".idx")
+_HUB = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^:]+))??(:(?P<split>[^:]+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One text, one prompt with its completion, or one conversation.
+
+    `completion` is None where `text` is all there is; else `text` is the prompt. `number` is the
+    line or row in `file`, counted from 1; `num_bytes` is what was read of the source for it.
+    """
+
+    text: str = ""
+    completion: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    file: str
+    number: int
+    num_bytes: int = 0
+
+
+def documents(
+    source: str | Path, *, field: str | None = None, split: str | None = None
+) -> Iterator[Document]:
+    """The documents of a file, a folder or a data set, in order, one in memory at a time.
+
+    A `.jsonl` file (also `.json` with an object a line, also gzipped) has a document a line, a
+    `.parquet` file one a row, any other file is one document of plain text. A folder is a data set
+    that `datasets` saved, or such files below it, sorted by path. Anything else is the name of a
+    data set of Hugging Face, `NAME[:CONFIG][:SPLIT]`, which the `datasets` package fetches or
+    finds in its cache. `field` names the column; without it a `messages`, a `prompt` with a
+    `completion`, or a `text` is taken, in this order. `split` is train unless given.
+
+    Raises:
+        FormatError: bad JSON, bad UTF-8 or a missing field; it names the file and the line.
+        StorageError: the data set cannot be read or fetched.
+        MissingPackageError: `pyarrow` or `datasets` is needed.
+        UsageError: no such file, and no name of a data set either.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            yield from _saved(path, field, split)
+            return
+        for file in _files(path, split):
+            yield from _file(file, field)
+    elif path.exists():
+        yield from _file(path, field)
+    else:
+        yield from _hub(str(source), field, split)
+
+
+def source_bytes(source: str | Path, *, split: str | None = None) -> int:
+    """The size of what `documents` reads, as its documents' `num_bytes` add up; 0 if unknown."""
+    path = Path(source)
+    if not path.is_dir():
+        return path.stat().st_size if path.is_file() else 0
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return 0
+    return sum(file.stat().st_size for file in _files(path, split))
+
+
+# ---- one record
+
+
+def _document(
+    record: Any, field: str | None, *, file: str, number: int, num_bytes: int
+) -> Document:
+    """What a record says, by the field that was asked for or the first known one."""
+    at = f"line {number}: " if number else ""
+    if not isinstance(record, Mapping):
+        raise FormatError(f"{at}{type(record).__name__} instead of an object", file=file)
+    chosen = field or next((name for name in _FIELDS if name in record), None)
+    if chosen is None or chosen not in record:
+        there = ", ".join(sorted(map(str, record))) or "none"
+        missing = f"no field {field!r}" if field else f"none of the fields {', '.join(_FIELDS)}"
+        raise FormatError(f"{at}{missing}", file=file, hint=f"--field NAME, one of: {there}")
+    place: dict[str, Any] = {"file": file, "number": number, "num_bytes": num_bytes}
+    value = record[chosen]
+    if chosen == "prompt" and not field and _is_text(value):
+        answer = record.get("completion")
+        if not _is_text(answer):
+            raise FormatError(
+                f"{at}a prompt without a text in completion",
+                file=file,
+                hint="--field prompt takes the prompts alone",
+            )
+        return Document(text=value, completion=answer, **place)
+    if _is_text(value):
+        return Document(text=value, **place)
+    if isinstance(value, list | tuple) and value and all(_is_message(m) for m in value):
+        return Document(messages=tuple(value), **place)
+    held = "half a character" if isinstance(value, str) else type(value).__name__
+    raise FormatError(
+        f"{at}field {chosen!r} holds {held}, neither a text nor messages with role and content",
+        file=file,
+        hint="--field NAME takes another",
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """A string that UTF-8 can hold: JSON may escape lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+
+
+# ---- files
+
+
+def _file(path: Path, field: str | None) -> Iterator[Document]:
+    name = path.name.lower()
+    try:
+        if name.endswith(_JSON):
+            yield from _json_lines(path, field)
+        elif name.endswith(_PARQUET):
+            yield from _parquet(path, field)
+        elif name.endswith(_REFUSED):
+            raise FormatError(
+                f"no text that megtool reads: {path.suffix}",
+                file=path,
+                hint=f"it reads {', '.join(_KNOWN)} and other files as plain text",
+            )
+        else:
+            yield _plain(path)
+    except OSError as e:
+        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
+
+
+def _files(folder: Path, split: str | None) -> list[Path]:
+    """The files of data below a folder; those of `split` by a word in their path, if it is given."""
+    found = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
+    if not found:
+        raise FormatError("no file of text", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
+    if split is None:
+        return found
+    word = re.compile(rf"(?:^|[-_./]){re.escape(split)}(?:$|[-_./])")
+    chosen = [p for p in found if word.search(p.relative_to(folder).as_posix())]
+    if not chosen:
+        some = ", ".join(p.relative_to(folder).as_posix() for p in found[:4])
+        raise FormatError(
+            f"no file is named after the split {split!r}", file=folder, hint=f"there are: {some}"
+        )
+    return chosen
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    inner = path.relative_to(folder)
+    return path.name.lower().endswith(_KNOWN) and not any(n.startswith(".") for n in inner.parts)
+
+
+def _plain(path: Path) -> Document:
+    size = path.stat().st_size
+    if size > MAX_DOCUMENT_BYTES:
+        raise FormatError(
+            f"{size} bytes of plain text are more than one document may have",
+            file=path,
+            hint="write JSON lines, one document a line: {\"text\": \"...\"}",
+        )
+    data = path.read_bytes()
+    return Document(text=_text(data, path), file=str(path), number=1, num_bytes=len(data))
+
+
+def _text(data: bytes, path: Path, line: int | None = None) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        line = line or data.count(b"\n", 0, e.start) + 1
+        raise FormatError(
+            f"line {line}: no UTF-8: byte {data[e.start]:#04x} at {e.start}",
+            file=path,
+            hint="iconv -f latin1 -t utf-8 converts a text of another encoding",
+        ) from e
+
+
+def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
+    with path.open("rb") as raw:
+        zipped = path.name.lower().endswith(".gz")
+        lines: BinaryIO = gzip.GzipFile(fileobj=raw) if zipped else raw  # type: ignore[assignment]
+        before = number = 0
+        while True:
+            try:
+                line = lines.readline(MAX_DOCUMENT_BYTES + 1)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+                raise FormatError(f"line {number + 1}: broken gzip: {e}", file=path) from e
+            if not line:
+                return
+            number += 1
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise FormatError(f"line {number}: over {MAX_DOCUMENT_BYTES} bytes", file=path)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(_text(line, path, number))
+            except (ValueError, RecursionError) as e:
+                raise FormatError(
+                    f"line {number}: no JSON: {e}",
+                    file=path,
+                    hint="one object a line; `jq -c .[]` makes that of an array",
+                ) from e
+            now = raw.tell() if zipped else before + len(line)
+            yield _document(
+                record, field, file=str(path), number=number, num_bytes=now - before
+            )
+            before = now
+
+
+def _parquet(path: Path, field: str | None) -> Iterator[Document]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "parquet files need the pyarrow package", hint="pip install 'megtool[data]'"
+        ) from e
+    size = path.stat().st_size
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            wanted = [field] if field else [n for n in (*_FIELDS, "completion") if n in columns]
+            rows, number, before = file.metadata.num_rows, 0, 0
+            if not set(wanted) <= set(columns) or not wanted:
+                _document(dict.fromkeys(columns), field, file=str(path), number=0, num_bytes=0)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+                for record in batch.to_pylist():
+                    number += 1
+                    now = size * number // rows
+                    yield _document(
+                        record, field, file=str(path), number=number, num_bytes=now - before
+                    )
+                    before = now
+    except pa.ArrowException as e:
+        raise FormatError(f"no parquet: {e}", file=path) from e
+
+
+_ROWS = 256
+"""Rows of a parquet file that are decoded at once; a row group may hold a million."""
+
+
+# ---- data sets of Hugging Face
+
+
+def _saved(folder: Path, field: str | None, split: str | None) -> Iterator[Document]:
+    datasets = _datasets()
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as e:
+        raise StorageError(f"cannot read the data set: {e}", file=folder) from e
+    if isinstance(found, Mapping):
+        found = found[_split(tuple(found), split, folder)]
+    yield from _rows(found, field, str(folder))
+
+
+def _split(there: tuple[str, ...], split: str | None, place: str | Path) -> str:
+    chosen = split or ("train" if "train" in there else there[0] if len(there) == 1 else None)
+    if chosen not in there:
+        raise UsageError(
+            f"{place} has no split {chosen!r}" if chosen else f"{place} has several splits",
+            hint=f"--split NAME, one of: {', '.join(there)}",
+        )
+    return str(chosen)
+
+
+def _hub(source: str, field: str | None, split: str | None) -> Iterator[Document]:
+    match = _HUB.fullmatch(source)
+    if match is None or source.lower().endswith((*_KNOWN, *_REFUSED)) or source.startswith("."):
+        raise UsageError(
+            f"no such file: {source!r}",
+            hint="a file or folder, or a data set's name: NAME[:CONFIG][:SPLIT]",
+        )
+    datasets = _datasets()
+    name, config = match["name"], match["config"]
+    offline = bool(datasets.config.HF_HUB_OFFLINE)
+    try:
+        found = datasets.load_dataset(
+            name, config, split=split or match["split"] or "train", streaming=not offline
+        )
+    except (OSError, ValueError, RuntimeError) as e:
+        said = " ".join(str(e).split())
+        raise StorageError(
+            f"cannot load the data set {name!r}: {said}",
+            hint="HF_HUB_OFFLINE is set: only data sets in the cache are found"
+            if offline
+            else "no such file either; a data set is named NAME[:CONFIG][:SPLIT]",
+        ) from e
+    yield from _rows(found, field, source)
+
+
+def _rows(found: Any, field: str | None, name: str) -> Iterator[Document]:
+    try:
+        for number, record in enumerate(found, 1):
+            yield _document(record, field, file=name, number=number, num_bytes=0)
+    except OSError as e:
+        raise StorageError(f"cannot read the data set: {e}", file=name) from e
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "data sets of Hugging Face need the datasets package",
+            hint="pip install 'megtool[data]'",
+        ) from e
+    return datasets

@@ -1,0 +1,131 @@
+"""Evaluate: how well a model predicts texts: loss, perplexity, accuracy, over windows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.errors import CheckpointError, UsageError
+from megtool.inference.forward import Forward
+from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
+
+MOST_LOGITS = 1 << 25
+"""Logits held at a time: 32 M of fp32 are 128 MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Sums over predicted tokens: `loss_sum` in nats, and how often the likeliest was right."""
+
+    num_tokens: int = 0
+    loss_sum: float = 0.0
+    num_hits: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            num_tokens=self.num_tokens + other.num_tokens,
+            loss_sum=self.loss_sum + other.loss_sum,
+            num_hits=self.num_hits + other.num_hits,
+        )
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-probability of a token, in nats."""
+        return self.loss_sum / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def accuracy(self) -> float:
+        """Share of tokens that were the likeliest."""
+        return self.num_hits / self.num_tokens
+
+
+def check_documents(documents: Sequence[Document]) -> int:
+    """How many predictions count.
+
+    Raises:
+        UsageError: none does.
+    """
+    total = num_counted(documents)
+    if not total:
+        raise UsageError(
+            "the data holds no token to predict",
+            hint="a text needs two tokens at least; --field names the field of a record with text",
+        )
+    return total
+
+
+@torch.inference_mode()
+def evaluate(
+    forward: Forward,
+    documents: Sequence[Document],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int = 1,
+    counted: Callable[[int], None] = lambda n: None,
+) -> Score:
+    """Score all documents; see `windows` for how they are cut, and `check_documents`.
+
+    Every rank of the model gets the same result. `counted` is called with the predictions of each
+    batch. Logits are made for some tokens at a time (`MOST_LOGITS`), never for a whole batch.
+
+    Raises:
+        UsageError: nothing to predict, or sizes that make no sense.
+        CheckpointError: the logits hold a NaN.
+    """
+    check_documents(documents)
+    total = Score()
+    for rows in batches(
+        documents, window=window, stride=stride, batch_size=batch_size, device=forward.device
+    ):
+        if rows.num_counted:
+            total += score(forward, rows)
+            counted(rows.num_counted)
+    return total
+
+
+def score(forward: Forward, rows: Rows) -> Score:
+    """The score of one batch, on every rank."""
+    sums_2 = torch.zeros(2, dtype=torch.float64, device=forward.device)
+    x_TH = forward.hidden(rows.batch)
+    if x_TH is not None:
+        labels_T = rows.labels_BS.flatten()
+        picked = (labels_T != IGNORED).nonzero()[:, 0]
+        log_probs_T, hits_T = forward.token_log_probs(x_TH[picked], labels_T[picked])
+        sums_2 = torch.stack([-log_probs_T.sum(dtype=torch.float64), hits_T.double().sum()])
+    loss_sum, num_hits = forward.share(sums_2).tolist()
+    if math.isnan(loss_sum):
+        document, place = rows.places[0]
+        raise CheckpointError(
+            f"the logits hold a NaN, in the batch that begins at token {place} of text {document}",
+            **forward.where_is_nan(),
+        )
+    return Score(num_tokens=rows.num_counted, loss_sum=loss_sum, num_hits=round(num_hits))
+
+
+def counted_logits(
+    forward: Forward, x_TH: Tensor, labels_BS: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits [C, V] and labels [C] of the predictions that count, so many at a time that no more
+    than `MOST_LOGITS` logits are held."""
+    labels_T = labels_BS.flatten()
+    picked = (labels_T != IGNORED).nonzero()[:, 0]
+    size = max(1, MOST_LOGITS // forward.config.vocab_size)
+    for some in picked.split(size):
+        yield forward.logits(x_TH[some]), labels_T[some]
+
+
+def token_scores(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log-probability of each label (fp32, nats), and whether it is the likeliest."""
+    fp32_TV = logits_TV.float()
+    losses_T = fp32_TV.logsumexp(-1) - fp32_TV.gather(-1, labels_T[:, None])[:, 0]
+    return losses_T, fp32_TV.argmax(-1) == labels_T

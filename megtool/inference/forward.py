@@ -1,0 +1,175 @@
+"""Forward: a model on all of its ranks as one thing: tokens in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import LayoutError
+from megtool.kernels.token_statistics import token_log_probs
+from megtool.model.batch import Batch
+from megtool.model.cache import Cache, ContiguousCache, PagedCache
+from megtool.model.decoder import Decoder
+from megtool.parallel.groups import Groups
+from megtool.parallel.mesh import Mesh
+
+
+class Place(TypedDict, total=False):
+    """Where something is wrong, as the arguments of an error."""
+
+    tensor: str
+    hint: str
+
+
+Finder = Callable[[Decoder], str | None]
+"""Names the first weight that holds a NaN or an infinity, if one does."""
+
+
+class Forward:
+    """A decoder whose layers may lie on several pipeline stages, each perhaps on several ranks.
+
+    Every rank calls the same methods in the same order with the same tokens. Only ranks of the last
+    stage have hidden states and logits; the others get None. `agree` and `share` tell all ranks
+    what the first rank of the last stage found.
+
+    Raises:
+        LayoutError: the layout has context parallelism, which cuts sequences: there is no cache for
+            that.
+    """
+
+    def __init__(
+        self, decoder: Decoder, groups: Groups | None = None, *, find_nan: Finder | None = None
+    ) -> None:
+        self.decoder = decoder
+        self.groups = decoder.groups if groups is None else groups
+        self.config: ModelConfig = decoder.config
+        self.device = self.groups.device
+        self._find_nan = find_nan
+        parallel = self.groups.parallel
+        self._first_with_logits = int(Mesh(parallel).rank(pp=parallel.pp - 1))
+        if self.groups.cp.size > 1:
+            raise LayoutError(
+                f"cp={self.groups.cp.size} for a forward pass",
+                hint="use --tp, --pp or --ep; context parallelism is for training",
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """One process has all of the model."""
+        return self.groups.world.size == 1
+
+    @property
+    def has_logits(self) -> bool:
+        """This rank is of the last pipeline stage."""
+        return self.groups.pp.is_last
+
+    @property
+    def is_graphable(self) -> bool:
+        """A step may be recorded and replayed: no rank waits for another one's rows in it."""
+        return self.groups.pp.size == 1
+
+    def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor | None:
+        """States after the final norm, x_TH; each stage hands its rows to the next."""
+        pp, decoder = self.groups.pp, self.decoder
+        if pp.size == 1:
+            return decoder.hidden(batch, cache)
+        frame = decoder.frame(batch, cache)
+        if pp.is_first:
+            x_TH = decoder.embed(batch, frame)
+        else:
+            x_TH = torch.empty(
+                batch.tokens_BS.numel(),
+                self.config.hidden_size,
+                dtype=decoder.dtype,
+                device=self.device,
+            )
+            dist.recv(x_TH, src=pp.ranks[pp.rank - 1], group=pp.handle)
+        x_TH = decoder.finish(decoder.run(x_TH, frame))
+        if cache is not None:
+            cache.advance()
+        if pp.is_last:
+            return x_TH
+        dist.send(x_TH.contiguous(), dst=pp.ranks[pp.rank + 1], group=pp.handle)
+        return None
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """Logits [T, V] of rows of `hidden`, on every rank of the last stage."""
+        return self.decoder.logits(x_TH)
+
+    def token_log_probs(self, x_TH: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability (fp32, nats) of the label of each row of `hidden`, and whether it is the
+        likeliest token; no rank ever holds the logits of all rows."""
+        return token_log_probs(
+            x_TH,
+            self.decoder.output_weight,
+            labels_T,
+            vocab_size=self.config.vocab_size,
+            softcap=self.config.logit_softcap,
+            scale=self.config.logit_scale,
+            group=self.groups.tp.handle,
+        )
+
+    def last_logits(
+        self, batch: Batch, cache: Cache, counts: Sequence[int] | None = None
+    ) -> Tensor | None:
+        """Logits [B, V] of the last token of each row; of token `counts[row] - 1` where given."""
+        x_TH = self.hidden(batch, cache)
+        if x_TH is None:
+            return None
+        rows, width = batch.shape
+        x_BSH = x_TH.view(rows, width, -1)
+        if counts is None:
+            return self.logits(x_BSH[:, -1])
+        places = torch.tensor([n - 1 for n in counts], device=x_TH.device)
+        return self.logits(x_BSH[torch.arange(rows, device=x_TH.device), places])
+
+    def rows_cache(self, *, num_rows: int, max_tokens: int, graphable: bool) -> ContiguousCache:
+        """A cache for this rank's layers, a row for each sequence."""
+        return ContiguousCache(
+            self.config,
+            num_rows=num_rows,
+            max_tokens=max_tokens,
+            layers=self.decoder.stage.layers,
+            tp=self.groups.tp.size,
+            graphable=graphable and self.is_graphable,
+            dtype=self.decoder.dtype,
+            device=self.device,
+        )
+
+    def blocks_cache(self, *, num_blocks: int, block_size: int) -> PagedCache:
+        """A cache for this rank's layers, in blocks that sequences share."""
+        return PagedCache(
+            self.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            layers=self.decoder.stage.layers,
+            tp=self.groups.tp.size,
+            dtype=self.decoder.dtype,
+            device=self.device,
+        )
+
+    def agree(self, tokens_B: Tensor | None, count: int) -> Tensor:
+        """The int64 [count] that the first rank with logits holds, on the CPU of every rank."""
+        if self.is_alone and tokens_B is not None:
+            return tokens_B.cpu()
+        if tokens_B is None:
+            tokens_B = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self.share(tokens_B).cpu()
+
+    def share(self, value: Tensor) -> Tensor:
+        """The value of the first rank with logits, on every rank."""
+        if not self.is_alone:
+            dist.broadcast(value, src=self._first_with_logits, group=self.groups.world.handle)
+        return value
+
+    def where_is_nan(self) -> Place:
+        """The weight that is to blame for NaN logits, as arguments of the error about them."""
+        tensor = None if self._find_nan is None else self._find_nan(self.decoder)
+        if tensor is not None:
+            return Place(tensor=tensor, hint="`megtool inspect --stats` shows NaN and Inf counts")
+        return Place(hint="every weight is finite; try --dtype float32, for float16 overflows")

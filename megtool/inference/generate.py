@@ -1,0 +1,225 @@
+"""Generate: prompts continued token by token, in batches that refill themselves as texts end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from megtool.errors import CheckpointError, UsageError
+from megtool.inference.batching import InOrder, Request, Running, Schedule
+from megtool.inference.forward import Forward
+from megtool.inference.sampling import NO_NUMBER, Sampling, choose
+from megtool.inference.slots import Blocks, Rows, Slots
+from megtool.inference.stopping import Stops
+
+Finish = Literal["eos", "stop", "length"]
+"""Why a text ended: an end-of-sequence token, a stop string, or no more tokens allowed."""
+
+_MOST_PREFILL_TOKENS = 8192
+
+
+class Spelling(Protocol):
+    """Tokens to text, one by one: `push` gives the text that is certain, `finish` the rest."""
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; never half a character."""
+
+    def finish(self) -> str:
+        """What text is left at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What followed a prompt: its tokens (with the one that ended it), and their text (without)."""
+
+    number: int
+    num_prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    finish: Finish
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """What the work took so far: seconds and tokens of reading prompts, and of writing texts."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0
+    new_seconds: float = 0.0
+    num_steps: int = 0
+    num_graphed: int = 0
+
+
+def check_lengths(requests: Sequence[Request], max_positions: int) -> None:
+    """Refuse prompts that are empty, or that run beyond the model's positions.
+
+    Raises:
+        UsageError: the first such prompt, with what would fit.
+    """
+    for request in requests:
+        if not request.prompt:
+            raise UsageError(
+                f"prompt {request.number} is empty, and the tokenizer adds no first token",
+                hint="give some text",
+            )
+        length, new = len(request.prompt), request.max_new_tokens
+        if new < 1:
+            raise UsageError(f"max_new_tokens is {new}", hint="1 or more")
+        if length + new > max_positions:
+            left = max_positions - length
+            raise UsageError(
+                f"prompt {request.number} has {length} tokens, and {new} new ones make "
+                f"{length + new}: the model has {max_positions} positions",
+                hint=f"--max-new-tokens {left} fits" if left > 0 else "shorten the prompt",
+            )
+
+
+@torch.inference_mode()
+def generate(
+    forward: Forward,
+    requests: Sequence[Request],
+    *,
+    spelling: Callable[[], Spelling],
+    sampling: Sampling,
+    eos_ids: frozenset[int] = frozenset(),
+    stop: Sequence[str] = (),
+    num_slots: int = 16,
+    graphed: bool = True,
+    shown: Callable[[int, str], None] | None = None,
+    meter: Meter | None = None,
+) -> Iterator[Completion]:
+    """Continue every prompt; completions come in the order of their numbers (0, 1, ...).
+
+    Up to `num_slots` prompts are worked on at once. If there are no more than that, all enter
+    together, into a cache without blocks whose steps a CUDA graph replays; otherwise each leaves
+    when it is finished and the next takes its blocks. `shown` is called with a prompt's number and
+    each piece of its text as soon as it is certain. Every rank of the model has to call this, with
+    the same arguments, and gets the same tokens.
+
+    Raises:
+        UsageError: a prompt is empty or too long for the model, or a stop string is empty.
+        CheckpointError: the logits of a prompt hold a NaN.
+    """
+    meter = Meter() if meter is None else meter
+    check_lengths(requests, forward.config.max_positions)
+    Stops(stop)
+    if not requests:
+        return
+    slots: Slots = (
+        Rows(forward, requests, graphed=graphed)
+        if len(requests) <= num_slots
+        else Blocks(forward, requests, num_slots=num_slots)
+    )
+    schedule = Schedule(
+        requests,
+        num_slots=min(num_slots, len(requests)),
+        num_pages=slots.num_pages,
+        page_size=slots.page_size,
+    )
+    ready: InOrder[Completion] = InOrder()
+    writers: dict[int, _Writer] = {}
+    while schedule.is_busy:
+        began = time.monotonic()
+        entered = schedule.enter(most_tokens=slots.most_prefill_tokens or _MOST_PREFILL_TOKENS)
+        for one in entered:
+            number = one.request.number
+            writers[number] = _Writer(
+                one, spelling(), Stops(stop), eos_ids, sampling.generator(number), shown
+            )
+        rows = entered or list(schedule.running.values())
+        logits_BV = slots.prefill(rows) if entered else slots.step(rows)
+        tokens = _chosen(forward, logits_BV, sampling, [writers[r.request.number] for r in rows])
+        took = time.monotonic() - began
+        if entered:
+            meter.prompt_tokens += sum(len(r.request.prompt) for r in rows)
+            meter.prompt_seconds += took
+        else:
+            meter.new_seconds += took
+            meter.num_steps += 1
+        meter.new_tokens += len(rows)
+        for one, token in zip(rows, tokens, strict=True):
+            number = one.request.number
+            if token == NO_NUMBER:
+                raise CheckpointError(
+                    f"the logits after {one.length} tokens of prompt {number} hold a NaN",
+                    **forward.where_is_nan(),
+                )
+            done = writers[number].add(token)
+            if done is not None:
+                slots.leave(one)
+                schedule.leave(one)
+                del writers[number]
+                yield from ready.add(number, done)
+    meter.num_graphed += slots.num_graphed
+
+
+def _chosen(
+    forward: Forward,
+    logits_BV: torch.Tensor | None,
+    sampling: Sampling,
+    writers: Sequence[_Writer],
+) -> list[int]:
+    """The next token of each row, chosen by one rank and told to the others.
+
+    Every rank draws, so that generators stay in step; only the chooser's draw counts.
+    """
+    tokens_B = None
+    if logits_BV is not None:
+        tokens_B = choose(logits_BV, sampling, [w.generator for w in writers])
+    found: list[int] = forward.agree(tokens_B, len(writers)).tolist()
+    return found
+
+
+class _Writer:
+    """The text of one request, up to its end."""
+
+    def __init__(
+        self,
+        one: Running,
+        spelling: Spelling,
+        stops: Stops,
+        eos_ids: frozenset[int],
+        generator: torch.Generator,
+        shown: Callable[[int, str], None] | None,
+    ) -> None:
+        self._one, self._spelling, self._stops = one, spelling, stops
+        self._eos_ids, self._shown = eos_ids, shown
+        self.generator = generator
+        self._pieces: list[str] = []
+
+    def add(self, token: int) -> Completion | None:
+        """Take in the next token; the completion, if the text ends with it."""
+        one = self._one
+        one.tokens.append(token)
+        finish: Finish | None = None
+        if token in self._eos_ids:
+            finish = "eos"
+        else:
+            self._show(self._stops.add(self._spelling.push(token)))
+            if not self._stops.stopped and len(one.tokens) == one.request.max_new_tokens:
+                finish = "length"
+        if finish:
+            self._show(self._stops.add(self._spelling.finish()))
+        if self._stops.stopped:
+            finish = "stop"
+        if finish is None:
+            return None
+        self._show(self._stops.finish())
+        return Completion(
+            number=one.request.number,
+            num_prompt_tokens=len(one.request.prompt),
+            tokens=tuple(one.tokens),
+            text="".join(self._pieces),
+            finish=finish,
+        )
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            if self._shown is not None:
+                self._shown(self._one.request.number, text)

@@ -1,0 +1,125 @@
+"""Windows: long texts cut so that every token is predicted once, with context before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.errors import UsageError
+from megtool.model.batch import Batch
+
+IGNORED = -100
+_PAD = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A text as tokens. Of tokens where `counted` is false no prediction counts (None: all do)."""
+
+    tokens: Sequence[int]
+    counted: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Tokens `start` to `stop` of a document go in; the tokens from `first` to `stop` (included)
+    are those whose predictions are new."""
+
+    document: int
+    start: int
+    stop: int
+    first: int
+
+
+def windows(length: int, *, window: int, stride: int, document: int = 0) -> Iterator[Window]:
+    """Windows over `length` tokens: `window` tokens go in, and each predicts the one after it.
+
+    Windows begin every `stride` tokens. Tokens 1 to length - 1 are each counted exactly once: all
+    that the first window predicts, then in every window what lies beyond the one before.
+
+    Raises:
+        UsageError: a size is impossible.
+    """
+    if window < 1 or not 1 <= stride <= window:
+        raise UsageError(
+            f"windows of {window} tokens every {stride}",
+            hint="the stride is at least 1, and at most the window",
+        )
+    done = 0
+    for start in range(0, max(length - 1, 0), stride):
+        stop = min(start + window, length - 1)
+        yield Window(document=document, start=start, stop=stop, first=done + 1)
+        done = stop
+        if stop == length - 1:
+            return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Some windows as one batch: `labels_BS` are the tokens to predict, `IGNORED` elsewhere.
+
+    `places` says for each label that counts, row by row, its document and its place in it.
+    """
+
+    batch: Batch
+    labels_BS: Tensor
+    places: list[tuple[int, int]]
+
+    @property
+    def num_counted(self) -> int:
+        """Predictions that count."""
+        return len(self.places)
+
+
+def batches(
+    documents: Iterable[Document],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+) -> Iterator[Rows]:
+    """Windows over all documents, `batch_size` in a batch, in the order of the documents.
+
+    Rows shorter than the longest of their batch are padded on the right.
+    """
+    waiting: list[tuple[Window, Document]] = []
+    for number, document in enumerate(documents):
+        for one in windows(len(document.tokens), window=window, stride=stride, document=number):
+            waiting.append((one, document))
+            if len(waiting) == batch_size:
+                yield _rows(waiting, device)
+                waiting = []
+    if waiting:
+        yield _rows(waiting, device)
+
+
+def num_counted(documents: Iterable[Document]) -> int:
+    """How many predictions count over all documents."""
+    return sum(
+        max(len(d.tokens) - 1, 0) if d.counted is None else sum(d.counted[1:]) for d in documents
+    )
+
+
+def _rows(some: Sequence[tuple[Window, Document]], device: torch.device | str) -> Rows:
+    width = max(w.stop - w.start for w, _ in some)
+    shape = (len(some), width)
+    tokens_BS = torch.full(shape, _PAD, dtype=torch.int64)
+    labels_BS = torch.full(shape, IGNORED, dtype=torch.int64)
+    valid_BS = torch.zeros(shape, dtype=torch.bool)
+    places: list[tuple[int, int]] = []
+    for row, (w, document) in enumerate(some):
+        size = w.stop - w.start
+        tokens_BS[row, :size] = torch.tensor(document.tokens[w.start : w.stop])
+        valid_BS[row, :size] = True
+        counted = document.counted
+        for at in range(w.first, w.stop + 1):
+            if counted is None or counted[at]:
+                labels_BS[row, at - w.start - 1] = document.tokens[at]
+                places.append((w.document, at))
+    ragged = not bool(valid_BS.all())
+    batch = Batch(tokens_BS=tokens_BS.to(device), valid_BS=valid_BS.to(device) if ragged else None)
+    return Rows(batch=batch, labels_BS=labels_BS.to(device), places=places)

@@ -1,0 +1,137 @@
+"""Launching Triton's kernels: importing it late, compiling at the first call, sizes of tiles.
+
+A kernel's file holds plain functions whose `tl` is imported for type checkers alone. `launch`
+gives them Triton's language and compiles them, so that importing a kernel's file needs no Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megtool.errors import MissingPackageError
+
+# A tile holds a whole row; longer ones are torch's.
+LONGEST_ROW = 65536
+_TILE = 4096
+
+_lock = threading.RLock()
+
+
+@cache
+def is_installed() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in Python, on any device (TRITON_INTERPRET=1 when it started)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def require(device_kind: str) -> None:
+    """Make sure that Triton runs on devices of a kind, such as "cuda".
+
+    Raises:
+        MissingPackageError: Triton is not installed, or does not run there.
+    """
+    if not is_installed():
+        raise MissingPackageError(
+            "kernels 'triton' were asked for, and the package triton is not installed",
+            hint="pip install 'triton>=3.2'",
+        )
+    if device_kind not in ("cuda", "xpu") and not is_interpreted():
+        raise MissingPackageError(
+            f"kernels 'triton' were asked for on the device {device_kind!r}, where Triton does not "
+            "run",
+            hint="use a CUDA device, or kernels 'torch'; TRITON_INTERPRET=1 runs them on a CPU, "
+            "for tests alone",
+        )
+
+
+def compiled(body: Callable[..., Any]) -> Any:
+    """Triton's form of `body`, and of the functions of its file that it calls; made once."""
+    with _lock:
+        made = _COMPILED.get(body)
+        if made is None:
+            import triton
+            import triton.language
+
+            function = cast("FunctionType", body)
+            names = function.__globals__
+            names["tl"] = triton.language
+            for name in function.__code__.co_names:
+                value = names.get(name)
+                if isinstance(value, FunctionType) and value.__module__ == body.__module__:
+                    names[name] = compiled(value)
+            made = _COMPILED[body] = triton.jit(body)
+        return made
+
+
+_COMPILED: dict[Callable[..., Any], Any] = {}
+
+
+def launch(
+    body: Callable[..., Any], num_programs: int, device: torch.device, *args: Any, **meta: Any
+) -> None:
+    """Run `num_programs` programs of the kernel `body` on `device`; none is fine."""
+    if not num_programs:
+        return
+    kernel = compiled(body)
+    here: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        here = torch.cuda.device(device)
+    with here:
+        kernel[(num_programs,)](*args, **meta)
+
+
+def accumulator(x: Tensor) -> Any:
+    """The dtype (Triton's) that a kernel computes in: fp64 for fp64, else fp32."""
+    import triton.language as tl
+
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def power(size: int) -> int:
+    """The least power of two that is not below `size`, and at least 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def tile(row_size: int, *, elements: int = _TILE) -> dict[str, int]:
+    """ROWS and BLOCK (powers of two) of a tile of whole rows, and its number of warps.
+
+    Several short rows share a tile. 16 elements a thread keep a row of 4096 in the registers of
+    8 warps.
+    """
+    block = power(row_size)
+    rows = max(1, elements // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps(rows * block)}
+
+
+def warps(elements: int) -> int:
+    """The number of warps for a tile: 16 elements a thread, within 1 to 16 warps."""
+    return min(16, max(1, power(elements // 512)))
+
+
+@cache
+def most_programs(device: torch.device) -> int:
+    """How many programs run at once where each gathers a sum of its own."""
+    if device.type != "cuda":
+        return 4
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,289 @@
+"""The rules of CUDA graphs, checked where there is no GPU: same face as `Graphs`, no speed.
+
+At the first call of a shape the function runs once unseen (the warm-up: it may build its tables),
+once watched (the capture: its operations are written down) and once more for the result; every
+later call of the shape has to do exactly the same. What is seen are operations as torch dispatches
+them; work that goes past torch is not.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megtool.errors import GraphRuleError
+from megtool.kernels.graphs import Graphs, Input, clone, copy_into, map_tensors
+
+Rule = Literal[
+    "no waiting for the host",
+    "no data from the host",
+    "no shapes that depend on data",
+    "the same operations",
+    "the same numbers",
+    "the same storages",
+    "no memory of the graph kept outside",
+    "a repeatable result",
+]
+
+HINTS: dict[Rule, str] = {
+    "no waiting for the host": "keep the value in a tensor (torch.where, masks), or take it after",
+    "no data from the host": "make the tensor before the call, or with full, zeros or arange",
+    "no shapes that depend on data": "use a mask (torch.where, masked_fill) of a fixed shape",
+    "the same operations": "let tensors decide (torch.where), or call two graphs",
+    "the same numbers": "a graph repeats the number it was captured with: give it as a tensor",
+    "the same storages": "copy new values into the tensor that was there at the capture",
+    "no memory of the graph kept outside": "return it, or copy it into a tensor made before",
+    "a repeatable result": "the warm-up runs the function too: name what it advances in `state`",
+}
+
+T = torch.Tensor
+# Past torch's dispatcher, or told better by the name that was called.
+WAITING: set[Any] = {T.item, T.tolist, T.numpy, T.cpu, T.__bool__, T.__int__, T.__float__}
+WAITING |= {T.__index__, T.__array__, T.__contains__}
+FROM_HOST: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
+# Tagged as shaped by data because a mask may index; plain numbers do not.
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One dispatched operation: its tensors (role, shape, strides, offset, dtype) and numbers."""
+
+    name: str
+    storages: tuple[Any, ...]
+    numbers: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything one run did, and the tensors from outside that it used."""
+
+    operations: list[Operation] = field(default_factory=list)
+    outside: dict[int, Any] = field(default_factory=dict)
+    random: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsed:
+    """What the capture of one shape would have kept."""
+
+    inputs: list[Input]
+    trace: Trace
+    outputs: Any
+    given: Any = None
+
+
+class Rehearsal(Graphs):
+    """Calls `function`, and raises GraphRuleError where a captured graph would go wrong.
+
+    With `copies=False`, what the call before returned is filled with NaN (integers: the smallest
+    number) by the next call of the shape, as a graph would overwrite it.
+    """
+
+    def _make_pool(self) -> Any:
+        return None
+
+    def _capture(self, inputs: Sequence[Input]) -> Rehearsed:
+        static = [clone(x) for x in inputs]
+        before = [t.clone() for t in self.state]
+        self.function(*static)
+        copy_into(self.state, before)
+        copy_into(static, inputs)
+        seed = torch.get_rng_state()
+        outputs, trace = self._watch(static, None)
+        copy_into(self.state, before)
+        if trace.random:
+            torch.set_rng_state(seed)
+        return Rehearsed(inputs=static, trace=trace, outputs=outputs)
+
+    def _replay(self, captured: Rehearsed, inputs: Sequence[Input]) -> Any:
+        if captured.given is not None:
+            map_tensors(_spoil, captured.given)
+        copy_into(captured.inputs, inputs)
+        outputs, _ = self._watch(captured.inputs, captured.trace)
+        if captured.outputs is not None:
+            _compare(captured.outputs, outputs)
+            captured.outputs = None
+        captured.given = None if self.copies else outputs
+        return outputs
+
+    def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
+        """Run once; returns copies of the outputs and what was done."""
+        watch = _Watch(static, expected)
+        with _Host(), watch:
+            raw = self.function(*static)
+        watch.finish()
+        outputs = map_tensors(lambda x: x.detach().clone(), raw)
+        del raw
+        watch.release()
+        return outputs, watch.trace
+
+
+class _Host(TorchFunctionMode):
+    """Catches calls that wait for the device or bring the host's data, by their Python names."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if func in WAITING:
+            raise _broken("no waiting for the host", f"Tensor.{name}")
+        if func in FROM_HOST and not (args and isinstance(args[0], Tensor)):
+            raise _broken("no data from the host", f"torch.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down every operation, and compares it with the one expected where there is one."""
+
+    def __init__(self, inputs: Sequence[Input], expected: Trace | None) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.expected = expected
+        self.roles: dict[int, tuple[str, int]] = {}
+        # Held for the run, so that no address is used twice; `release` lets them go.
+        self.made: list[tuple[Any, str]] = []
+        for number, x in enumerate(inputs):
+            if x is not None:
+                self.roles[x.untyped_storage()._cdata] = ("input", number)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        self._check(func, name, args)
+        storages: list[Any] = []
+        numbers: list[Any] = []
+        _take_apart((args, tuple(kwargs.items())), lambda x: storages.append(self._role(x)), numbers)
+        self._note(Operation(func.name(), tuple(storages), tuple(numbers)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.trace.random = True
+        result = func(*args, **kwargs)
+        _take_apart(result, lambda x: self._make(x, func.name()), [])
+        return result
+
+    def finish(self) -> None:
+        """The run is over: was something left undone?"""
+        if self.expected is not None:
+            done, planned = self.trace.operations, self.expected.operations
+            if len(done) < len(planned):
+                name = planned[len(done)].name
+                raise _broken("the same operations", name, f"operation {len(done)} is missing")
+
+    def release(self) -> None:
+        """Let go of what the run made, and see what somebody else still holds."""
+        alive = [(StorageWeakRef(storage), name) for storage, name in self.made]
+        self.made.clear()
+        if all(reference.expired() for reference, _ in alive):
+            return
+        gc.collect()  # a cycle of dead objects holds nothing
+        for reference, name in alive:
+            if not reference.expired():
+                raise _broken("no memory of the graph kept outside", name)
+
+    def _check(self, func: Any, name: str, args: Any) -> None:
+        """Rules that one operation breaks by itself."""
+        if torch.Tag.data_dependent_output in func.tags:
+            raise _broken("no waiting for the host", func.name())
+        if name in INDEXING:
+            if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+                raise _broken("no shapes that depend on data", func.name(), "a mask as an index")
+        elif torch.Tag.dynamic_output_shape in func.tags:
+            raise _broken("no shapes that depend on data", func.name())
+
+    def _note(self, now: Operation) -> None:
+        """Write an operation down; it has to be the one of the capture."""
+        at = len(self.trace.operations)
+        self.trace.operations.append(now)
+        if self.expected is None:
+            return
+        planned = self.expected.operations
+        if at >= len(planned) or planned[at].name != now.name:
+            was = planned[at].name if at < len(planned) else "the end"
+            raise _broken("the same operations", now.name, f"operation {at} was {was}")
+        if planned[at].numbers != now.numbers:
+            changed = f"{planned[at].numbers} became {now.numbers}"
+            raise _broken("the same numbers", now.name, f"operation {at}: {changed}")
+        for was, seen in zip(planned[at].storages, now.storages, strict=False):
+            if was != seen:
+                what = "another tensor" if was[0] != seen[0] else f"{was[1:]} became {seen[1:]}"
+                raise _broken("the same storages", now.name, f"operation {at}: {what}")
+
+    def _role(self, x: Tensor) -> tuple[Any, ...]:
+        """Who made a tensor's storage, and how the tensor lies in it."""
+        storage = x.untyped_storage()
+        number = storage._cdata
+        role = self.roles.get(number)
+        if role is None:
+            role = ("outside", number)
+            self.trace.outside[number] = storage
+        return role, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype
+
+    def _make(self, x: Tensor, name: str) -> None:
+        """Note the storage of a result, unless it is known."""
+        storage = x.untyped_storage()
+        number = storage._cdata
+        if number not in self.roles and number not in self.trace.outside:
+            self.roles[number] = ("made", len(self.made))
+            self.made.append((storage, name))
+
+
+def _take_apart(nest: Any, see: Callable[[Tensor], Any], numbers: list[Any]) -> None:
+    """Show every tensor of nested arguments to `see`, and list everything else."""
+    if isinstance(nest, Tensor):
+        see(nest)
+    elif isinstance(nest, tuple | list):
+        for part in nest:
+            _take_apart(part, see, numbers)
+    elif isinstance(nest, int | float | complex | str | None):
+        # NaN is unlike itself, 1 is like True.
+        numbers.append(repr(nest))
+    elif isinstance(nest, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        numbers.append(str(nest))
+    else:
+        numbers.append(type(nest).__name__)
+
+
+def _compare(first: Any, second: Any) -> None:
+    """Two runs on the same inputs have to give the same bits."""
+    firsts: list[Tensor] = []
+    seconds: list[Tensor] = []
+    _take_apart(_values(first), firsts.append, [])
+    _take_apart(_values(second), seconds.append, [])
+    for number, (a, b) in enumerate(zip(firsts, seconds, strict=True)):
+        if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+            raise _broken("a repeatable result", f"output {number}")
+
+
+def _values(nest: Any) -> Any:
+    """Dicts as tuples of their values, at every depth."""
+    if isinstance(nest, dict):
+        return tuple(_values(value) for value in nest.values())
+    if isinstance(nest, tuple | list):
+        return tuple(_values(value) for value in nest)
+    return nest
+
+
+def _spoil(x: Tensor) -> Tensor:
+    """Overwrite what a graph would overwrite, recognisably."""
+    if x.dtype == torch.bool:
+        return x.logical_not_()
+    worst = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min
+    return x.fill_(worst)
+
+
+def _broken(rule: Rule, operation: str, detail: str = "") -> GraphRuleError:
+    """The error for a broken rule."""
+    return GraphRuleError(
+        f"a captured graph needs {rule}, and {operation} breaks it" + (f": {detail}" if detail else ""),
+        hint=HINTS[rule],
+    )

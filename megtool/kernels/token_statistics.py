@@ -1,0 +1,120 @@
+"""What evaluation asks of each token: log-probability, the best guess, divergence of two models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megtool.errors import LayoutError
+from megtool.kernels.head import Softmax, Vocabulary, bend, fold, logits
+
+CHUNK_ELEMENTS = 1 << 25
+
+
+@torch.no_grad()
+def token_log_probs(
+    x_TH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    *,
+    vocab_size: int,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each label's log-probability (fp32, 0 where ignored) and whether it is the argmax (bool).
+
+    The argmax is the first of equal logits, as `torch.argmax` takes it, over all ranks of `group`.
+    Arguments as `linear_cross_entropy`'s; no gradients. An ignored label is no hit.
+    """
+    vocabulary = Vocabulary(
+        size=vocab_size, local=weight_VH.shape[0], softcap=softcap, scale=scale, group=group
+    )
+    column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
+    found = Softmax.start(x_TH.shape[0], x_TH, best=True)
+    for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, chunk):
+        fold(logits(x_TH, weight_VH, bias, at), at.start, column_T, vocabulary, found)
+    found.reduce(vocabulary)
+    log_probs_T = found.target_T - found.log_total_T.masked_fill_(invalid_T, torch.nan)
+    return torch.where(kept_T, log_probs_T, 0.0), kept_T & (found.best_T == labels_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A model's output layer: this rank's rows of its weight, and what is done to raw logits."""
+
+    weight_VH: Tensor
+    vocab_size: int
+    bias: Tensor | None = None
+    softcap: float = 0.0
+    scale: float = 1.0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The columns this rank holds."""
+        return Vocabulary(
+            size=self.vocab_size,
+            local=self.weight_VH.shape[0],
+            softcap=self.softcap,
+            scale=self.scale,
+            group=self.group,
+        )
+
+
+@torch.no_grad()
+def log_softmax_block(x_CH: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a chunk of tokens for this rank's (unpadded) columns, and the argmax.
+
+    Returns log_probs_CV in fp32 (fp64 for fp64) and best_C, the vocabulary's number of the first
+    of the largest logits over all ranks.
+    """
+    vocabulary = head.vocabulary
+    raw_CV = logits(x_CH, head.weight_VH, head.bias, slice(0, vocabulary.held))
+    found = Softmax.start(x_CH.shape[0], x_CH, best=True)
+    if vocabulary.held:
+        nowhere_C = torch.full((x_CH.shape[0],), -1, dtype=torch.int64, device=x_CH.device)
+        fold(raw_CV, 0, nowhere_C, vocabulary, found)
+    found.reduce(vocabulary)
+    assert found.best_T is not None
+    return bend(raw_CV, vocabulary).sub_(found.log_total_T.unsqueeze(1)), found.best_T
+
+
+@torch.no_grad()
+def divergence(
+    x_TH: Tensor, head: Head, other_x_TG: Tensor, other: Head, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Per token, KL(first || other) in nats (fp32) and whether both models' argmax agree (bool).
+
+    The models may differ in hidden size, padding aside both cut the same vocabulary over the same
+    group. Works on `chunk` tokens at a time (None: by the size of the vocabulary), which hold two
+    [chunk, V] blocks in fp32.
+
+    Raises LayoutError where the two heads hold different columns on this rank.
+    """
+    a, b = head.vocabulary, other.vocabulary
+    if (a.size, a.first, a.held) != (b.size, b.first, b.held):
+        raise LayoutError(
+            f"columns {a.first}+{a.held} of {a.size} cannot be compared with {b.first}+{b.held} of "
+            f"{b.size}",
+            hint="pad both vocabularies alike and use one tensor-parallel size",
+        )
+    rows = chunk or max(1, CHUNK_ELEMENTS // max(a.local, 1))
+    kl, agrees = [], []
+    for x_CH, other_x_CG in zip(x_TH.split(rows), other_x_TG.split(rows), strict=True):
+        log_p_CV, best_C = log_softmax_block(x_CH, head)
+        log_q_CV, other_best_C = log_softmax_block(other_x_CG, other)
+        # Where p is 0 in floating point its term is 0, also where log p is minus infinity.
+        terms_CV = log_q_CV.sub_(log_p_CV).neg_().mul_(log_p_CV.exp_())
+        kl.append(terms_CV.masked_fill_(log_p_CV == 0, 0.0).sum(1))
+        agrees.append(best_C == other_best_C)
+    kl_T = torch.cat(kl)
+    if head.group is not None:
+        dist.all_reduce(kl_T, dist.ReduceOp.SUM, head.group)
+    return kl_T, torch.cat(agrees)

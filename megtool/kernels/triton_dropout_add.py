@@ -1,0 +1,144 @@
+"""Triton kernel of bias, dropout, scale and residual addition in one pass; no mask is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megtool.kernels.launch import accumulator, cdiv, launch, warps
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_BLOCK = 1024
+
+
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
+) -> Tensor:
+    """See `dropout_add.bias_dropout_add`; `p` is 0 where nothing is trained."""
+    out: Tensor = _DropoutAdd.apply(x, bias, residual, p, scale)
+    return out
+
+
+class _DropoutAdd(torch.autograd.Function):
+    """It keeps the seed, and draws the same numbers again in backward.
+
+    The seed is drawn on the device by torch's generator: it costs no synchronisation, follows
+    torch.manual_seed, and is another one at each replay of a CUDA graph.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
+    ) -> Tensor:
+        x = x.contiguous()
+        seed = torch.empty(0, dtype=torch.int64, device=x.device)
+        if p:
+            seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device)
+        ctx.save_for_backward(seed)
+        ctx.way = (p, scale, x.dtype, None if bias is None else bias.dtype)
+        out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+        launch(
+            _forward,
+            cdiv(x.numel(), _BLOCK),
+            x.device,
+            x,
+            x if bias is None else bias,
+            residual.contiguous(),
+            out,
+            seed,
+            x.numel(),
+            x.shape[-1],
+            p,
+            scale,
+            scale / (1 - p) if p < 1 else 0.0,
+            BIAS=bias is not None,
+            DROP=p > 0,
+            ACC=accumulator(x),
+            BLOCK=_BLOCK,
+            num_warps=warps(_BLOCK),
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (seed,) = ctx.saved_tensors
+        p, scale, dtype, bias_dtype = ctx.way
+        grad = grads[0]
+        dx = grad.to(dtype)
+        if p or scale != 1:
+            grad = grad.contiguous()
+            dx = torch.empty_like(grad, dtype=dtype)
+            launch(
+                _backward,
+                cdiv(grad.numel(), _BLOCK),
+                grad.device,
+                grad,
+                dx,
+                seed,
+                grad.numel(),
+                p,
+                scale / (1 - p) if p < 1 else 0.0,
+                DROP=p > 0,
+                ACC=accumulator(grad),
+                BLOCK=_BLOCK,
+                num_warps=warps(_BLOCK),
+            )
+        shift = None
+        if bias_dtype is not None:
+            kept = torch.promote_types(dtype, torch.float32)
+            shift = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=kept).to(bias_dtype)
+        return dx, shift, grads[0], None, None
+
+
+def _forward(
+    x_ptr: Any,
+    bias_ptr: Any,
+    residual_ptr: Any,
+    out_ptr: Any,
+    seed_ptr: Any,
+    num_elements: Any,
+    size: Any,
+    p: Any,
+    scale: Any,
+    kept_scale: Any,
+    BIAS: tl.constexpr,
+    DROP: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK elements a program; `kept_scale` is scale / (1 - p)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_elements
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC)
+    if BIAS:
+        x += tl.load(bias_ptr + at % size, mask=inside, other=0.0).to(ACC)
+    if DROP:
+        x = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, x * kept_scale)
+    else:
+        x = x * scale
+    x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(ACC)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _backward(
+    grad_ptr: Any,
+    dx_ptr: Any,
+    seed_ptr: Any,
+    num_elements: Any,
+    p: Any,
+    kept_scale: Any,
+    DROP: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The same elements draw the same numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_elements
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC) * kept_scale
+    if DROP:
+        grad = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, grad)
+    tl.store(dx_ptr + at, grad.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,203 @@
+"""Attention with grouped queries: projections, rotation, cache, scores, of this rank's heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import LayoutError
+from megtool.kernels.norm import rms_norm
+from megtool.kernels.rotary import rotate
+from megtool.kernels.softmax import masked_softmax
+from megtool.model.batch import Frame
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.masks import Mask
+from megtool.model.norm import Norm, NormLayer
+from megtool.model.parameters import mark
+from megtool.model.rotary import has_rotation
+from megtool.parallel.collectives import copy_to, gather_columns
+from megtool.parallel.groups import Groups
+
+
+def attend(
+    query_BNSD: Tensor,
+    key_BKLD: Tensor,
+    value_BKLD: Tensor,
+    mask: Mask,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """What every query gets from the values it attends to: [B, S, N, D of the values].
+
+    N is a multiple of K: query head n attends to the keys of head `n // (N / K)`. Scores are
+    `scale * q k`, bent by `softcap`; a sink takes a part of each row's weight and gives nothing.
+    """
+    if not softcap and sinks_N is None:
+        out = F.scaled_dot_product_attention(
+            query_BNSD,
+            key_BKLD,
+            value_BKLD,
+            attn_mask=mask.bias(query_BNSD.dtype),
+            is_causal=mask.is_causal,
+            scale=scale,
+            enable_gqa=query_BNSD.shape[1] != key_BKLD.shape[1],
+        )
+        return out.transpose(1, 2)
+    b, n, s, d = query_BNSD.shape
+    k, keys = key_BKLD.shape[1:3]
+    # The queries of one group are so many more rows before its keys.
+    grouped = query_BNSD.reshape(b, k, n // k * s, d)
+    scores = (grouped @ key_BKLD.transpose(-1, -2)).view(b, n, s, keys)
+    weights = masked_softmax(
+        scores,
+        mask.square(s, keys, scores.device),
+        scale=scale,
+        softcap=softcap,
+        sinks_N=sinks_N,
+    )
+    out = weights.view(b, k, n // k * s, keys) @ value_BKLD
+    return out.view(b, n, s, -1).transpose(1, 2)
+
+
+class CoreAttention(nn.Module):
+    """What attention holds beside its projections: a sink for each head (`softmax_offset`)."""
+
+    def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        sinks = nn.Parameter(torch.zeros(num_heads, dtype=dtype, device=device))
+        self.softmax_offset = mark(sinks, split_dim=0)
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer; its norm is part of `linear_qkv`.
+
+    A rank has N = num_heads / tp query heads and K = num_kv_heads / tp key and value heads. With
+    more ranks than key and value heads, Megatron still cuts the fused rows evenly: ranks then
+    gather the rows' outputs and pick theirs, and several hold the same key and value head (K = 1).
+
+    Raises:
+        LayoutError: the heads do not go evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        groups: Groups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        tp = groups.tp.size
+        if config.num_heads % tp or (config.num_kv_heads % tp and tp % config.num_kv_heads):
+            raise LayoutError(
+                f"{config.num_heads} query and {config.num_kv_heads} key and value heads "
+                f"over tp={tp}",
+                hint="tp divides the query heads, and divides or is a multiple of the others",
+            )
+        self.config, self.layer, self.tp = config, layer, groups.tp
+        self.num_heads = config.num_heads // tp
+        self.num_kv_heads = max(1, config.num_kv_heads // tp)
+        self.gate_heads = config.num_heads // config.num_kv_heads * config.attn_output_gate
+        self.scale = (
+            1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
+        )
+        self.has_rotation = has_rotation(config, layer)
+        d, h, norm = config.head_dim, config.hidden_size, Norm.of(config)
+        gates = config.num_heads * config.attn_output_gate
+        self.linear_qkv = ColumnLinear(
+            h,
+            (config.num_heads + gates + 2 * config.num_kv_heads) * d,
+            groups.tp,
+            bias=config.qkv_bias,
+            norm=norm,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        if config.qk_norm:
+            # Every rank sees its own heads.
+            self.q_layernorm = NormLayer(norm, d, partial=tp > 1, dtype=dtype, device=device)
+            self.k_layernorm = NormLayer(norm, d, partial=tp > 1, dtype=dtype, device=device)
+        if config.attn_sinks:
+            self.core_attention = CoreAttention(self.num_heads, dtype=dtype, device=device)
+        self.linear_proj = RowLinear(
+            config.num_heads * d,
+            h,
+            groups.tp,
+            bias=config.attn_out_bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
+        """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
+        config, b, s = self.config, frame.num_rows, frame.num_tokens
+        query, gate, key, value = self._project(x_TH, b, s)
+        if config.qk_norm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if (turn := frame.rotation(self.layer)) is not None:
+            query = rotate(query, *turn, interleaved=config.rope_interleaved)
+            key = rotate(key, *turn, interleaved=config.rope_interleaved)
+            if config.qk_l2_norm:
+                query = rms_norm(query, None, config.norm_eps)
+                key = rms_norm(key, None, config.norm_eps)
+        elif config.attn_temperature_scale:
+            query = query * self._temperature(frame.positions_BS, query.dtype)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        if frame.cache is not None:
+            key, value = frame.cache.append(self.layer, key, value)
+        out_BSND = attend(
+            query,
+            key,
+            value,
+            frame.mask(self.layer),
+            scale=self.scale,
+            softcap=config.attn_softcap,
+            sinks_N=self.core_attention.softmax_offset if config.attn_sinks else None,
+        )
+        if gate is not None:
+            out_BSND = out_BSND * torch.sigmoid(gate)
+        out: Tensor = self.linear_proj(out_BSND.reshape(b * s, -1))
+        return out
+
+    def _project(
+        self, x_TH: Tensor, b: int, s: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Queries, gates, keys and values, [B, S, heads, D]."""
+        config, d = self.config, self.config.head_dim
+        rows = self.linear_qkv(x_TH)
+        share = self.tp.size // config.num_kv_heads if self.tp.size > config.num_kv_heads else 1
+        if share > 1:
+            # copy_to adds up what the ranks that share a group's rows say about them.
+            rows = copy_to(gather_columns(rows, self.tp), self.tp)
+            rows = rows.view(b * s, config.num_kv_heads, -1)[:, self.tp.rank // share]
+        heads = self.num_heads // self.num_kv_heads * share
+        sizes = (heads, self.gate_heads, 1, 1)
+        x = rows.view(b, s, self.num_kv_heads, sum(sizes), d)
+        query, gate, key, value = x.split(sizes, 3)
+        if share > 1:
+            mine = slice((at := self.tp.rank % share) * self.num_heads, (at + 1) * self.num_heads)
+            query, gate = query[:, :, :, mine], gate[:, :, :, mine]
+        return (
+            query.reshape(b, s, self.num_heads, d),
+            gate.reshape(b, s, self.num_heads, d) if self.gate_heads else None,
+            key.squeeze(3),
+            value.squeeze(3),
+        )
+
+    def _temperature(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """What queries of a layer without rotation are multiplied by, [B, S, 1, 1]."""
+        config = self.config
+        steps = torch.floor((positions_BS.float() + 1) / config.attn_temperature_floor)
+        scale = torch.log1p(steps) * config.attn_temperature_scale + 1
+        return scale[:, :, None, None].to(dtype)

@@ -1,0 +1,270 @@
+"""The decoder: embedding, layers, final norm and output layer, or the part of them on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+from megtool.kernels.cross_entropy import linear_cross_entropy
+from megtool.model.batch import Batch, Frame
+from megtool.model.cache import Cache, Span
+from megtool.model.layer import Layer
+from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
+from megtool.model.masks import Masks
+from megtool.model.norm import Norm, NormLayer
+from megtool.model.rotary import Rotary
+from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
+from megtool.parallel.groups import Groups
+
+VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The part of a model that one rank, or one virtual chunk of it, holds.
+
+    The stage with the head of a model with tied embeddings holds the embedding for it.
+    """
+
+    layers: tuple[int, ...]
+    embedding: bool = True
+    head: bool = True
+
+
+class Embedding(nn.Module):
+    """Words, and the positions that are learned."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: Groups,
+        padded_vocab: int,
+        *,
+        positions: bool,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        learned = config.position_embedding == "learned"
+        self.word_embeddings = VocabEmbedding(
+            padded_vocab,
+            hidden,
+            groups.tp,
+            # Learned positions are added to all rows before they are scattered.
+            sequence_parallel=sequence_parallel and not learned,
+            dtype=dtype,
+            device=device,
+        )
+        if positions and learned:
+            self.position_embeddings = nn.Embedding(
+                config.max_positions, hidden, dtype=dtype, device=device
+            )
+
+
+class Block(nn.Module):
+    """The layers, under their numbers in the whole model, and the norm behind the last."""
+
+    def __init__(self, layers: dict[str, nn.Module], final_layernorm: NormLayer | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.final_layernorm = final_layernorm
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer, built by its configuration.
+
+    Parameters have Megatron's names, one key per layer, and this rank's shapes. On the device
+    `meta`, the default, they hold nothing until a loader puts tensors in. Between blocks, tokens
+    are rows x_TH; with `sequence_parallel` those of this rank, an equal part of all, except where
+    heads or vocabulary are cut instead.
+
+    Raises:
+        LayoutError: sizes do not go evenly over the ranks.
+        MappingError: the configuration asks for something unknown.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: Groups | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+        sequence_parallel: bool = False,
+        stage: Stage | None = None,
+        vocab_multiple: int = VOCAB_MULTIPLE,
+    ) -> None:
+        super().__init__()
+        groups = Groups.alone() if groups is None else groups
+        stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
+        self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
+        self.sequence_parallel = sequence_parallel and groups.tp.size > 1
+        multiple = vocab_multiple * groups.tp.size
+        self.padded_vocab = -(-config.vocab_size // multiple) * multiple
+        self.rotary = Rotary(config, dtype=dtype)
+        self.embedding = None
+        if stage.embedding or (stage.head and config.tied_embeddings):
+            self.embedding = Embedding(
+                config,
+                groups,
+                self.padded_vocab,
+                positions=stage.embedding,
+                sequence_parallel=self.sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+        layers: dict[str, nn.Module] = {
+            str(number): Layer(
+                config,
+                number,
+                groups,
+                sequence_parallel=self.sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+            for number in stage.layers
+        }
+        norm = NormLayer(
+            Norm.of(config),
+            config.hidden_size,
+            partial=self.sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.decoder = Block(layers, norm if stage.head else None)
+        self.output_layer = None
+        if stage.head and not config.tied_embeddings:
+            self.output_layer = ColumnLinear(
+                config.hidden_size, self.padded_vocab, groups.tp, dtype=dtype, device=device
+            )
+
+    def forward(
+        self, batch: Batch, cache: Cache | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Logits of every next token: [B, S, vocab_size], on every tp rank.
+
+        With `last_only` of the last valid token of each row alone: [B, 1, vocab_size], without
+        gradients.
+        """
+        rows, tokens = batch.shape
+        x_TH = self.hidden(batch, cache)
+        if last_only:
+            x_TH = self._gathered(x_TH).detach()
+            x_BSH = x_TH.view(rows, tokens, -1)
+            if batch.valid_BS is None:
+                x_TH = x_BSH[:, -1]
+            else:
+                places_S = torch.arange(tokens, device=x_TH.device)
+                last_B = (batch.valid_BS * places_S).argmax(1)
+                x_TH = x_BSH[torch.arange(rows, device=x_TH.device), last_B]
+            return self._logits(x_TH, sequence_parallel=False).view(rows, 1, -1)
+        return self.logits(x_TH).view(rows, tokens, -1)
+
+    def loss(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of all tokens' losses (float32), and how many there are (int64).
+
+        `labels_BS` holds the token that is to follow each of the batch's; -100 counts for nothing.
+        """
+        x_TH = self.hidden(batch)
+        if self.sequence_parallel:
+            x_TH = self._gathered(x_TH)
+        else:
+            x_TH = copy_to(x_TH, self.groups.tp)
+        labels_T = labels_BS.flatten()
+        losses_T = linear_cross_entropy(
+            x_TH,
+            self.output_weight,
+            labels_T,
+            vocab_size=self.config.vocab_size,
+            softcap=self.config.logit_softcap,
+            scale=self.config.logit_scale,
+            group=self.groups.tp.handle,
+        )
+        return losses_T.sum(), (labels_T != -100).sum()
+
+    def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor:
+        """The states after the final norm, x_TH (with sequence parallelism this rank's rows)."""
+        frame = self.frame(batch, cache)
+        x_TH = self.finish(self.run(self.embed(batch, frame), frame))
+        if cache is not None:
+            cache.advance()
+        return x_TH
+
+    def frame(self, batch: Batch, cache: Cache | None = None) -> Frame:
+        """What all layers share in a pass over the batch; takes the cache's slots for it."""
+        rows, tokens = batch.shape
+        span = Span.fresh(batch) if cache is None else cache.begin(batch)
+        self.rotary.forget()
+        return Frame(
+            num_rows=rows,
+            num_tokens=tokens,
+            positions_BS=span.positions_BS,
+            rotary=self.rotary,
+            masks=Masks(self.config, span, documents_BS=batch.documents_BS),
+            cache=cache,
+        )
+
+    def embed(self, batch: Batch, frame: Frame) -> Tensor:
+        """The first residual, x_TH (with sequence parallelism this rank's rows)."""
+        if self.embedding is None or not self.stage.embedding:
+            raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
+        x_TH: Tensor = self.embedding.word_embeddings(batch.tokens_BS.flatten())
+        if self.config.embedding_scale != 1:
+            # A scale in the model's dtype, as every released model was trained with.
+            x_TH = x_TH * torch.tensor(self.config.embedding_scale, dtype=x_TH.dtype)
+        if self.config.position_embedding == "learned":
+            places = self.embedding.position_embeddings(frame.positions_BS)
+            x_TH = (x_TH.view(*batch.shape, -1) + places).flatten(0, 1)
+            if self.sequence_parallel:
+                x_TH = scatter_rows(x_TH, self.groups.tp)
+        return x_TH
+
+    def run(self, x_TH: Tensor, frame: Frame) -> Tensor:
+        """The residual behind this stage's layers."""
+        for number in self.stage.layers:
+            x_TH = self.decoder.layers[str(number)](x_TH, frame)
+        return x_TH
+
+    def finish(self, x_TH: Tensor) -> Tensor:
+        """The final norm, where this stage has it."""
+        norm = self.decoder.final_layernorm
+        return x_TH if norm is None else norm(x_TH)
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """Logits [T, vocab_size] of the rows that `hidden` gives, on every tp rank."""
+        return self._logits(x_TH, sequence_parallel=self.sequence_parallel)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output layer, or of the embedding where they are tied."""
+        holder = self.output_layer
+        if holder is None:
+            if self.embedding is None or not self.stage.head:
+                raise UsageError("this stage has no output layer")
+            return self.embedding.word_embeddings.weight
+        return holder.weight
+
+    def _gathered(self, x_TH: Tensor) -> Tensor:
+        """All rows."""
+        return gather_rows(x_TH, self.groups.tp) if self.sequence_parallel else x_TH
+
+    def _logits(self, x_TH: Tensor, *, sequence_parallel: bool) -> Tensor:
+        config = self.config
+        logits_TV = vocab_logits(
+            x_TH,
+            self.output_weight,
+            self.groups.tp,
+            vocab_size=config.vocab_size,
+            sequence_parallel=sequence_parallel,
+        )
+        if config.logit_scale != 1:
+            logits_TV = logits_TV * config.logit_scale
+        if config.logit_softcap:
+            logits_TV = torch.tanh(logits_TV / config.logit_softcap) * config.logit_softcap
+        return logits_TV

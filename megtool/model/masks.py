@@ -1,0 +1,90 @@
+"""What a query may attend to: causal, padding, documents, windows, chunks, keys of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.model.cache import Span
+from megtool.model.rotary import has_rotation, has_window
+
+
+@dataclass(slots=True)
+class Mask:
+    """The keys that queries may attend to, in the cheapest form that says it.
+
+    All of them where `allowed` is None, or, with `is_causal`, those up to the query's own number;
+    else `allowed` is true for them, bool [B, 1, S, L] (batch may be 1). A query always may attend
+    to its own key, so that no row is empty.
+    """
+
+    allowed: Tensor | None = None
+    is_causal: bool = False
+    _bias: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """`allowed` as what is added to scores: 0 or minus infinity; made once for all layers."""
+        if self.allowed is None:
+            return None
+        if dtype not in self._bias:
+            zeros = torch.zeros((), dtype=dtype, device=self.allowed.device)
+            self._bias[dtype] = torch.where(self.allowed, zeros, float("-inf"))
+        return self._bias[dtype]
+
+    def square(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """`allowed`, also where it is causal: for kernels that know no other form."""
+        if self.is_causal:
+            ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+            return ones.tril(num_keys - num_queries)[None, None]
+        return self.allowed
+
+
+class Masks:
+    """The masks of one forward pass, each made when a layer first asks for its kind."""
+
+    def __init__(
+        self, config: ModelConfig, span: Span, *, documents_BS: Tensor | None = None
+    ) -> None:
+        self.config, self.span, self.documents_BS = config, span, documents_BS
+        self._made: dict[tuple[int, int], Mask] = {}
+
+    def of(self, layer: int) -> Mask:
+        """The mask of a layer."""
+        config, span = self.config, self.span
+        window = config.window_size if has_window(config, layer) else 0
+        chunk = config.attn_chunk_size if has_rotation(config, layer) else 0
+        if window >= span.num_keys:
+            window = 0
+        if chunk >= span.num_keys and span.is_counted:
+            chunk = 0
+        if (window, chunk) not in self._made:
+            self._made[window, chunk] = self._make(window, chunk)
+        return self._made[window, chunk]
+
+    def _make(self, window: int, chunk: int) -> Mask:
+        span = self.span
+        num_queries = span.queries_BS.shape[1]
+        plain = not window and not chunk and span.valid_BL is None and self.documents_BS is None
+        if plain and span.start is not None:
+            if num_queries == 1:
+                return Mask()
+            if span.start == 0 and num_queries == span.num_keys:
+                return Mask(is_causal=True)
+        query = span.queries_BS[:, :, None]
+        key = torch.arange(span.num_keys, device=query.device)
+        allowed = key <= query
+        if window:
+            allowed &= key > query - window
+        if chunk:
+            allowed = allowed & (
+                span.positions_BS[:, :, None] // chunk == span.key_positions_BL[:, None] // chunk
+            )
+        if self.documents_BS is not None:
+            allowed = allowed & (self.documents_BS[:, :, None] == self.documents_BS[:, None])
+        if span.valid_BL is not None:
+            allowed = allowed & span.valid_BL[:, None]
+            allowed |= key == query
+        return Mask(allowed[:, None])

@@ -1,0 +1,59 @@
+"""The MLP of one layer: two projections and an activation between them, gated or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.kernels.activation import activate, gated
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.norm import Norm
+from megtool.parallel.groups import Groups
+
+
+class Mlp(nn.Module):
+    """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        groups: Groups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.linear_fc1 = ColumnLinear(
+            config.hidden_size,
+            config.ffn_hidden_size * (2 if config.gated else 1),
+            groups.tp,
+            bias=config.mlp_bias,
+            norm=Norm.of(config),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.linear_fc2 = RowLinear(
+            config.ffn_hidden_size,
+            config.hidden_size,
+            groups.tp,
+            bias=config.mlp_bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """What the MLP adds to the residual x_TH (before its scale), in x_TH's rows."""
+        config = self.config
+        x = self.linear_fc1(x_TH)
+        if config.gated:
+            x = gated(x, config.activation, limit=config.activation_limit, offset=config.glu_offset)
+        else:
+            x = activate(x, config.activation)
+        out: Tensor = self.linear_fc2(x)
+        return out

@@ -1,0 +1,257 @@
+"""Mixture of experts: tokens go to the ranks of their experts and come back, none dropped.
+
+Each rank of an ep group holds other experts, each rank of an etp group another part of the same
+ones. Every rank sends tokens of its own, so that none is counted twice: where tp ranks hold the
+same tokens, each takes its share of them and the results are gathered. Rows then go to their
+experts' ep rank, to all etp ranks of the experts there; these compute parts of every row's result,
+which are summed on the rank that the row came from, and go back to where the token is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.kernels.activation import activate, gated
+from megtool.kernels.experts import grouped_linear, invert, permute, unpermute
+from megtool.model.parameters import mark
+from megtool.model.router import Router
+from megtool.model.shared_experts import SharedExperts
+from megtool.parallel.collectives import (
+    all_to_all,
+    copy_to,
+    gather_columns,
+    gather_rows,
+    reduce_from,
+    reduce_scatter_rows,
+    scatter_rows,
+)
+from megtool.parallel.groups import Group, Groups
+
+
+class MoeMlp(nn.Module):
+    """The MLP of a layer whose tokens choose experts; the norm before it belongs to the layer.
+
+    Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
+    `layer` is the layer's number; all mixtures of a model are alike.
+
+    Raises:
+        LayoutError: ep does not divide the experts, or etp not their size.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        groups: Groups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.config, self.layer, self.groups = config, layer, groups
+        self.sequence_parallel = sequence_parallel and groups.tp.size > 1
+        self.router = Router(config, partial=self.sequence_parallel, dtype=dtype, device=device)
+        # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
+        experts = Experts(config, groups, dtype=dtype, device=device)
+        self.experts = nn.ModuleDict({"experts": experts})
+        self.shared_experts = None
+        if config.shared_ffn_hidden_size:
+            self.shared_experts = SharedExperts(
+                config, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """The sum of each token's experts by their shares, and of the shared ones."""
+        experts_TK, probs_TK = self.router(x_TH)
+        groups = self.groups
+        if groups.ep.size == 1 and groups.etp.ranks == groups.tp.ranks:
+            out_TH = self._in_place(x_TH, experts_TK, probs_TK)
+        elif self.sequence_parallel or groups.tp.size == 1:
+            out_TH = self._dispatched(x_TH, experts_TK, probs_TK)
+        else:
+            out_TH = self._shared_out(x_TH, experts_TK, probs_TK)
+        if self.shared_experts is not None:
+            out_TH = out_TH + self.shared_experts(x_TH)
+        return out_TH
+
+    def _in_place(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+        """Every rank has a part of every expert, cut as the dense layers are."""
+        tp = self.groups.tp
+        if self.sequence_parallel:
+            experts_TK = gather_rows(experts_TK, tp)
+            x_TH, probs_TK = gather_rows(x_TH, tp), gather_rows(probs_TK, tp)
+        else:
+            x_TH, probs_TK = copy_to(x_TH, tp), copy_to(probs_TK, tp)
+        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
+        rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
+        out_TH = unpermute(self.experts["experts"](rows_RH, counts_E), row_ids_R, probs_TK)
+        if self.sequence_parallel:
+            return reduce_scatter_rows(out_TH, tp)
+        return reduce_from(out_TH, tp)
+
+    def _shared_out(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+        """All tp ranks have the same tokens: each takes its share; padded to equal shares."""
+        tp, (tokens, hidden) = self.groups.tp, x_TH.shape
+        if missing := -tokens % tp.size:
+            x_TH, probs_TK = (
+                torch.cat((v, v.new_zeros(missing, v.shape[1]))) for v in (x_TH, probs_TK)
+            )
+            experts_TK = torch.cat((experts_TK, experts_TK[:1].expand(missing, -1)))
+        own = (scatter_rows(v, tp) for v in (x_TH, experts_TK, probs_TK))
+        out_TH = self._dispatched(*own)
+        # What follows is computed alike on every rank, so a gradient is its own part, not a sum.
+        return gather_columns(out_TH.reshape(1, -1), tp).view(-1, hidden)[:tokens]
+
+    def _dispatched(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+        """Tokens that no other rank has go to their experts and come back."""
+        rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
+        rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
+        route = Route.of(counts_E, self.groups.ep, self.groups.etp)
+        rows_RH = route.back(self.experts["experts"](route.there(rows_RH), route.counts_E))
+        return unpermute(rows_RH, row_ids_R, probs_TK)
+
+    def _scaled(
+        self, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Where shares scale what experts are given: rows times shares, and shares of one."""
+        if not self.config.router_scales_input:
+            return rows_RH, probs_TK
+        probs_R = probs_TK.flatten()[row_ids_R].to(rows_RH.dtype)
+        return rows_RH * probs_R.unsqueeze(1), torch.ones_like(probs_TK)
+
+
+class Experts(nn.Module):
+    """This rank's experts: `num_experts / ep` of them, and `moe_ffn_hidden_size / etp` of each."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: Groups,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        num = groups.ep.part(config.num_experts, "num_experts")
+        ffn = groups.etp.part(config.moe_ffn_hidden_size, "moe_ffn_hidden_size")
+        hidden, inner, bias = config.hidden_size, ffn * (2 if config.gated else 1), config.mlp_bias
+        self.linear_fc1 = ExpertLinear(
+            num, hidden, inner, groups.etp, bias=bias, split_dim=1, dtype=dtype, device=device
+        )
+        self.linear_fc2 = ExpertLinear(
+            num, ffn, hidden, groups.etp, bias=bias, split_dim=2, dtype=dtype, device=device
+        )
+
+    def forward(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
+        """The part of each row's result that this rank's columns give; rows sorted by expert."""
+        inner, config = self.linear_fc1(rows_RH, counts_E), self.config
+        if config.gated:
+            inner = gated(
+                inner, config.activation, limit=config.activation_limit, offset=config.glu_offset
+            )
+        else:
+            inner = activate(inner, config.activation)
+        out: Tensor = self.linear_fc2(inner, counts_E)
+        return out
+
+
+class ExpertLinear(nn.Module):
+    """The same linear layer of every expert: `weight` `[E, out, in]`, `bias` `[E, out]`.
+
+    `split_dim` is the dimension of the weight that etp cuts. Where that is the input's, results of
+    etp ranks are summed, and the bias is added on the first alone; its gradient is whole on each.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool,
+        split_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        is_summed = split_dim == 2
+        self.adds_bias = group.is_first or not is_summed
+        weight = torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
+        split = split_dim if group.size > 1 else None
+        self.weight = mark(nn.Parameter(weight), split_dim=split, expert=True)
+        self.bias = None
+        if bias:
+            made = nn.Parameter(torch.empty(num_experts, out_features, dtype=dtype, device=device))
+            split = None if is_summed or group.size == 1 else 1
+            self.bias = mark(made, split_dim=split, expert=True)
+
+    def forward(self, rows: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, `counts_E` of them each."""
+        bias: Tensor | None = self.bias
+        if bias is not None and not self.adds_bias:
+            bias = bias - bias.detach()  # zero, with the gradient of one
+        return grouped_linear(rows, self.weight, counts_E, bias)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where the rows of this rank go, and what comes back: counts of rows, known to the host.
+
+    Made of one exchange of counts between the ranks of the ep and etp groups.
+    """
+
+    ep: Group
+    etp: Group
+    send: list[int]  # to each ep rank
+    receive: list[int]  # from each ep rank
+    parts: list[int]  # rows that each etp rank has received so
+    order_R: Tensor  # received rows, (etp rank, ep rank, expert), as sorted by expert
+    counts_E: Tensor  # rows of each expert here
+
+    @classmethod
+    def of(cls, counts_E: Tensor, ep: Group, etp: Group) -> Route:
+        """`counts_E` are this rank's rows for each of all experts, by which they are sorted."""
+        local = counts_E.shape[0] // ep.size
+        ones = [1] * ep.size
+        counts_PE = all_to_all(counts_E.view(ep.size, local), ones, ones, ep)  # from each ep rank
+        counts_AE = gather_rows(counts_PE, etp)  # from each rank of both groups
+        experts_A = torch.arange(local, device=counts_E.device).repeat(counts_AE.shape[0])
+        totals = torch.cat(
+            (counts_E.view(ep.size, local).sum(1), counts_PE.sum(1), counts_AE.sum(1))
+        ).tolist()
+        received = totals[2 * ep.size :]
+        experts_R = experts_A.repeat_interleave(counts_AE.flatten(), output_size=sum(received))
+        return cls(
+            ep=ep,
+            etp=etp,
+            send=totals[: ep.size],
+            receive=totals[ep.size : 2 * ep.size],
+            parts=[sum(received[i : i + ep.size]) for i in range(0, len(received), ep.size)],
+            order_R=experts_R.argsort(stable=True),
+            counts_E=counts_AE.sum(0),
+        )
+
+    def there(self, rows_RH: Tensor) -> Tensor:
+        """This rank's rows, sorted by expert, as rows of the experts here, sorted by expert."""
+        rows_RH = all_to_all(rows_RH, self.send, self.receive, self.ep)
+        if self.etp.size > 1:
+            own = sum(self.receive)
+            copies = rows_RH.repeat(self.etp.size, 1)
+            rows_RH = all_to_all(copies, [own] * self.etp.size, self.parts, self.etp)
+        return rows_RH.index_select(0, self.order_R)
+
+    def back(self, rows_RH: Tensor) -> Tensor:
+        """The way back of `there`, where the parts of a row's result are summed."""
+        rows_RH = rows_RH.index_select(0, invert(self.order_R))
+        if self.etp.size > 1:
+            own = sum(self.receive)
+            parts = all_to_all(rows_RH, self.parts, [own] * self.etp.size, self.etp)
+            rows_RH = parts.view(self.etp.size, own, -1).sum(0)
+        return all_to_all(rows_RH, self.receive, self.send, self.ep)

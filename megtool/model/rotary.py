@@ -1,0 +1,230 @@
+"""Rotary embedding: the frequencies of every kind of scaling, and cosines and sines of positions.
+
+Formulas as in transformers' `modeling_rope_utils.py`, whose names of the kinds these are: `linear`,
+`dynamic` (NTK), `yarn`, `longrope` (also `su`) and `llama3`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import MappingError
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines `[B, S, R]` (batch may be 1), in the model's dtype, scaled."""
+
+    cos_BSR: Tensor
+    sin_BSR: Tensor
+
+
+def has_rotation(config: ModelConfig, layer: int) -> bool:
+    """The layer turns its queries and keys."""
+    if config.position_embedding != "rope":
+        return False
+    without = config.no_rope_layers
+    return without is None or layer >= len(without) or not without[layer]
+
+
+def has_window(config: ModelConfig, layer: int) -> bool:
+    """The layer attends within a sliding window."""
+    skip = config.window_skip_freq
+    if not config.window_size:
+        return False
+    if skip is None:
+        return True
+    return bool((layer + 1) % skip) if isinstance(skip, int) else bool(skip[layer])
+
+
+def rotary_size(config: ModelConfig) -> int:
+    """How many elements of a head turn (R)."""
+    if config.kv_lora_rank:
+        return config.qk_rope_head_dim
+    return int(config.head_dim * config.rotary_percent)
+
+
+class Frequencies(NamedTuple):
+    """Angles per position, float32 `[R / 2]`, and what cosines and sines are multiplied by."""
+
+    per_position: Tensor
+    scale: float
+
+
+class Rotary:
+    """Cosines and sines for a model's layers.
+
+    They are computed once per forward pass for each base that the layers have, in float32.
+
+    Raises:
+        MappingError: a kind of scaling that is not known, or a key of it that is missing.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> None:
+        self.config, self.dtype = config, dtype
+        self.size = rotary_size(config)
+        self.scaling = dict(config.rope_scaling or {})
+        self.kind = str(self.scaling.get("rope_type", self.scaling.get("type", "default")))
+        self._known: dict[tuple[Any, ...], Frequencies] = {}
+        self._made: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
+        if config.position_embedding == "rope":
+            self.frequencies(self.original_length, is_local=False)
+
+    @property
+    def original_length(self) -> int:
+        """Tokens that the model was first trained for."""
+        key = "original_max_position_embeddings"
+        length = self.scaling.get(key) or self.config.extra.get(key)
+        return int(length or self.config.max_positions)
+
+    def of(self, layer: int, positions_BS: Tensor) -> Rotation | None:
+        """The rotation of a layer's queries and keys; None where they do not turn.
+
+        The last positions asked for are remembered, by identity, since all layers share them.
+        """
+        if not has_rotation(self.config, layer):
+            return None
+        is_local = self.config.rope_local_base is not None and has_window(self.config, layer)
+        if self._made[0] is not positions_BS:
+            self._made = (positions_BS, {})
+        rotations = self._made[1]
+        if is_local not in rotations:
+            rotations[is_local] = self.rotation(positions_BS, is_local=is_local)
+        return rotations[is_local]
+
+    def forget(self) -> None:
+        """Let go of the last rotations."""
+        self._made = (None, {})
+
+    def rotation(self, positions_BS: Tensor, *, is_local: bool = False) -> Rotation:
+        """Cosines and sines of positions, int64 `[B, S]`."""
+        length = self.original_length
+        if not is_local and self.kind in ("dynamic", "longrope", "su"):
+            length = int(positions_BS.max()) + 1  # these two alone depend on the data
+        found = self.frequencies(length, is_local=is_local, device=positions_BS.device)
+        angles = positions_BS[..., None].float() * found.per_position
+        if self.config.rope_interleaved:
+            angles = angles.repeat_interleave(2, -1)
+        else:
+            angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos(), angles.sin()
+        if found.scale != 1:
+            cos, sin = cos * found.scale, sin * found.scale
+        return Rotation(cos.to(self.dtype), sin.to(self.dtype))
+
+    def frequencies(
+        self, length: int, *, is_local: bool, device: torch.device | str = "cpu"
+    ) -> Frequencies:
+        """The frequencies for sequences of `length` tokens."""
+        kind = "default" if is_local else self.kind
+        if kind not in _KINDS:
+            raise MappingError(
+                f"rope_scaling is of the kind {kind!r}", hint=f"known: {', '.join(_KINDS)}"
+            )
+        if kind == "dynamic":
+            length = max(length, self.config.max_positions)
+        elif kind in ("longrope", "su"):
+            length = max(length, self.original_length)
+            length = min(length, self.original_length + 1)
+        else:
+            length = 0
+        key = (is_local, length, str(device))
+        if key not in self._known:
+            base = self.config.rope_local_base if is_local else self.config.rope_base
+            try:
+                found = _KINDS[kind](self, float(base or 10000.0), length)
+            except KeyError as missing:
+                raise MappingError(
+                    f"rope_scaling of the kind {kind!r} lacks {missing.args[0]!r}"
+                ) from missing
+            self._known[key] = Frequencies(found.per_position.to(device), found.scale)
+        return self._known[key]
+
+
+def _powers(base: float, size: int) -> Tensor:
+    """`base ** (2 i / size)`: the wavelengths over two pi."""
+    return base ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size)
+
+
+def _default(rotary: Rotary, base: float, length: int) -> Frequencies:
+    return Frequencies(1 / _powers(base, rotary.size), 1.0)
+
+
+def _linear(rotary: Rotary, base: float, length: int) -> Frequencies:
+    return Frequencies(1 / _powers(base, rotary.size) / rotary.scaling["factor"], 1.0)
+
+
+def _dynamic(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """NTK-aware: a larger base once a sequence is longer than the model's positions."""
+    factor, size = rotary.scaling["factor"], rotary.size
+    stretch = factor * length / rotary.config.max_positions - (factor - 1)
+    return Frequencies(1 / _powers(base * stretch ** (size / (size - 2)), size), 1.0)
+
+
+def _llama3(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """Long wavelengths are stretched, short ones kept, and those between interpolated."""
+    s = rotary.scaling
+    freq = 1 / _powers(base, rotary.size)
+    low, high, factor = s["low_freq_factor"], s["high_freq_factor"], s["factor"]
+    rotations = rotary.original_length * freq / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return Frequencies((1 - kept) * freq / factor + kept * freq, 1.0)
+
+
+def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """YaRN (arXiv 2309.00071): as Llama 3's by dimension, with a temperature of attention."""
+    s, size, original = rotary.scaling, rotary.size, rotary.original_length
+    factor = s["factor"] or rotary.config.max_positions / original
+
+    def temperature(weight: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    scale = s.get("attention_factor")
+    if scale is None:
+        one, all_dims = s.get("mscale"), s.get("mscale_all_dim")
+        if one and all_dims:
+            scale = temperature(one) / temperature(all_dims)
+        else:
+            scale = temperature()
+
+    def dimension(rotations: float) -> float:
+        """The dimension that makes so many rotations over the original length."""
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(size // 2).float() - low) / (high - low)).clamp(0, 1)
+    powers = _powers(base, size)
+    freq = 1 / (factor * powers) * stretched + 1 / powers * (1 - stretched)
+    return Frequencies(freq, float(scale))
+
+
+def _longrope(rotary: Rotary, base: float, length: int) -> Frequencies:
+    """LongRoPE (arXiv 2402.13753): a factor for each dimension, other ones for long sequences."""
+    s, original = rotary.scaling, rotary.original_length
+    factor = s.get("factor") or rotary.config.max_positions / original
+    scale = s.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = torch.tensor(s["long_factor" if length > original else "short_factor"])
+    return Frequencies(1 / (factors.float() * _powers(base, rotary.size)), float(scale))
+
+
+_KINDS: Mapping[str, Callable[[Rotary, float, int], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
+    "llama3": _llama3,
+}

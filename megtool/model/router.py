@@ -1,0 +1,129 @@
+"""Router: which experts a token goes to, and how much each of them counts.
+
+Sources of the formulas: megatron-core 0.16.1, `transformer/moe/moe_utils.py`, and transformers'
+models of the families in converters/.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import MappingError
+from megtool.model.parameters import mark
+
+SCORES = ("softmax", "sigmoid")
+
+
+class Router(nn.Module):
+    """A linear layer onto the experts, the same on every rank, and the choice among them.
+
+    Parameters: `weight` `[E, H]`, `bias` `[E]`, and `expert_bias` `[E]` in fp32, which decides who
+    is chosen but not how much that counts, and which no gradient reaches. `partial` says that a
+    rank routes a part of the tokens alone, so that gradients have to be added up over tp.
+
+    Raises:
+        MappingError: scores of a kind that is not known, or groups that do not divide the experts.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        partial: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        num, hidden = config.num_experts, config.hidden_size
+        weight = torch.empty(num, hidden, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), partial=partial)
+        self.bias = self.expert_bias = None
+        if config.router_bias:
+            bias = torch.zeros(num, dtype=dtype, device=device)
+            self.bias = mark(nn.Parameter(bias), partial=partial)
+        if config.router_expert_bias:
+            counted = torch.zeros(num, dtype=torch.float32, device=device)
+            self.expert_bias = mark(nn.Parameter(counted, requires_grad=False))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32)."""
+        return choose(self.logits(x_TH), self.config, self.expert_bias)
+
+    def logits(self, x_TH: Tensor) -> Tensor:
+        """What scores are made of, logits_TE, in x's dtype or (where the model says so) in fp32."""
+        if not self.config.router_fp32:
+            return F.linear(x_TH, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(x_TH.float(), self.weight.float(), bias)
+
+
+def choose(
+    logits_TE: Tensor, config: ModelConfig, expert_bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
+
+    Sigmoid scores are divided by their sum over the chosen, unless there is but one, or the score
+    multiplies what the expert is given (Llama 4). A softmax goes over all experts
+    (`router_pre_softmax`) or over the chosen. Where experts come in groups, a token's are all from
+    its `router_topk_groups` best groups. `router_scaling` multiplies all shares.
+    """
+    logits_TE = logits_TE.float()
+    if config.router_score == "sigmoid":
+        scores_TE = logits_TE.sigmoid()
+    elif config.router_pre_softmax:
+        scores_TE = logits_TE.softmax(-1)
+    else:
+        scores_TE = logits_TE
+    has_groups = config.router_topk_groups > 0 and config.router_num_groups > 1
+    if expert_bias_E is not None:
+        ranked_TE = scores_TE.detach() + expert_bias_E
+    else:  # scores keep the order of logits, of which large ones have the same score
+        ranked_TE = (scores_TE if has_groups else logits_TE).detach()
+    if has_groups:
+        ranked_TE = _within_best_groups(ranked_TE, config)
+    experts_TK = ranked_TE.topk(config.num_experts_per_token, -1).indices
+    probs_TK = scores_TE.gather(-1, experts_TK)
+    if config.router_score == "sigmoid":
+        if config.num_experts_per_token > 1 and not config.router_scales_input:
+            probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
+    elif not config.router_pre_softmax:
+        probs_TK = probs_TK.softmax(-1)
+    if config.router_scaling != 1:
+        probs_TK = probs_TK * config.router_scaling
+    return experts_TK, probs_TK
+
+
+def _within_best_groups(ranked_TE: Tensor, config: ModelConfig) -> Tensor:
+    """Ranks, minus infinity for experts outside of a token's best groups.
+
+    A group counts as much as the sum of its best experts.
+    """
+    groups_TGE = ranked_TE.reshape(ranked_TE.shape[0], config.router_num_groups, -1)
+    num_best = config.router_group_best or max(
+        1, config.num_experts_per_token // config.router_topk_groups
+    )
+    best_TG = groups_TGE.topk(min(num_best, groups_TGE.shape[-1]), -1).values.sum(-1)
+    chosen = best_TG.topk(config.router_topk_groups, -1, sorted=False).indices
+    is_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(-1, chosen, False)
+    return groups_TGE.masked_fill(is_out_TG.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _check(config: ModelConfig) -> None:
+    if config.router_score not in SCORES:
+        raise MappingError(
+            f"router_score is {config.router_score!r}", hint=f"known: {', '.join(SCORES)}"
+        )
+    num, chosen = config.num_experts, config.num_experts_per_token
+    if not 0 < chosen <= num:
+        raise MappingError(f"num_experts_per_token is {chosen}, of {num} experts")
+    groups, best = config.router_num_groups, config.router_topk_groups
+    if groups > 1 and best and (num % groups or best > groups or chosen > best * (num // groups)):
+        raise MappingError(
+            f"{chosen} of {num} experts from {best} of {groups} groups",
+            hint="equal groups, of which the chosen ones hold enough experts",
+        )

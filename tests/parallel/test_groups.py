@@ -1,0 +1,134 @@
+"""Groups on real gloo processes against the ranks that megatron-core's own generator names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError, MissingPackageError
+from megtool.parallel.groups import Group, Groups, fit
+from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
+from tests.gloo_world import run_world
+
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "expert_dp", "replicas", "ends", "world")
+LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
+    ({"tp": 2, "pp": 2}, MEGATRON_ORDER),
+    ({"tp": 2, "ep": 2}, MEGATRON_ORDER),
+    ({"tp": 2, "ep": 2, "etp": 1}, MEGATRON_ORDER),
+    ({"pp": 2, "dp": 2}, PIPELINE_BEFORE_DATA),
+    ({"cp": 2}, "cp-tp-ep-dp-pp"),
+    ({"pp": 4}, MEGATRON_ORDER),
+)
+
+
+def join(rank: int, size: int) -> list[dict[str, Any]]:
+    out = []
+    Groups.start(ParallelConfig())  # the world, which the following do not own
+    for sizes, order in LAYOUTS:
+        groups = Groups.start(ParallelConfig(**sizes), order=order)
+        seen: dict[str, Any] = {"grown": groups.parallel.dp, "owns": groups.owns_world}
+        for axis in AXES:
+            group: Group = getattr(groups, axis)
+            total = torch.tensor(float(rank))
+            if group.handle is not None:
+                dist.all_reduce(total, group=group.handle)
+            seen[axis] = (group.ranks, group.rank, total.item())
+        groups.stop()  # it is not theirs to stop
+        assert dist.is_initialized()
+        out.append(seen)
+    return out
+
+
+@pytest.fixture(scope="module")
+def joined() -> list[list[dict[str, Any]]]:
+    return run_world(join, 4)
+
+
+def test_every_group_sums_over_exactly_its_ranks(joined: list[list[dict[str, Any]]]) -> None:
+    for rank, layouts in enumerate(joined):
+        for seen in layouts:
+            assert not seen["owns"]
+            for axis in AXES:
+                ranks, place, total = seen[axis]
+                assert ranks[place] == rank
+                assert total == sum(ranks)
+
+
+def test_data_parallelism_fills_the_world(joined: list[list[dict[str, Any]]]) -> None:
+    assert [seen["grown"] for seen in joined[0]] == [1, 2, 2, 2, 2, 1]
+    assert fit(ParallelConfig(tp=2, ep=4), 16).dp == 8
+
+
+def test_tied_embeddings_are_shared_by_the_outer_stages(
+    joined: list[list[dict[str, Any]]],
+) -> None:
+    four_stages = LAYOUTS.index(({"pp": 4}, MEGATRON_ORDER))
+    assert [layouts[four_stages]["ends"][0] for layouts in joined] == [(0, 3), (1,), (2,), (0, 3)]
+
+
+@pytest.mark.peers
+def test_groups_equal_megatrons(joined: list[list[dict[str, Any]]]) -> None:
+    state = pytest.importorskip("megatron.core.parallel_state")
+    for (sizes, order), *seen in zip(LAYOUTS, *joined, strict=True):
+        p = fit(ParallelConfig(**sizes), 4)
+        dense = state.RankGenerator(tp=p.tp, cp=p.cp, dp=p.dp, pp=p.pp, ep=1, order=order)
+        expert = state.RankGenerator(tp=p.etp, ep=p.ep, dp=p.expert_dp, pp=p.pp, cp=1, order=order)
+        own = {axis: (dense, axis) for axis in ("tp", "cp", "pp", "dp")}
+        own |= {"replicas": (dense, "dp-cp"), "etp": (expert, "tp"), "ep": (expert, "ep")}
+        own |= {"expert_dp": (expert, "dp")}
+        for axis, (generator, token) in own.items():
+            for ranks in generator.get_ranks(token):
+                for rank in ranks:
+                    assert seen[rank][axis][0] == tuple(ranks), (sizes, axis)
+
+
+def test_one_process_initialises_nothing() -> None:
+    for groups in (Groups.alone(), Groups.start(ParallelConfig(), environment={})):
+        assert not dist.is_initialized()
+        assert {getattr(groups, axis).size for axis in AXES} == {1}
+        assert groups.tp.is_first
+        assert groups.pp.is_last
+        groups.stop()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "said", "hint"),
+    [
+        ({"tp": 4}, 2, "tp=4 needs 4 processes, and there are 2", "tp that do: 1, 2"),
+        ({"tp": 2, "pp": 3}, 4, "tp=2 x pp=3 needs 6 processes", "fits 6, 12, 18, ... processes"),
+        ({"tp": 3, "pp": 2}, 4, "tp=3 x pp=2 needs 6", "with 4, sizes of tp that do: 1, 2"),
+        ({"tp": 2, "ep": 8}, 4, "tp=2 x dp=8 needs 16", "fits 16, 32, 48"),
+    ],
+)
+def test_a_world_that_does_not_fit_is_told_what_would(
+    sizes: dict[str, int], world: int, said: str, hint: str
+) -> None:
+    with pytest.raises(LayoutError) as error:
+        Groups.start(ParallelConfig(**sizes), environment={"RANK": "0", "WORLD_SIZE": str(world)})
+    assert said in error.value.message
+    assert hint in str(error.value.hint)
+    assert not dist.is_initialized()
+
+
+def test_a_layout_of_several_ranks_needs_torchrun() -> None:
+    with pytest.raises(LayoutError, match="needs 2 processes, and there are 1"):
+        Groups.start(ParallelConfig(tp=2), environment={})
+    with pytest.raises(LayoutError, match="torchrun"):
+        Groups.start(ParallelConfig(), environment={"WORLD_SIZE": "two"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_without_a_gpu_is_an_error() -> None:
+    with pytest.raises(MissingPackageError) as error:
+        Groups.start(ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": "2"})
+    assert "CUDA device 0, and there are 0" in error.value.message
+    assert "--device cpu" in str(error.value.hint)
+
+
+def test_a_part_that_does_not_divide_is_told_what_would() -> None:
+    with pytest.raises(LayoutError, match=r"group of 4 does not divide heads=6(.|\n)*1, 2, 3, 6"):
+        Group(ranks=(0, 1, 2, 3)).part(6, "heads")
