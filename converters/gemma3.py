@@ -53,9 +53,8 @@ FAMILY = Family(
         Rope(1000000.0, local_key="rope_local_base_freq"),
         Window(default=4096, every=6, every_key="sliding_window_pattern"),
         Assumed("embedding_scale", "hidden_size ** 0.5"),
-        # Null is no cap, an absent key its default.
-        Noted("attn_logit_softcapping", "attn_softcap", 0.0, "x + 0.0", null=0.0),
-        Noted("final_logit_softcapping", "logit_softcap", 0.0, "x + 0.0", null=0.0),
+        # transformers reads attn_logit_softcapping, and does not use it.
+        Noted("final_logit_softcapping", "logit_softcap", 0.0, "x + 0.0"),
         Noted("query_pre_attn_scalar", "softmax_scale", 256**-0.5, "x ** -0.5"),
     ),
     hf=(

@@ -68,9 +68,9 @@ FAMILY = Family(
         Noted("attn_scale", "attn_temperature_scale", 0.1, "x or 0"),
         Noted(
             "attn_temperature_tuning",
-            "attn_temperature_floor",
-            Default("attn_temperature_floor"),
-            "attn_temperature_floor if x else 0",
+            "attn_temperature_scale",
+            Default("attn_temperature_scale"),
+            "attn_temperature_scale if x else 0",
         ),
     ),
     hf=(

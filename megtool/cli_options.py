@@ -132,7 +132,7 @@ PipelineLayout = Annotated[
 To = Annotated[
     str | None,
     output(
-        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr or tensorstore; "
+        "torch_dist, megatron (mp_rank folders), hf, safetensors, dcp, zarr, tensorstore or ocdbt; "
         "default: the source's own (hf for GGUF).",
         "--to",
         metavar="FORMAT",
@@ -172,7 +172,7 @@ MaxShardSize = Annotated[
 ]
 Compress = Annotated[
     Literal["zstd", "blosc"] | None,
-    output("Compress the chunks of zarr or tensorstore; default: raw ones.", "--compress"),
+    output("Compress the chunks of zarr, tensorstore or ocdbt; default: raw ones.", "--compress"),
 ]
 Digest = Annotated[
     Literal["all", "buffered", "none"],

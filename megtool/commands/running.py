@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.small_files import hugging_face_files, saved_tokenizer
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.dtypes import DType
-from megtool.errors import LayoutError, MappingError, MissingPackageError, UsageError
+from megtool.errors import FormatError, LayoutError, MappingError, MissingPackageError, UsageError
 from megtool.log import Progress
 
 if TYPE_CHECKING:
@@ -101,11 +100,9 @@ class Runnable:
             files = hugging_face_files(self.opened, None) | saved_tokenizer(self.opened)
             try:
                 found = Tokenizer.load(files)
-            except MappingError as e:
-                raise e
-            except _NO_TOKENIZER as e:
-                e.file = e.file or str(self.opened.path)
-                raise
+            except FormatError as e:
+                place = e.file or self.opened.path
+                raise FormatError(e.message, file=place, hint=e.hint) from e
         found.check_vocabulary(self.config.vocab_size)
         return found
 

@@ -35,8 +35,9 @@ class Seat:
 class LocalTensor:
     """One tensor of a rank: `boxes` of the whole model's tensor `key`, each at its index in `at`.
 
-    `name` is what its module is called on this rank. A mixture's experts, of which each is a
-    parameter of its own, lie one after the other on the first axis.
+    A mixture's experts, of which each is a parameter of its own, lie one after the other on the
+    first axis. `name` is what the rank calls it: `key`, also for the last stage's copy of a tied
+    embedding.
     """
 
     name: str
@@ -73,10 +74,10 @@ def local_tensors(
         experts = ranks.get(Place(seat.stage, chunk, seat.ep, seat.etp), ())
         for p in dense:
             if not p.is_expert:
-                members[p.module_key].append(p)
+                members[p.key].append(p)
         for p in experts:
             if p.is_expert:
-                members[p.module_key].append(p)
+                members[p.key].append(p)
     return {name: _joined(name, found) for name, found in members.items()}
 
 

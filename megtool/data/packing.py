@@ -189,6 +189,4 @@ def _batch(rows: Sequence[Sequence[_Piece]], length: int, pad_id: int) -> Rows:
             tokens[b, here], labels[b, here] = piece.inputs, piece.labels
             positions[b, here], documents[b, here] = np.arange(len(piece.inputs)), piece.document
             at = here.stop
-    return Rows(
-        tokens_BS=tokens, labels_BS=labels, positions_BS=positions, documents_BS=documents
-    )
+    return Rows(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, documents_BS=documents)

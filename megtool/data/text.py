@@ -156,7 +156,7 @@ def _file(path: Path, field: str | None) -> Iterator[Document]:
 
 
 def _files(folder: Path, split: str | None) -> list[Path]:
-    """The files of data below a folder; those of `split` by a word in their path, if it is given."""
+    """The files of data below a folder, or those with the word `split` in their path."""
     found = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
     if not found:
         raise FormatError("no file of text", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
@@ -183,7 +183,7 @@ def _plain(path: Path) -> Document:
         raise FormatError(
             f"{size} bytes of plain text are more than one document may have",
             file=path,
-            hint="write JSON lines, one document a line: {\"text\": \"...\"}",
+            hint='write JSON lines, one document a line: {"text": "..."}',
         )
     data = path.read_bytes()
     return Document(text=_text(data, path), file=str(path), number=1, num_bytes=len(data))
@@ -227,9 +227,7 @@ def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
                     hint="one object a line; `jq -c .[]` makes that of an array",
                 ) from e
             now = raw.tell() if zipped else before + len(line)
-            yield _document(
-                record, field, file=str(path), number=number, num_bytes=now - before
-            )
+            yield _document(record, field, file=str(path), number=number, num_bytes=now - before)
             before = now
 
 

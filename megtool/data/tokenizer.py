@@ -62,7 +62,7 @@ class Tokenizer:
             MissingPackageError: transformers, or what it needs for these files, is missing.
         """
         found = {n: f for n, f in files.items() if _belongs(n)}
-        tables = [n for n in found if n in _TABLES or n.endswith(".tiktoken")]
+        tables = [n for n in found if holds_vocabulary(n)]
         if not tables:
             raise FormatError(
                 "the checkpoint holds no tokenizer",
@@ -276,6 +276,11 @@ def single_threaded() -> Iterator[None]:
             del os.environ[key]
         else:
             os.environ[key] = before
+
+
+def holds_vocabulary(name: str) -> bool:
+    """Whether a file of this name is enough to make a tokenizer of."""
+    return name in _TABLES or name.endswith(".tiktoken")
 
 
 def _belongs(name: str) -> bool:

@@ -45,12 +45,16 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True)
 class Meter:
-    """What the work took so far: seconds and tokens of reading prompts, and of writing texts."""
+    """What the work took so far: seconds and tokens of reading prompts, and of writing texts.
+
+    The first token of every text comes with the reading of its prompt, the others with steps.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     new_tokens: int = 0
-    new_seconds: float = 0.0
+    step_tokens: int = 0
+    step_seconds: float = 0.0
     num_steps: int = 0
     num_graphed: int = 0
 
@@ -139,7 +143,8 @@ def generate(
             meter.prompt_tokens += sum(len(r.request.prompt) for r in rows)
             meter.prompt_seconds += took
         else:
-            meter.new_seconds += took
+            meter.step_seconds += took
+            meter.step_tokens += len(rows)
             meter.num_steps += 1
         meter.new_tokens += len(rows)
         for one, token in zip(rows, tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Weights: one rank's tensors out of any open checkpoint, planned once and loaded as often as asked.
+"""Weights: one rank's tensors out of any open checkpoint, planned once, loaded as often as asked.
 
 The plan is the one that reshards: source tensors read as canonical ones, Megatron's per-layer
 tensors made of them, and of these what the rank holds; only the destination is memory.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.ranks import rank_parameters
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
+from megtool.log import Progress, silent
 from megtool.tensors.box import numel
 from megtool.tensors.relation import Placement
 
@@ -40,9 +41,6 @@ _LOG = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20
 """What all buffers of all threads together hold while weights are loaded."""
-
-Progress = Callable[[str, int, int], None]
-"""Told `("load", bytes done since the last time, bytes in all)`, from any thread, one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class Weights:
         padded_vocab: int | None = None,
         threads: int | None = None,
         memory_bytes: int = BUFFER_BYTES,
-        progress: Progress | None = None,
+        progress: Progress = silent,
     ) -> None:
         self.parallel, seat = parallel or ParallelConfig(), seat or Seat()
         self.catalogue = source.catalogue
@@ -107,7 +105,7 @@ class Weights:
 
     @property
     def usual_dtype(self) -> DType:
-        """The type that most of the stored weights have; bfloat16 where it is none to compute in."""
+        """The type of most stored weights; bfloat16 where it is none to compute in."""
         count: Counter[str] = Counter()
         for name, t in self._side.canonical.items():
             stored = self.catalogue[self._side.placements[name].stored]
@@ -152,7 +150,7 @@ class Weights:
                 threads=self._threads,
                 memory_bytes=self._memory_bytes,
                 digest=DigestMode.NONE,
-                progress=None if tell is None else lambda n: tell("load", n, total),
+                progress=lambda n: tell("load", n, total),
             )
             return stage.tensors(plan.target.catalogue)
 
@@ -193,7 +191,9 @@ def decoder_of(source: Source) -> tuple[ModelConfig, Side]:
     side, config, where = source.side, source.config, source.catalogue.root
     stored = [t.name for t in source.catalogue.tensors if not is_optimizer_state(t.name)]
     if is_encoder_decoder(stored):
-        raise _no_decoder(source.catalogue, stored[0], "an encoder and a decoder that attends to it")
+        raise _no_decoder(
+            source.catalogue, stored[0], "an encoder and a decoder that attends to it"
+        )
     if config is None or side.dialect == "identity":
         raise MappingError(
             "nothing says what model these tensors are, so it cannot be run",

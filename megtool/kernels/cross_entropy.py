@@ -131,7 +131,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g[vocabulary.held :].zero_()
         for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, ctx.chunk):
             raw_TB = logits(x_TH, weight_VH, bias_V, at)
-            g_TB = slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
+            slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
+            g_TB = raw_TB
             if sum_TH is not None:
                 accumulate_product(sum_TH, g_TB, weight_VH[at])
             if g_weight_VH is not None:

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.kernels.choice import chosen
+from megtool.kernels import triton_head
+from megtool.kernels.choice import Kernel
 
 # Elements of a block where the caller does not say: what keeps a GPU's matrix units busy, and what
 # stays near a CPU's caches.
 BLOCK_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 22}
 SMALLEST_BLOCK = 1024
-NOWHERE = -1  # the local column of a label that this rank does not hold
+NOWHERE = -1  # the column of a label that this rank does not hold; lies in no block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,38 +130,21 @@ def logits(x_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, at: slice) ->
     return F.linear(x_TH, weight_VH[at], None if bias_V is None else bias_V[at])
 
 
-def bend(raw: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Scaled and capped logits, in at least fp32; never the memory of `raw`."""
-    wide = torch.promote_types(raw.dtype, torch.float32)
-    bent = raw.to(wide, copy=True)
-    if vocabulary.scale != 1.0:
-        bent.mul_(vocabulary.scale)
-    if vocabulary.softcap:
-        bent.div_(vocabulary.softcap).tanh_().mul_(vocabulary.softcap)
-    return bent
-
-
 def fold(
     raw_TB: Tensor, start: int, column_T: Tensor, vocabulary: Vocabulary, into: Softmax
 ) -> None:
     """Take the raw logits of columns `start`... of this rank into the statistics `into`."""
-    if _fused(raw_TB):
-        from megtool.kernels.head_triton import fold as fused
-
-        return fused(raw_TB, start, column_T, vocabulary.softcap, vocabulary.scale, into)
-    bent_TB = bend(raw_TB, vocabulary)
-    block_T = bent_TB.amax(1)
-    if into.best_T is not None:
-        better_T = block_T > into.maximum_T
-        into.best_T.copy_(torch.where(better_T, bent_TB.argmax(1) + start, into.best_T))
-    maximum_T = torch.maximum(into.maximum_T, block_T)
-    here_T, at_T = _within(column_T, start, raw_TB.shape[1])
-    found_T = bent_TB.gather(1, at_T.unsqueeze(1)).squeeze(1)
-    into.target_T.add_(torch.where(here_T, found_T, 0.0))
-    into.total_T.mul_((into.maximum_T - maximum_T).exp_())
-    into.total_T.add_(bent_TB.sub_(maximum_T.unsqueeze(1)).exp_().sum(1))
-    into.maximum_T.copy_(maximum_T)
-    return None
+    _FOLD.on(raw_TB.device)(
+        raw_TB,
+        start,
+        column_T,
+        vocabulary.softcap,
+        vocabulary.scale,
+        into.maximum_T,
+        into.total_T,
+        into.target_T,
+        into.best_T,
+    )
 
 
 def slope(
@@ -172,36 +156,80 @@ def slope(
     vocabulary: Vocabulary,
     *,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """The gradient of the losses, weighted by g, by the raw logits; rounded to out's dtype once.
 
     `out` may be `raw_TB` itself.
     """
-    if _fused(raw_TB):
-        from megtool.kernels.head_triton import slope as fused
+    run = _SLOPE.on(raw_TB.device)
+    cap, scale = vocabulary.softcap, vocabulary.scale
+    run(raw_TB, start, column_T, log_total_T, g_T, cap, scale, out)
 
-        cap, scale = vocabulary.softcap, vocabulary.scale
-        return fused(raw_TB, start, column_T, log_total_T, g_T, cap, scale, out)
-    bent_TB = bend(raw_TB, vocabulary)
-    bending_TB = None
-    if vocabulary.softcap:
-        bending_TB = 1.0 - (bent_TB / vocabulary.softcap).square_()
+
+def _fold(
+    raw_TB: Tensor,
+    start: int,
+    column_T: Tensor,
+    softcap: float,
+    scale: float,
+    maximum_T: Tensor,
+    total_T: Tensor,
+    target_T: Tensor,
+    best_T: Tensor | None,
+) -> None:
+    """The reference of `fold`."""
+    bent_TB = bend(raw_TB, softcap, scale)
+    block_T = bent_TB.amax(1)
+    if best_T is not None:
+        better_T = block_T > maximum_T
+        best_T.copy_(torch.where(better_T, bent_TB.argmax(1) + start, best_T))
+    above_T = torch.maximum(maximum_T, block_T)
+    here_T, at_T = _within(column_T, start, raw_TB.shape[1])
+    found_T = bent_TB.gather(1, at_T.unsqueeze(1)).squeeze(1)
+    target_T.add_(torch.where(here_T, found_T, 0.0))
+    total_T.mul_((maximum_T - above_T).exp_())
+    total_T.add_(bent_TB.sub_(above_T.unsqueeze(1)).exp_().sum(1))
+    maximum_T.copy_(above_T)
+
+
+def _slope(
+    raw_TB: Tensor,
+    start: int,
+    column_T: Tensor,
+    log_total_T: Tensor,
+    g_T: Tensor,
+    softcap: float,
+    scale: float,
+    out_TB: Tensor,
+) -> None:
+    """The reference of `slope`."""
+    bent_TB = bend(raw_TB, softcap, scale)
+    bending_TB = 1.0 - (bent_TB / softcap).square_() if softcap else None
     bent_TB.sub_(log_total_T.unsqueeze(1)).exp_()
     here_T, at_T = _within(column_T, start, raw_TB.shape[1])
     bent_TB.scatter_add_(1, at_T.unsqueeze(1), -here_T.to(bent_TB.dtype).unsqueeze(1))
-    bent_TB.mul_((g_T * vocabulary.scale).unsqueeze(1))
+    bent_TB.mul_((g_T * scale).unsqueeze(1))
     if bending_TB is not None:
         bent_TB.mul_(bending_TB)
-    return out.copy_(bent_TB)
+    out_TB.copy_(bent_TB)
+
+
+def bend(raw: Tensor, softcap: float, scale: float) -> Tensor:
+    """Scaled and capped logits, in at least fp32; never the memory of `raw`."""
+    bent = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
+    if scale != 1.0:
+        bent.mul_(scale)
+    if softcap:
+        bent.div_(softcap).tanh_().mul_(softcap)
+    return bent
 
 
 def _within(column_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """Which labels lie in a block, and at which of its columns (0 for the others)."""
     at_T = column_T - start
-    here_T = (column_T != NOWHERE) & (at_T >= 0) & (at_T < width)
+    here_T = (at_T >= 0) & (at_T < width)
     return here_T, torch.where(here_T, at_T, 0)
 
 
-def _fused(raw: Tensor) -> bool:
-    """Whether the Triton kernels serve: they compute in fp32, which is too narrow for fp64."""
-    return chosen(raw.device) == "triton" and raw.dtype != torch.float64
+_FOLD = Kernel("online softmax", _fold, triton=triton_head.fold)
+_SLOPE = Kernel("gradient of cross entropy", _slope, triton=triton_head.slope)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megtool.kernels import norm_triton, transformer_engine
+from megtool.kernels.choice import Chosen, Kernel
+from megtool.kernels.launch import LONGEST_ROW
 
 
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim."""
-    if weight is None or (not zero_centered and weight.dtype == x.dtype):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    scale = weight.float() + 1 if zero_centered else weight.float()
-    return F.rms_norm(x.float(), x.shape[-1:], scale, eps).to(x.dtype)
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in fp32, in x's dtype.
+
+    `zero_centered` weights (Gemma's, and Megatron's `layernorm_zero_centered_gamma`) are stored
+    less 1. Without `weight` it is an L2 norm as Llama 4 and Megatron name it.
+
+    Where x has 16 bits the result is rounded once, after the weight; Hugging Face's Llama rounds
+    before it too.
+    """
+    cannot: tuple[Chosen, ...] = _too_long(x) if weight is not None else ("te", *_too_long(x))
+    return _RMS_NORM.on(x.device, without=cannot)(x, weight, eps, zero_centered)
 
 
 def layer_norm(
@@ -24,20 +34,17 @@ def layer_norm(
     *,
     zero_centered: bool = False,
 ) -> Tensor:
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dim."""
-    if not zero_centered and weight.dtype == x.dtype:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    scale = weight.float() + 1 if zero_centered else weight.float()
-    shift = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), x.shape[-1:], scale, shift, eps).to(x.dtype)
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dim, as `rms_norm`."""
+    run = _LAYER_NORM.on(x.device, without=_too_long(x))
+    return run(x, weight, bias, eps, zero_centered)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum."""
-    total = x + residual
-    return rms_norm(total, weight, eps, zero_centered=zero_centered), total
+    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
+    run = _ADD_RMS_NORM.on(x.device, without=_too_long(x))
+    return run(x, residual, weight, eps, zero_centered)
 
 
 def add_layer_norm(
@@ -49,6 +56,58 @@ def add_layer_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum."""
+    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
+    run = _ADD_LAYER_NORM.on(x.device, without=_too_long(x))
+    return run(x, residual, weight, bias, eps, zero_centered)
+
+
+def _too_long(x: Tensor) -> tuple[Chosen, ...]:
+    return ("triton",) if x.shape[-1] > LONGEST_ROW else ()
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    if weight is None or (weight.dtype == x.dtype and not zero_centered):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    kind = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(kind) + 1 if zero_centered else weight.to(kind)
+    return F.rms_norm(x.to(kind), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    if weight.dtype == x.dtype and not zero_centered:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    kind = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(kind) + 1 if zero_centered else weight.to(kind)
+    shift = None if bias is None else bias.to(kind)
+    return F.layer_norm(x.to(kind), x.shape[-1:], scale, shift, eps).to(x.dtype)
+
+
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return layer_norm(total, weight, bias, eps, zero_centered=zero_centered), total
+    return _rms_norm(total, weight, eps, zero_centered).to(x.dtype), total
+
+
+def _add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _layer_norm(total, weight, bias, eps, zero_centered).to(x.dtype), total
+
+
+_RMS_NORM = Kernel(
+    "rms_norm", _rms_norm, triton=norm_triton.rms_norm, te=transformer_engine.rms_norm
+)
+_LAYER_NORM = Kernel(
+    "layer_norm", _layer_norm, triton=norm_triton.layer_norm, te=transformer_engine.layer_norm
+)
+_ADD_RMS_NORM = Kernel("add_rms_norm", _add_rms_norm, triton=norm_triton.add_rms_norm)
+_ADD_LAYER_NORM = Kernel("add_layer_norm", _add_layer_norm, triton=norm_triton.add_layer_norm)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.kernels.head import Softmax, Vocabulary, bend, fold, logits
+from megtool.kernels.head import NOWHERE, Softmax, Vocabulary, bend, fold, logits
 
 CHUNK_ELEMENTS = 1 << 25
 
@@ -79,11 +79,11 @@ def log_softmax_block(x_CH: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     raw_CV = logits(x_CH, head.weight_VH, head.bias, slice(0, vocabulary.held))
     found = Softmax.start(x_CH.shape[0], x_CH, best=True)
     if vocabulary.held:
-        nowhere_C = torch.full((x_CH.shape[0],), -1, dtype=torch.int64, device=x_CH.device)
+        nowhere_C = torch.full_like(found.best_T, NOWHERE)
         fold(raw_CV, 0, nowhere_C, vocabulary, found)
     found.reduce(vocabulary)
-    assert found.best_T is not None
-    return bend(raw_CV, vocabulary).sub_(found.log_total_T.unsqueeze(1)), found.best_T
+    log_probs_CV = bend(raw_CV, head.softcap, head.scale)
+    return log_probs_CV.sub_(found.log_total_T.unsqueeze(1)), found.best_T
 
 
 @torch.no_grad()
@@ -110,9 +110,10 @@ def divergence(
     for x_CH, other_x_CG in zip(x_TH.split(rows), other_x_TG.split(rows), strict=True):
         log_p_CV, best_C = log_softmax_block(x_CH, head)
         log_q_CV, other_best_C = log_softmax_block(other_x_CG, other)
-        # Where p is 0 in floating point its term is 0, also where log p is minus infinity.
-        terms_CV = log_q_CV.sub_(log_p_CV).neg_().mul_(log_p_CV.exp_())
-        kl.append(terms_CV.masked_fill_(log_p_CV == 0, 0.0).sum(1))
+        terms_CV = log_q_CV.sub_(log_p_CV).neg_()
+        p_CV = log_p_CV.exp_()
+        # Where p is 0 in floating point its term is 0, also where both logarithms are infinite.
+        kl.append(terms_CV.mul_(p_CV).masked_fill_(p_CV == 0, 0.0).sum(1))
         agrees.append(best_C == other_best_C)
     kl_T = torch.cat(kl)
     if head.group is not None:

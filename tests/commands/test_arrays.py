@@ -25,7 +25,7 @@ def hf(tmp_path: Path) -> Path:
     return tiny_llama.save(tmp_path / "hf")
 
 
-@pytest.mark.parametrize("kind", ["zarr", "tensorstore"])
+@pytest.mark.parametrize("kind", ["zarr", "tensorstore", "ocdbt"])
 def test_hugging_face_and_back(tmp_path: Path, hf: Path, kind: str) -> None:
     assert reshard(hf, tmp_path / "arrays", to=kind).dropped == ()
     found = open_checkpoint(tmp_path / "arrays")
@@ -39,7 +39,7 @@ def test_hugging_face_and_back(tmp_path: Path, hf: Path, kind: str) -> None:
     assert (tmp_path / "back/config.json").read_bytes() == (hf / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["zarr", "tensorstore"])
+@pytest.mark.parametrize("kind", ["zarr", "tensorstore", "ocdbt"])
 def test_megatrons_state_travels(tmp_path: Path, hf: Path, kind: str) -> None:
     reshard(hf, tmp_path / "save", to="torch_dist", tp=2, pp=2)
     before = open_checkpoint(tmp_path / "save")
@@ -97,3 +97,54 @@ def test_compressed_arrays(tmp_path: Path, hf: Path, how: str) -> None:
     assert tensors(tmp_path / "back") == tensors(hf)
     with pytest.raises(UsageError, match="--compress means nothing for --to dcp"):
         reshard(hf, tmp_path / "out", to="dcp", compress=how)
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_tensorstore_reads_the_database(tmp_path: Path, hf: Path, compress: str | None) -> None:
+    import tensorstore as ts
+
+    reshard(hf, tmp_path / "db", to="ocdbt", compress=compress)
+    assert {p.name for p in (tmp_path / "db").iterdir()} >= {"manifest.ocdbt", "d", "hf"}
+    assert not list((tmp_path / "db").rglob("zarr.json"))
+    held = tensors(hf)
+    assert held
+    for name in held:
+        kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/db/", "path": f"{name}/"}
+        array = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+        assert array.read().result().tobytes() == read_bytes(hf, name), name
+
+
+def read_bytes(folder: Path, name: str) -> bytes:
+    """A tensor of a safetensors folder, as its bytes."""
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as f:
+            if name in set(f.keys()):
+                return f.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
+    raise KeyError(name)
+
+
+def test_a_database_that_was_stopped_is_begun_anew(
+    tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megtool.checkpoint.formats import tensorstore
+    from megtool.errors import StorageError
+
+    settle, calls = tensorstore._settle, []
+    monkeypatch.setattr(tensorstore, "_BATCH_BYTES", 1 << 10)
+
+    def fail_late(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise StorageError("no more")
+        settle(*args)
+
+    monkeypatch.setattr(tensorstore, "_settle", fail_late)
+    with pytest.raises(StorageError, match="no more"):
+        reshard(hf, tmp_path / "db", to="ocdbt")
+    assert not (tmp_path / "db").exists()
+    monkeypatch.setattr(tensorstore, "_settle", settle)
+    report = reshard(hf, tmp_path / "db", to="ocdbt")
+    assert report.resumed_units
+    assert verify(hf, tmp_path / "db").differences == ()

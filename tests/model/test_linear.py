@@ -73,8 +73,8 @@ def same_as_one_process(rank: int, size: int) -> None:
     tokens_T = torch.randint(0, V - 3, (12,), generator=torch.Generator().manual_seed(3))
     labels_T = tokens_T.roll(-1)
     for dtype, tolerance in (
-        (torch.float32, {"rtol": 1e-5, "atol": 2e-5}),
-        (torch.bfloat16, {"rtol": 0.05, "atol": 0.12}),
+        (torch.float32, 2e-6),
+        (torch.bfloat16, 0.06),
     ):
         one = whole(dtype)
         logits = one(tokens_T)
@@ -85,19 +85,21 @@ def same_as_one_process(rank: int, size: int) -> None:
             for name, p in mine.named_parameters():
                 p.data.copy_(part(wanted[name].data, p, groups.tp))
             own = mine(tokens_T)
-            torch.testing.assert_close(own, logits, **tolerance)
+            assert error(own, logits) < tolerance, (dtype, sequence_parallel)
             F.cross_entropy(own.float(), labels_T, reduction="sum").backward()
             finish_gradients(mine, groups)
             for name, p in mine.named_parameters():
                 grad = wanted[name].grad
+                assert p.grad is not None
                 assert grad is not None
-                unit = grad.abs().max().clamp_min(1)  # bf16 errs by the tensor's scale
-                torch.testing.assert_close(
-                    (p.grad / unit) if p.grad is not None else None,
-                    part(grad, p, groups.tp) / unit,
-                    msg=lambda text, name=name: f"{name} {dtype} {sequence_parallel}: {text}",
-                    **tolerance,
-                )
+                off = error(p.grad, part(grad, p, groups.tp))
+                assert off < tolerance, (name, dtype, sequence_parallel, off)
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """The largest difference, over the largest value."""
+    a, b = a.detach(), b.detach()
+    return float((a - b).abs().max() / b.abs().max())
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -151,7 +153,7 @@ def overlapped(rank: int, size: int, folder: str) -> list[str]:
             y.backward(torch.ones_like(y))
         assert x.grad is not None
         assert layer.weight.grad is not None
-        assert (x.grad == 4 * size).all()  # 4 columns on each rank
+        assert (x.grad == 4).all()  # of all columns
         assert (layer.weight.grad == 6).all()  # of all rows
     return order
 

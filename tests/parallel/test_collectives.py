@@ -89,7 +89,8 @@ def one(name: str, dtype: torch.dtype, contiguous: bool, groups: Groups) -> None
     else:
         y = OWN[name](x, group)
     (weight * y).sum().backward()
-    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {}
+    # bfloat16 has 8 bits, and sums round in an order of their own
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0, "atol": 0.1}
     torch.testing.assert_close(y, meant[group.rank], **tolerance)
     torch.testing.assert_close(x.grad, every[group.rank].grad, **tolerance)
 
@@ -111,13 +112,12 @@ def everything(rank: int, size: int) -> None:
     for cut in (scatter_rows, reduce_scatter_rows):
         with pytest.raises(LayoutError, match=f"group of {size} does not divide rows=7"):
             cut(torch.zeros(7, 2), groups.tp)
-    with pytest.raises(LayoutError, match="exchange 3 rows"):
-        all_to_all(torch.zeros(3, 2), [1] * size, [1] * size, groups.tp)
+    with pytest.raises(LayoutError, match="exchange 7 rows"):
+        all_to_all(torch.zeros(7, 2), [1] * size, [1] * size, groups.tp)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_values_and_gradients_equal_one_process(size: int) -> None:
-    # 3 rows and [1, 1] differ from 4 ranks too: the last check of `everything` holds for both
     run_world(everything, size)
 
 

@@ -220,3 +220,4 @@ def test_positions_are_exact_in_huge_tensors():
     assert (rows.tolist(), boxes.lo.tolist(), boxes.hi.tolist()) == ([0], [[n - 4, 0]], [[n, n]])
     start, stride = lattice(p, shards.lo, shards.hi, np.array([[n - 1, n - 1]]))
     assert (start.tolist(), stride.tolist()) == ([4 * n - 1], [[1, 4]])
+

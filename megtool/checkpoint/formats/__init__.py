@@ -55,8 +55,8 @@ class Format:
 CUT_BY_RANKS = ("torch_dist", "dcp", "megatron")
 """Formats whose files hold what each rank has; the others hold whole tensors."""
 
-ARRAYS = ("zarr", "tensorstore")
-"""Formats that keep one array per tensor."""
+ARRAYS = ("zarr", "tensorstore", "ocdbt")
+"""Formats that keep one array per tensor: in folders, or all in one database."""
 
 WITH_HF_FOLDER = (*CUT_BY_RANKS, *ARRAYS)
 """Formats beside whose data the small files of Hugging Face lie in `hf/`."""

@@ -1,4 +1,4 @@
-"""OCDBT databases of zarr arrays, as tensorstore and Orbax write them; read through tensorstore.
+"""OCDBT databases of zarr arrays, as tensorstore and Orbax write them, through tensorstore.
 
 A database keeps the keys of many arrays and the bytes of their chunks in a few large files:
 `manifest.ocdbt` and `d/…`, with Orbax also below `ocdbt.process_N/`.
@@ -6,13 +6,15 @@ A database keeps the keys of many arrays and the bytes of their chunks in a few 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, StoredFile
+from megtool.checkpoint.catalogue import Catalogue, Destination, StoredFile
+from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.formats.header import check_inside, parse_json
 from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
 from megtool.checkpoint.formats.zarr_decoding import (
@@ -23,11 +25,15 @@ from megtool.checkpoint.formats.zarr_decoding import (
 )
 from megtool.checkpoint.formats.zarr_metadata import V2_NAME, V3_NAME, read_v2, read_v3
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import FormatError
+from megtool.errors import FormatError, StorageError
 from megtool.tensors.sharded import GlobalTensor
 
 MANIFEST = "manifest.ocdbt"
+_DATA = "d"
 _MAX_JSON_BYTES = 64 << 20
+_IS_DATA = re.compile(r"(?:ocdbt\.process_[^/]+/)?(?:d/.+|manifest\.ocdbt)")
+_BATCH_BYTES = 64 << 20
+"""Values that are written together: more are never in memory."""
 
 
 def is_database(folder: Path) -> bool:
@@ -59,7 +65,7 @@ def open_database(folder: Path) -> Catalogue:
         raise FormatError("the database holds no zarr array", file=folder)
     chunks = Chunks(folder, files, arrays, _DatabaseDecoder(folder))
     catalogue = Catalogue(
-        format="tensorstore",
+        format="ocdbt",
         root=folder,
         files=files,
         tensors=[
@@ -75,10 +81,55 @@ def open_database(folder: Path) -> Catalogue:
     return catalogue
 
 
+def gather(destination: Destination, stage: Stage) -> None:
+    """Put the arrays of a staged zarr v3 folder into a database in the same folder.
+
+    Every file of an array becomes the value under its path, and is removed once it is there. A run
+    that is stopped here loses nothing: the next one writes the removed files again, and begins the
+    database anew.
+
+    Raises:
+        MissingPackageError: tensorstore is not installed.
+        StorageError: a read or a write failed.
+    """
+    ts, files = tensorstore_package(), stage.files
+    for name in (MANIFEST, _DATA):
+        files.remove(stage.tree / name)
+    small = [n for n, _ in destination.all_small() if n.rpartition("/")[2] == V3_NAME]
+    waiting: list[tuple[Path, Any]] = []
+    held = 0
+    try:
+        store = ts.KvStore.open(_database(stage.tree)).result()
+        for name in [*small, *(f.path for f in destination.catalogue.files)]:
+            path = stage.path(name)
+            value = path.read_bytes()
+            waiting.append((path, store.write(name, value)))
+            held += len(value)
+            if held >= _BATCH_BYTES:
+                _settle(files, waiting)
+                held = 0
+        _settle(files, waiting)
+    except FAULTS as e:
+        raise StorageError(
+            f"the database could not be written: {str(e)[:200]}", file=stage.tree / MANIFEST
+        ) from e
+    for folder in reversed(files.tree(stage.tree)[1]):
+        if folder != stage.tree:
+            files.remove_empty(folder)
+
+
+def _settle(files: Files, waiting: list[tuple[Path, Any]]) -> None:
+    """Wait until values are in the database, and remove the files they came from."""
+    for path, written in waiting:
+        written.result()
+        files.remove(path)
+    waiting.clear()
+
+
 def _files(folder: Path) -> list[StoredFile]:
     """All files of the database; which of them hold what is for the library to know."""
     found = [p.relative_to(folder).as_posix() for p in Files().tree(folder)[0]]
-    kept = [p for p in sorted(found) if p == MANIFEST or "/" in p]
+    kept = [p for p in sorted(found) if p == MANIFEST or _IS_DATA.fullmatch(p)]
     for path in kept:
         check_inside(folder, path)
     return [StoredFile.stat(folder, path) for path in kept]

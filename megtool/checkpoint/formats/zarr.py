@@ -1,7 +1,7 @@
 """Folders of arrays, one per tensor: zarr v2 and v3 (`zarr`), and what only tensorstore reads.
 
 `zarr` is also Megatron's old back end, an array `iter_X/KEY/.zarray` per tensor. `tensorstore` are
-zarr v3 folders with element types that zarr-python does not know, and OCDBT databases of arrays.
+zarr v3 folders with element types that zarr-python does not know; `ocdbt` are databases of arrays.
 Opening reads metadata, names of files and the indexes of shards; chunks of raw elements are
 extents like any other, and only encoded ones need the libraries.
 """
@@ -37,7 +37,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 __all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
 
-NAMES = ("zarr", "tensorstore")
+NAMES = ("zarr", "tensorstore", "ocdbt")
 
 MOST_DEPTH = 16
 _MAX_JSON_BYTES = 1 << 30
@@ -75,7 +75,13 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
     """
     folder = _folder(path, iteration)
     if tensorstore.is_database(folder):
-        return tensorstore.open_database(folder)
+        catalogue = tensorstore.open_database(folder)
+        beside = _Found(folder, void_is_bfloat16=False, files=catalogue.files)
+        beside.walk("", 0)
+        catalogue.objects = {o.name: o for o in beside.objects}
+        catalogue.attachments, catalogue.warnings = beside.attachments, beside.warnings
+        _add_common(catalogue)
+        return catalogue
     if _is_unfinished(folder):
         raise FormatError(
             "an unfinished save: metadata.json is missing, which is written last",

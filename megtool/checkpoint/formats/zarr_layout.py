@@ -60,7 +60,8 @@ def lay_out(
     all but the first dimension they cut. Files hold several chunks, up to `shard_bytes`; None puts
     each into one of its own. `kind` is `zarr` (what zarr-python opens: types it does not know are
     stored as unsigned integers of their width, the attribute `megtool_dtype` naming them) or
-    `tensorstore` (types under their own names).
+    `tensorstore` (types under their own names). `ocdbt` is what `tensorstore.gather` then puts into
+    a database: types under their own names, and one chunk a file.
 
     `objects` are bytes of ready items, or values to be saved as lists of one; they are stored as
     `objects/NAME.pt`. `common` is Megatron's common state (`common.pt`). `small` are further files.
@@ -69,6 +70,7 @@ def lay_out(
         UsageError: a name cannot be one of a folder, names collide, or a chunk does not fit.
     """
     others, last = dict(small or {}), dict[str, bytes]()
+    shard_bytes = None if kind == "ocdbt" else shard_bytes
     _check([t.name for t in tensors], list(objects or {}))
     for name, value in (objects or {}).items():
         data = value if isinstance(value, bytes) else object_item([value])

@@ -1,4 +1,4 @@
-"""Folders of one array per tensor: `zarr` and `tensorstore`."""
+"""Folders of one array per tensor: `zarr`, `tensorstore`, and databases of them, `ocdbt`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.formats.tensorstore import gather
 from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import lay_out as lay_out_arrays
@@ -39,9 +40,15 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     )
     out.moved += found.objects
     out.account(*account_for_common(source, common, out.format))
-    if request.compress is not None:
-        out.finish = partial(_compress, out.destination, request.compress)
+    if request.compress is not None or out.format == "ocdbt":
+        is_database = out.format == "ocdbt"
+        out.finish = partial(_finish, out.destination, request.compress, is_database)
 
 
-def _compress(destination: Destination, how: str, stage: Stage, threads: int) -> None:
-    compress(destination, stage, how, threads=threads)
+def _finish(
+    destination: Destination, how: str | None, is_database: bool, stage: Stage, threads: int
+) -> None:
+    if how is not None:
+        compress(destination, stage, how, threads=threads)
+    if is_database:
+        gather(destination, stage)

@@ -131,7 +131,7 @@ def database(tmp_path):
 
 def test_a_database(database):
     found = open_checkpoint(database)
-    assert found.format == "tensorstore"
+    assert found.format == "ocdbt"
     assert found.cells.held.all()
     check(database, dict.fromkeys(["params.a", "params.b"], numbers((20, 30), "bfloat16")))
 

@@ -53,8 +53,7 @@ class _DropoutAdd(torch.autograd.Function):
             x.numel(),
             x.shape[-1],
             p,
-            scale,
-            scale / (1 - p) if p < 1 else 0.0,
+            _factor(p, scale),
             BIAS=bias is not None,
             DROP=p > 0,
             ACC=accumulator(x),
@@ -81,7 +80,7 @@ class _DropoutAdd(torch.autograd.Function):
                 seed,
                 grad.numel(),
                 p,
-                scale / (1 - p) if p < 1 else 0.0,
+                _factor(p, scale),
                 DROP=p > 0,
                 ACC=accumulator(grad),
                 BLOCK=_BLOCK,
@@ -94,6 +93,11 @@ class _DropoutAdd(torch.autograd.Function):
         return dx, shift, grads[0], None, None
 
 
+def _factor(p: float, scale: float) -> float:
+    """What a kept element is multiplied by."""
+    return scale / (1 - p) if p < 1 else 0.0
+
+
 def _forward(
     x_ptr: Any,
     bias_ptr: Any,
@@ -103,23 +107,21 @@ def _forward(
     num_elements: Any,
     size: Any,
     p: Any,
-    scale: Any,
-    kept_scale: Any,
+    factor: Any,
     BIAS: tl.constexpr,
     DROP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK elements a program; `kept_scale` is scale / (1 - p)."""
+    """BLOCK elements a program; `factor` is the scale, and with dropout divided by 1 - p."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC)
     if BIAS:
         x += tl.load(bias_ptr + at % size, mask=inside, other=0.0).to(ACC)
+    x = x * factor
     if DROP:
-        x = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, x * kept_scale)
-    else:
-        x = x * scale
+        x = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, x)
     x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(ACC)
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -130,7 +132,7 @@ def _backward(
     seed_ptr: Any,
     num_elements: Any,
     p: Any,
-    kept_scale: Any,
+    factor: Any,
     DROP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -138,7 +140,7 @@ def _backward(
     """The same elements draw the same numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC) * kept_scale
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC) * factor
     if DROP:
         grad = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, grad)
     tl.store(dx_ptr + at, grad.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,482 @@
+"""Evaluate: how well a model predicts a text, and how far it is from another model there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megtool.commands.running import Manner, Runnable, Source, load_forward, on_ranks, open_runnable
+from megtool.errors import UsageError
+from megtool.log import Progress, format_bytes, silent
+
+if TYPE_CHECKING:
+    from megtool.data.tokenizer import Tokenizer
+    from megtool.inference.compare import Comparison
+    from megtool.inference.evaluate import Score
+    from megtool.inference.windows import Document
+    from megtool.kernels.choice import Implementation
+
+_MOST_WINDOW = 2048
+_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorstPosition:
+    """A token that the two models predict most differently, with the text before it."""
+
+    document: int
+    place: int
+    kl: float
+    before: str
+    expected: str
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """How far SRC's predictions are from another model's; see `inference.compare.Comparison`.
+
+    `kl` values are KL(SRC || other) in nats, per token.
+    """
+
+    path: str
+    format: str
+    family: str | None
+    perplexity: float
+    loss: float
+    accuracy: float
+    kl_mean: float
+    kl_median: float
+    kl_90: float
+    kl_99: float
+    kl_999: float
+    kl_max: float
+    agreement: float
+    logits_mean_difference: float
+    logits_max_difference: float
+    worst: tuple[WorstPosition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateReport:
+    """How well a model predicts a text.
+
+    `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
+    `perplexity` its exponential, `accuracy` the share of them that the model held likeliest. A
+    window of `window` tokens begins every `stride` tokens. `tasks` holds what lm-eval measured.
+    """
+
+    path: str
+    format: str
+    family: str | None
+    data: str | None
+    device: str
+    dtype: str
+    documents: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    perplexity: float = 0.0
+    accuracy: float = 0.0
+    window: int = 0
+    stride: int = 0
+    load_seconds: float = 0.0
+    seconds: float = 0.0
+    against: Divergence | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shown: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predictions that count, per second of work."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        own = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        del own["shown"]
+        return own
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        if self.shown:
+            return
+        yield f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
+        if self.data:
+            texts = "1 text" if self.documents == 1 else f"{self.documents:,} texts"
+            yield f"  tokens      {self.tokens:,} of {texts}"
+            yield f"  windows     of {self.window:,} tokens, every {self.stride:,}"
+            yield f"  perplexity  {self.perplexity:.4f}"
+            yield f"  loss        {self.loss:.4f} nats per token"
+            yield f"  accuracy    {self.accuracy:.2%} of tokens were the likeliest"
+            yield f"  speed       {self.tokens_per_second:,.1f} tokens/s, {self.dtype} on {self.device}"
+        if self.against is not None:
+            yield from _against(self.against)
+        for task, values in self.tasks.items():
+            yield f"  {task}"
+            for name, value in values.items():
+                shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+                yield f"    {name:<24}{shown}"
+
+
+def _against(d: Divergence) -> Iterator[str]:
+    yield f"against {d.path} ({d.format})"
+    yield f"  perplexity  {d.perplexity:.4f}"
+    yield f"  loss        {d.loss:.4f} nats per token"
+    yield f"  accuracy    {d.accuracy:.2%}"
+    yield f"  KL          {d.kl_mean:.3e} mean, {d.kl_max:.3e} at most"
+    yield (
+        f"  KL below    {d.kl_median:.3e} for 50 %, {d.kl_90:.3e} for 90 %, {d.kl_99:.3e} for "
+        f"99 % of tokens"
+    )
+    yield f"  agreement   {d.agreement:.2%} of tokens have the same likeliest one"
+    yield (
+        f"  logits      differ by {d.logits_mean_difference:.3e} on average, "
+        f"{d.logits_max_difference:.3e} at most"
+    )
+    if d.worst:
+        yield "  worst       KL        token       this        other       after"
+    for w in d.worst[:5]:
+        yield (
+            f"              {w.kl:<8.2g}  {_quoted(w.expected)}  {_quoted(w.ours)}  "
+            f"{_quoted(w.theirs)}  ...{w.before[-32:]!r}"
+        )
+
+
+def _quoted(text: str) -> str:
+    return f"{text[:9]!r:<10}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatePlan:
+    """What a run would do, with nothing loaded."""
+
+    path: str
+    format: str
+    family: str | None
+    data: str
+    documents: int
+    tokens: int
+    window: int
+    stride: int
+    num_windows: int
+    batch_size: int
+    weight_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The plan as a person reads it."""
+        yield f"{self.path} ({self.format}) on {self.data}"
+        yield f"  family      {self.family or 'not named'}"
+        yield f"  tokens      {self.tokens:,} of {self.documents:,} texts"
+        yield (
+            f"  windows     {self.num_windows:,} of {self.window:,} tokens, every {self.stride:,}, "
+            f"{self.batch_size} at once"
+        )
+        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
+
+
+def evaluate(
+    source: str | Path,
+    *,
+    data: str | Path | None = None,
+    field: str | None = None,
+    split: str | None = None,
+    join: bool = False,
+    all_turns: bool = False,
+    window: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    batch_size: int | None = None,
+    against: str | Path | None = None,
+    tasks: str | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    tokenizer: str | Path | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    on_demand: bool = False,
+    kernels: Implementation = "auto",
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    threads: int | None = None,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> EvaluateReport | EvaluatePlan:
+    """Score a model on `data`, on tasks of lm-eval (`tasks`, separated by commas), or on both.
+
+    `data` is a text file, JSON lines, parquet, or a data set of Hugging Face; `field` is where the
+    text is. Each document is scored by itself, or all as one with `join`. Of conversations (put
+    into the model's chat template) and of prompts with completions only what the assistant says
+    counts, unless `all_turns`. `max_tokens` is how many tokens are read at most.
+
+    A window of `window` tokens (the model's positions, 2048 at most) begins every `stride` tokens
+    (a window); each token counts once, in the first window that predicts it. `against` is a second
+    model, in any format, that is run on the same windows and compared token by token.
+
+    Raises:
+        MegtoolError: a checkpoint, its tokenizer, the layout, the data or an option is no good.
+    """
+    if data is None and tasks is None:
+        raise UsageError("nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
+    if data is None and against is not None:
+        raise UsageError("--against without --data", hint="--data FILE: a text for both models")
+    given = Source(
+        path=Path(source),
+        iteration=iteration,
+        family=family,
+        like=None if like is None else Path(like),
+    )
+    manner = Manner(
+        device=device,
+        dtype=dtype,
+        on_demand=on_demand,
+        kernels=kernels,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        threads=threads,
+    )
+    runnable = open_runnable(given)
+    spoken = runnable.tokenizer(tokenizer)
+    other = None if against is None else _other(Path(against), given, runnable)
+    most = runnable.config.max_positions
+    window, stride = _windows(window, stride, most)
+    at_once = batch_size or max(1, _BATCH_TOKENS // window)
+    texts: list[Document] = []
+    if data is not None:
+        texts = _texts(data, spoken, field, split, join, all_turns, max_tokens)
+    if dry_run:
+        return _plan(runnable, str(data or tasks), texts, window, stride, at_once)
+    return _evaluate(
+        runnable,
+        other,
+        spoken,
+        texts,
+        manner,
+        _Sizes(window=window, stride=stride, at_once=at_once, limit=limit, shots=shots),
+        data=None if data is None else str(data),
+        tasks=tasks,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    window: int
+    stride: int
+    at_once: int
+    limit: int | None
+    shots: int | None
+
+
+def _evaluate(
+    runnable: Runnable,
+    other: Runnable | None,
+    spoken: Tokenizer,
+    texts: list[Document],
+    manner: Manner,
+    sizes: _Sizes,
+    *,
+    data: str | None,
+    tasks: str | None,
+    progress: Progress,
+) -> EvaluateReport:
+    """Load what is to be scored, score it, and say what came of it."""
+    from megtool.inference.compare import compare
+    from megtool.inference.evaluate import Score, check_documents
+    from megtool.inference.evaluate import evaluate as run
+
+    total = check_documents(texts) if data is not None else 0
+    began = time.monotonic()
+    with on_ranks(manner) as groups:
+        forward = load_forward(runnable, manner, groups, progress)
+        theirs = None if other is None else load_forward(other, manner, groups, progress)
+        loaded = time.monotonic()
+        score, comparison = Score(), None
+        common: dict[str, Any] = {
+            "window": sizes.window,
+            "stride": sizes.stride,
+            "batch_size": sizes.at_once,
+            "counted": lambda n: progress("evaluate", n, total),
+        }
+        if data is not None:
+            progress("evaluate", 0, total)
+            if theirs is None:
+                score = run(forward, texts, **common)
+            else:
+                comparison = compare(forward, theirs, texts, **common)
+                score = comparison.ours
+        ended = time.monotonic()
+        measured: dict[str, dict[str, Any]] = {}
+        if tasks is not None:
+            from megtool.inference.lm_eval import run_tasks
+
+            names = [t.strip() for t in tasks.split(",") if t.strip()]
+            measured = run_tasks(
+                forward,
+                spoken,
+                names,
+                batch_size=sizes.at_once,
+                window=sizes.window,
+                limit=sizes.limit,
+                shots=sizes.shots,
+            )
+        found = None
+        if comparison is not None and other is not None:
+            found = _divergence(comparison, other, texts, spoken)
+        return EvaluateReport(
+            path=str(runnable.opened.path),
+            format=runnable.format,
+            family=runnable.family,
+            data=data,
+            device=str(groups.device),
+            dtype=str(forward.decoder.dtype).removeprefix("torch."),
+            documents=len(texts),
+            tokens=score.num_tokens,
+            loss=score.loss if score.num_tokens else 0.0,
+            perplexity=score.perplexity if score.num_tokens else 0.0,
+            accuracy=score.accuracy if score.num_tokens else 0.0,
+            window=sizes.window,
+            stride=sizes.stride,
+            load_seconds=loaded - began,
+            seconds=ended - loaded,
+            against=found,
+            tasks=measured,
+            shown=groups.rank != 0,
+        )
+
+
+def _other(path: Path, given: Source, runnable: Runnable) -> Runnable:
+    """The second model; what the user said of the first one's model is tried where it needs it."""
+    other = open_runnable(Source(path=path, family=given.family, like=given.like))
+    sizes = runnable.config.vocab_size, other.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{given.path} has a vocabulary of {sizes[0]} tokens, and {path} one of {sizes[1]}",
+            hint="models are compared token by token, and need the same vocabulary",
+        )
+    return other
+
+
+def _windows(window: int | None, stride: int | None, most: int) -> tuple[int, int]:
+    window = min(most, _MOST_WINDOW) if window is None else window
+    stride = window if stride is None else stride
+    if window > most:
+        raise UsageError(
+            f"a window of {window} tokens, and the model has {most} positions",
+            hint=f"--window {most} is the largest",
+        )
+    if window < 1 or not 1 <= stride <= window:
+        raise UsageError(
+            f"a window of {window} tokens every {stride}",
+            hint="the stride is at least 1, and at most the window",
+        )
+    return window, stride
+
+
+def _texts(
+    data: str | Path,
+    tokenizer: Tokenizer,
+    field: str | None,
+    split: str | None,
+    join: bool,
+    all_turns: bool,
+    max_tokens: int | None,
+) -> list[Document]:
+    """The data as tokens, up to `max_tokens` of them."""
+    from megtool.data.encode import encode
+    from megtool.data.text import documents
+    from megtool.inference.windows import Document
+
+    found = documents(data, field=field, split=split)
+    if join:
+        text = "\n\n".join(_plain(d.text, data) for d in found)
+        return [Document(tokens=tokenizer.encode(text)[:max_tokens])]
+    out: list[Document] = []
+    left = max_tokens
+    for one in encode(found, tokenizer, append_eos=False, answers_only=not all_turns):
+        ids, learned = one.ids.tolist()[:left], one.learned
+        counted = None if learned is None else learned.tolist()[:left]
+        out.append(Document(tokens=ids, counted=counted))
+        if left is not None and (left := left - len(ids)) <= 0:
+            break
+    return out
+
+
+def _plain(text: str, data: str | Path) -> str:
+    if not text:
+        raise UsageError(f"--join, and {data} holds conversations", hint="go without --join")
+    return text
+
+
+def _divergence(
+    c: Comparison, other: Runnable, texts: Sequence[Document], tokenizer: Tokenizer
+) -> Divergence:
+    def show(*ids: int) -> str:
+        return tokenizer.decode(ids, skip_special=False)
+
+    worst = tuple(
+        WorstPosition(
+            document=p.document,
+            place=p.place,
+            kl=p.kl,
+            before=show(*texts[p.document].tokens[max(0, p.place - 12) : p.place]),
+            expected=show(p.expected),
+            ours=show(p.ours),
+            theirs=show(p.theirs),
+        )
+        for p in c.worst
+    )
+    return Divergence(
+        path=str(other.opened.path),
+        format=other.format,
+        family=other.family,
+        perplexity=c.theirs.perplexity,
+        loss=c.theirs.loss,
+        accuracy=c.theirs.accuracy,
+        kl_mean=c.kl_mean,
+        kl_median=c.kl_percentiles[0],
+        kl_90=c.kl_percentiles[1],
+        kl_99=c.kl_percentiles[2],
+        kl_999=c.kl_percentiles[3],
+        kl_max=c.kl_max,
+        agreement=c.agreement,
+        logits_mean_difference=c.logits_mean_difference,
+        logits_max_difference=c.logits_max_difference,
+        worst=worst,
+    )
+
+
+def _plan(
+    runnable: Runnable, data: str, texts: list[Document], window: int, stride: int, at_once: int
+) -> EvaluatePlan:
+    from megtool.inference.windows import num_counted, windows
+
+    return EvaluatePlan(
+        path=str(runnable.opened.path),
+        format=runnable.format,
+        family=runnable.family,
+        data=data,
+        documents=len(texts),
+        tokens=num_counted(texts),
+        window=window,
+        stride=stride,
+        num_windows=sum(
+            1 for t in texts for _ in windows(len(t.tokens), window=window, stride=stride)
+        ),
+        batch_size=at_once,
+        weight_bytes=runnable.num_bytes,
+    )

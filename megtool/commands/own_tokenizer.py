@@ -1,0 +1,58 @@
+"""A checkpoint's own tokenizer: in its small files, wherever its format keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.errors import FormatError
+
+if TYPE_CHECKING:
+    from megtool.data.tokenizer import Tokenizer
+
+_PLACES = ("hf/", "tokenizer/")
+"""Where Megatron checkpoints carry a Hugging Face folder's small files, or save a tokenizer."""
+
+
+def find_tokenizer(place: str | Path, *, iteration: int | str | None = None) -> Tokenizer:
+    """The tokenizer in a folder of tokenizer files, or the one of a checkpoint of any format.
+
+    Raises:
+        FormatError: there is none, or one that cannot be read.
+        MissingPackageError: transformers, or what it needs for these files, is missing.
+    """
+    from megtool.data.tokenizer import Tokenizer, holds_vocabulary
+
+    path = Path(place)
+    if path.is_dir() and any(holds_vocabulary(p.name) for p in path.iterdir() if p.is_file()):
+        return Tokenizer.from_folder(path)
+    return tokenizer_of(open_checkpoint(path, iteration=iteration))
+
+
+def tokenizer_of(catalogue: Catalogue) -> Tokenizer:
+    """The tokenizer that an open checkpoint carries.
+
+    Raises:
+        FormatError, MissingPackageError: as `find_tokenizer`.
+    """
+    from megtool.data.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.load(tokenizer_files(catalogue))
+    except FormatError as e:
+        raise FormatError(e.message, file=e.file or catalogue.root, hint=e.hint) from e
+
+
+def tokenizer_files(catalogue: Catalogue) -> dict[str, Path | bytes]:
+    """The small files of a model's Hugging Face folder, those of a GGUF tokenizer made anew."""
+    if "tokenizer.ggml.tokens" in catalogue.metadata.get("gguf", ()):
+        from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files as made
+
+        return dict(made(catalogue.root))
+    found = catalogue.attachments
+    out: dict[str, Path | bytes] = {n: p for n, p in found.items() if "/" not in n}
+    for folder in reversed(_PLACES):
+        out |= {n.removeprefix(folder): p for n, p in found.items() if n.startswith(folder)}
+    return out

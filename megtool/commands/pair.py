@@ -1,0 +1,115 @@
+"""Pair: the two files of a data set, staged beside their place and renamed to it, index last."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lock import Lock
+from megtool.errors import DestinationError, MegtoolError
+
+DATA, INDEX = ".bin", ".idx"
+
+
+class Pair:
+    """`prefix`.bin and `prefix`.idx while they are written, as a context.
+
+    Both are written under `staged`, in a hidden folder beside them, which `commit` empties by two
+    renames. A data set without an index is none, so the old index goes first and the new one comes
+    last: at no time does an index lie beside the data of another run. Whatever happens before
+    `commit` leaves what was there untouched; what a killed run left is removed by the next one.
+    """
+
+    def __init__(self, prefix: Path, files: Files, *, overwrite: bool = False) -> None:
+        """`prefix` may also be given as the name of one of the two files."""
+        suffixed = prefix.suffix in (DATA, INDEX)
+        self.prefix = prefix.with_suffix("") if suffixed else prefix
+        self._files = files
+        self._overwrite = overwrite
+        self._folder = self.prefix.with_name(f".{self.prefix.name}.bin.megtool")
+        self.staged = self._folder / self.prefix.name
+        self._made: list[Path] = []
+
+    def check(self) -> None:
+        """Refuse a place that is taken.
+
+        Raises:
+            DestinationError: one of the files exists and may not be overwritten, or is no file.
+        """
+        if not self.prefix.name:
+            raise DestinationError(f"{str(self.prefix)!r} is no name of a file")
+        for suffix in (DATA, INDEX):
+            path = self._path(suffix)
+            if path.is_dir():
+                raise DestinationError("is a folder", file=path, hint="name another destination")
+            if not self._overwrite and self._files.lstat(path) is not None:
+                raise DestinationError(
+                    "already exists",
+                    file=path,
+                    hint="name another destination, or replace it: --overwrite",
+                )
+
+    def commit(self, *, fsync: bool = True) -> int:
+        """Give both files their names; the bytes of both.
+
+        Raises:
+            DestinationError: something appeared there meanwhile.
+            StorageError: the system refused.
+        """
+        self.check()
+        staged = {suffix: self._path(suffix, self.staged) for suffix in (DATA, INDEX)}
+        num_bytes = sum(path.stat().st_size for path in staged.values())
+        if fsync:
+            for path in staged.values():
+                self._files.fsync(path)
+        self._files.remove(self._path(INDEX))
+        if fsync:
+            self._files.fsync_dir(self.prefix.parent)
+        for suffix, path in staged.items():
+            self._files.rename(path, self._path(suffix), replace=self._overwrite)
+        if fsync:
+            self._files.fsync_dir(self.prefix.parent)
+        self._made = []
+        return num_bytes
+
+    def __enter__(self) -> Self:
+        self.check()
+        self._lock = Lock(self._files, self._folder / "lock", self._make_folder)
+        try:
+            for suffix in (DATA, INDEX):
+                self._files.remove(self._path(suffix, self.staged))
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(MegtoolError):  # the files are there, or the first error counts
+            for path in (*(self._path(s, self.staged) for s in (DATA, INDEX)), self._lock_file()):
+                self._files.remove(path)
+            self._files.remove_empty(self._folder)
+            for folder in reversed(self._made):
+                self._files.remove_empty(folder)
+        self._lock.release()
+
+    def _make_folder(self) -> None:
+        for folder in reversed([p for p in self._folder.parents if self._files.stat(p) is None]):
+            if self._files.mkdir(folder):
+                self._made.append(folder)
+        self._files.mkdir(self._folder)
+
+    def _lock_file(self) -> Path:
+        return self._folder / "lock"
+
+    def _path(self, suffix: str, prefix: Path | None = None) -> Path:
+        """A prefix may hold dots: `with_suffix` would cut it."""
+        prefix = prefix or self.prefix
+        return prefix.with_name(prefix.name + suffix)

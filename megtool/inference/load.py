@@ -1,0 +1,245 @@
+"""Load: a decoder with its weights out of any open checkpoint: whole, sharded, or on demand.
+
+The decoder's parameters carry Megatron's names and splits, so a checkpoint is loaded by its
+catalogue: the plan that reshards fills this rank's memory, and no second mapping exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megtool.checkpoint.memory import free_memory
+from megtool.convert.local import Seat
+from megtool.convert.ranks import EMBEDDING
+from megtool.dtypes import DType
+from megtool.dtypes import dtype as named
+from megtool.errors import CheckpointError, LayoutError, MappingError, UsageError
+from megtool.inference.on_demand import OnDemand, on_demand_of, replaced, units_of
+from megtool.inference.weights import BUFFER_BYTES, Source, Weights, decoder_of
+from megtool.log import Progress, format_bytes, silent
+from megtool.model.decoder import VOCAB_MULTIPLE, Decoder, Stage
+from megtool.parallel.groups import Groups
+
+__all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
+
+_AT_A_TIME = 1 << 22  # elements looked at at once: what is computed of them stays small
+
+
+def load(
+    source: Source,
+    *,
+    groups: Groups | None = None,
+    dtype: DType | torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    on_demand: bool = False,
+    sequence_parallel: bool = False,
+    check: bool = False,
+    threads: int | None = None,
+    memory_bytes: int = BUFFER_BYTES,
+    progress: Progress = silent,
+) -> Decoder:
+    """The decoder of a checkpoint with this rank's weights in it, for inference.
+
+    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is quantised).
+    `device` is where they go, that of `groups` by default. With `on_demand` a layer is in memory
+    only while it is needed, and the next one while it is read: a model larger than memory still
+    runs. `check` looks for NaN and infinities. `memory_bytes` bounds the buffers on the way.
+
+    Raises:
+        MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+        UsageError: the weights do not fit into memory; the hint says what would.
+        CheckpointError: they cannot be read, or with `check` are no numbers.
+    """
+    groups = Groups.alone(device or "cpu") if groups is None else groups
+    where = torch.device(device) if device is not None else groups.device
+    parallel = groups.parallel
+    if parallel.vpp > 1:
+        raise LayoutError(
+            f"vpp={parallel.vpp} for a forward pass",
+            hint="virtual stages hide waiting in training; leave --vpp out",
+        )
+    multiple = VOCAB_MULTIPLE * parallel.tp
+    padded = -(-decoder_of(source)[0].vocab_size // multiple) * multiple
+    weights = Weights(
+        source,
+        parallel=parallel,
+        seat=Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank),
+        padded_vocab=padded,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        progress=progress,
+    )
+    kind = weights.usual_dtype if dtype is None else named(str(dtype))
+    decoder = Decoder(
+        weights.config,
+        groups,
+        dtype=_computable(kind),
+        sequence_parallel=sequence_parallel,
+        stage=stage_of(weights, groups),
+    )
+    expected = decoder.state_dict()
+    check_names(weights, expected)
+    weights.become({n: named(str(t.dtype)) for n, t in expected.items()})
+    check_memory(weights, where, on_demand=on_demand)
+    if on_demand:
+        OnDemand(decoder, weights, where)
+    elif where.type == "cpu":
+        fill(decoder, weights.load())
+    else:
+        for names in units_of(weights.tensors).values():
+            tensors = weights.load(names)
+            fill(decoder, {n: tensors.pop(n).to(where) for n in names})
+    decoder.requires_grad_(False)
+    decoder.eval()
+    if check:
+        check_finite(decoder, source)
+    return decoder
+
+
+def stage_of(weights: Weights, groups: Groups) -> Stage:
+    """The part of the model that a rank's tensors make."""
+    layers = {int(n.split(".")[2]) for n in weights.tensors if n.startswith("decoder.layers.")}
+    return Stage(
+        layers=tuple(sorted(layers)),
+        embedding=groups.pp.is_first and EMBEDDING in weights.tensors,
+        head=groups.pp.is_last,
+    )
+
+
+def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
+    """Every parameter of the model is loaded once, in its shape, and nothing else is.
+
+    Raises:
+        MappingError: one is missing, left over, or of another shape.
+    """
+    file = weights.catalogue.root
+    for name, tensor in expected.items():
+        found = weights.tensors.get(name)
+        if found is None:
+            raise MappingError(
+                f"the model has a parameter of shape {list(tensor.shape)} that the checkpoint "
+                "does not hold",
+                file=file,
+                tensor=name,
+                hint="does the config.json belong to this checkpoint?",
+            )
+        if tuple(tensor.shape) != found.shape:
+            raise MappingError(
+                f"this rank's part of the checkpoint has shape {list(found.shape)}, and of the "
+                f"model {list(tensor.shape)}",
+                file=file,
+                tensor=name,
+                hint="does the config.json belong to this checkpoint?",
+            )
+    over = [name for name in weights.tensors if name not in expected]
+    if over:
+        raise MappingError(
+            f"the checkpoint holds {len(over)} tensors that the model has no parameter for",
+            file=file,
+            tensor=over[0],
+            hint="does the config.json belong to this checkpoint?",
+        )
+
+
+def check_memory(weights: Weights, device: torch.device, *, on_demand: bool = False) -> None:
+    """Refuse before loading what cannot fit.
+
+    Raises:
+        UsageError: this rank's weights need more memory than is free.
+    """
+    if device.type == "cuda":
+        free: int | None = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = free_memory()
+    sizes = [weights.num_bytes(names) for names in units_of(weights.tensors).values()]
+    held = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if on_demand else sizes
+    needed = max(held, default=0) if on_demand else sum(held)
+    if free is None or needed <= free:
+        return
+    tp = 2 * weights.parallel.tp
+    ways = [] if on_demand else ["load layers on demand (--on-demand)"]
+    if any(weights.kind(n).itemsize > 2 for n in weights.tensors):
+        ways.append("cast (--dtype bfloat16)")
+    ways.append(f"spread the model over more processes (torchrun, --tp {tp})")
+    raise UsageError(
+        f"the weights take {format_bytes(needed)}{' at a time' if on_demand else ''}, "
+        f"and {device} has {format_bytes(free)} free",
+        file=weights.catalogue.root,
+        hint="; or ".join(ways),
+    )
+
+
+def fill(decoder: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors in the place of a module's parameters and buffers, which keep their marks."""
+    for name, tensor in tensors.items():
+        replaced(decoder, name, tensor)
+
+
+def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """All weights of a loaded decoder by name, those on demand a layer at a time."""
+    keeper = on_demand_of(decoder)
+    yield from decoder.state_dict().items() if keeper is None else keeper.named_weights()
+
+
+def find_nan(decoder: Decoder) -> str | None:
+    """The first weight that holds a NaN or an infinity; None where all are numbers."""
+    for name, tensor in named_weights(decoder):
+        if _fault(tensor) is not None:
+            return name
+    return None
+
+
+def check_finite(decoder: Decoder, source: Source | None = None) -> None:
+    """Look at every weight.
+
+    Raises:
+        CheckpointError: one holds a NaN or an infinity; names it, and the element.
+    """
+    for name, tensor in named_weights(decoder):
+        if (at := _fault(tensor)) is not None:
+            index = [int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]
+            raise CheckpointError(
+                f"element {index} of this rank's part is {float(tensor.flatten()[at])}",
+                file=source.catalogue.root if source else None,
+                tensor=name,
+                hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, "
+                "or one of an earlier iteration",
+            )
+
+
+def _fault(tensor: Tensor) -> int | None:
+    """The position of the first element that is no finite number."""
+    if not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().flatten()
+    for start in range(0, flat.numel(), _AT_A_TIME):
+        part = flat[start : start + _AT_A_TIME]
+        if part.element_size() == 1:
+            part = part.float()
+        good = torch.isfinite(part)
+        if not bool(good.all()):
+            return start + int((~good).int().argmax())
+    return None
+
+
+def _computable(kind: DType) -> torch.dtype:
+    """A type as torch's.
+
+    Raises:
+        UsageError: no model is computed in it.
+    """
+    found = getattr(torch, kind.name, None)
+    if not isinstance(found, torch.dtype) or kind.name not in (
+        "float32",
+        "bfloat16",
+        "float16",
+        "float64",
+    ):
+        raise UsageError(
+            f"no model runs in {kind.name}", hint="--dtype float32, bfloat16 or float16"
+        )
+    return found

@@ -1,0 +1,167 @@
+"""Tiny models of every family with experts, by transformers and by us, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.convert.dialects import read_side, write_side
+from megtool.convert.families import family
+from megtool.dtypes import dtype
+from megtool.model.decoder import Decoder
+from megtool.tensors.sharded import GlobalTensor
+
+Carry = Callable[..., dict[str, np.ndarray[Any, Any]]]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-6,  # DeepSeek's inner norms have this one whatever the others have
+}
+EIGHT = {"intermediate_size": 24, "num_local_experts": 8}
+QWEN = {"intermediate_size": 40, "moe_intermediate_size": 24, "num_experts": 8}
+DEEPSEEK = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 1.7}
+LLAMA4 = EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "num_hidden_layers": 4}
+
+# A name, the family, transformers' name of it, and the configuration.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", "Mixtral", EIGHT),
+    "mixtral-window": ("mixtral", "Mixtral", EIGHT | {"sliding_window": 5}),
+    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 48}),
+    "qwen2_moe-normalised": (
+        "qwen2_moe",
+        "Qwen2Moe",
+        QWEN
+        | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", "Qwen3Moe", QWEN | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-sparse": (
+        "qwen3_moe",
+        "Qwen3Moe",
+        QWEN | {"head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "deepseek_v2": ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        "DeepseekV2",
+        DEEPSEEK | GROUPS | {"rope_parameters": YARN, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3", DEEPSEEK | GROUPS),
+    "deepseek_v3-yarn": (
+        "deepseek_v3",
+        "DeepseekV3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": YARN}
+        | {"kv_lora_rank": 64},
+    ),
+    "gpt_oss": ("gpt_oss", "GptOss", EIGHT | {"head_dim": 8, "sliding_window": 6}),
+    "gpt_oss-yarn": (
+        "gpt_oss",
+        "GptOss",
+        EIGHT
+        | {"head_dim": 16, "swiglu_limit": 0.5, "sliding_window": 4}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "llama4": (
+        "llama4",
+        "Llama4",
+        LLAMA4 | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+    ),
+    "llama4-plain": (
+        "llama4",
+        "Llama4",
+        LLAMA4
+        | {"attn_temperature_tuning": False, "use_qk_norm": False, "num_experts_per_tok": 1}
+        | {"attention_chunk_size": 6, "no_rope_layers": [0, 1, 1, 0]},
+    ),
+}
+
+
+def theirs(name: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A random model of transformers' own class, in fp32 on the CPU, eager attention."""
+    kind, prefix, keys = CASES[name]
+    made = f"{prefix}TextConfig" if kind == "llama4" else f"{prefix}Config"
+    config = getattr(transformers, made)(**(SIZES | keys | changes), attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            is_norm = "norm" in key and tensor.ndim == 1
+            # Routers far from ties, so that rounding chooses no other expert.
+            wide = 1.0 if ("gate.weight" in key or "router.weight" in key) else 0.15
+            tensor.copy_(1 + 0.2 * noise if is_norm else noise * wide)
+    return model
+
+
+def config_of(name: str, model: Any) -> ModelConfig:
+    """Our configuration, of what transformers would save."""
+    return family(CASES[name][0]).read_config(model.config.to_dict())
+
+
+def carried(
+    name: str, config: ModelConfig, arrays: dict[str, np.ndarray[Any, Any]], carry: Carry
+) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Tensors under transformers' names as Megatron's, one key per layer; and what they tell."""
+    tensors = [
+        GlobalTensor(name=n, shape=a.shape, dtype=dtype("float32")) for n, a in arrays.items()
+    ]
+    side = read_side(tensors, family=family(CASES[name][0]), config=config)
+    assert side.dropped == []
+    target = write_side(side, dialect="megatron", per_layer=True)
+    moved = carry(side, arrays, target)
+    assert side.config is not None
+    return {n: torch.from_numpy(a) for n, a in moved.items()}, side.config
+
+
+def ours(name: str, model: Any, carry: Carry) -> Decoder:
+    """The decoder with a model's weights."""
+    arrays = {n: t.numpy() for n, t in model.state_dict().items()}
+    weights, config = carried(name, config_of(name, model), arrays, carry)
+    decoder = Decoder(config, dtype=torch.float32, device="cpu")
+    decoder.load_state_dict(weights, strict=True)
+    return decoder.eval()
+
+
+def tokens(rows: int, length: int, *, seed: int = 0) -> Tensor:
+    """Random tokens, [rows, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, SIZES["vocab_size"], (rows, length), generator=generator)
