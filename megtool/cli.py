@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from megtool import __version__
+from megtool.cli_model import _evaluate, _generate
 from megtool.cli_options import (
     AccountForEmbedding,
     AccountForLoss,
@@ -66,7 +67,8 @@ from megtool.log import Progress, say
 
 app = typer.Typer(
     name="megtool",
-    help="Move model checkpoints between formats and parallel layouts, as fast as a file copy.",
+    help="Move model checkpoints between formats and parallel layouts, as fast as a file copy, "
+    "and run the models in them.",
     epilog="Exit status: 0 ok, 1 unexpected, 2 usage, 3 checkpoint, 4 recipe, 5 mapping, "
     "6 missing device or package, 7 differences, 130 interrupted.",
     add_completion=False,
@@ -260,6 +262,10 @@ def _demo(
         return demo(folder)
 
     return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+app.command("generate")(_generate)
+app.command("evaluate")(_evaluate)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from megtool.errors import MegtoolError, StorageError
+from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.log import Bar, Progress, printable, say, set_up
 
 
@@ -31,24 +31,29 @@ def run(
     quiet: bool = False,
     verbose: bool = False,
     resumes: bool = False,
+    speaks: bool = True,
 ) -> int:
     """Do `work` under the common manners and return the exit status.
 
     The report goes to stdout, everything else to stderr. `resumes` says that an interrupted run
-    goes on when it is started again.
+    goes on when it is started again. A process that does not speak (one of many that do the same)
+    prints no report, and no error of usage, which all of them have.
     """
     set_up(quiet=quiet, verbose=verbose)
     try:
         with Bar(shown=not quiet) as progress:
             report = work(progress)
-        if as_json:
+        if not speaks:
+            pass
+        elif as_json:
             put(json.dumps(_plain(report.to_json()), indent=2))
-        else:
-            put("\n".join(printable(line) for line in report.lines()))
+        elif lines := [printable(line) for line in report.lines()]:
+            put("\n".join(lines))
     except MegtoolError as error:
         if verbose:
             traceback.print_exception(error)
-        say("error", str(error))
+        if speaks or not isinstance(error, UsageError):
+            say("error", str(error))
         return error.exit_status
     except KeyboardInterrupt:
         say("error", "interrupted")
@@ -69,10 +74,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def put(text: str) -> None:
+def put(text: str, end: str = "\n") -> None:
     """Print to stdout; a reader who has gone is no failure, a full disk is."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
         if not isinstance(error, BrokenPipeError):  # `| head` has seen enough: no failure

@@ -18,6 +18,7 @@ FLOORS = (
     {"train", "export"},
     {"commands"},
     {"cli_options", "cli_run"},
+    {"cli_model"},
     {"cli"},
     {"__main__"},
 )

@@ -13,6 +13,7 @@ from megtool.errors import UsageError
 from megtool.log import Progress, format_bytes, silent
 
 if TYPE_CHECKING:
+    from megtool.data.text import Document as Read
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.compare import Comparison
     from megtool.inference.evaluate import Score
@@ -403,7 +404,7 @@ def _texts(
 
     found = documents(data, field=field, split=split)
     if join:
-        text = "\n\n".join(_plain(d.text, data) for d in found)
+        text = "\n\n".join(_plain(d, data) for d in found)
         return [Document(tokens=tokenizer.encode(text)[:max_tokens])]
     out: list[Document] = []
     left = max_tokens
@@ -416,10 +417,10 @@ def _texts(
     return out
 
 
-def _plain(text: str, data: str | Path) -> str:
-    if not text:
-        raise UsageError(f"--join, and {data} holds conversations", hint="go without --join")
-    return text
+def _plain(document: Read, data: str | Path) -> str:
+    if document.messages or document.completion is not None:
+        raise UsageError(f"--join, and {data} holds no plain texts", hint="go without --join")
+    return document.text
 
 
 def _divergence(

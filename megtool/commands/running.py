@@ -176,19 +176,20 @@ def load_forward(
     """
     from megtool.inference.forward import Forward
     from megtool.inference.load import Source as Stored
-    from megtool.inference.load import load
+    from megtool.inference.load import find_nan, load
 
     opened = runnable.opened
     stored = Stored(catalogue=opened.catalogue, side=opened.side, config=runnable.config)
     decoder = load(
         stored,
         groups=groups,
-        dtype=_dtype(manner.dtype),
+        dtype=manner.dtype,
         device=groups.device,
         on_demand=manner.on_demand,
+        threads=manner.threads,
         progress=progress,
     )
-    return Forward(decoder, groups)
+    return Forward(decoder, groups, find_nan=find_nan)
 
 
 def _device(name: str | None) -> torch.device:
@@ -214,21 +215,3 @@ def _device(name: str | None) -> torch.device:
 
 def _no_device(name: str) -> UsageError:
     return UsageError(f"device {name!r}", hint="cpu, cuda, or one of several: cuda:0")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name is None:
-        return None
-    known = {
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float32": torch.float32,
-        "float64": torch.float64,
-    }
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    chosen = known.get(short.get(name, name))
-    if chosen is None:
-        raise UsageError(f"dtype {name!r}", hint=f"a model runs in {', '.join(known)}")
-    return chosen

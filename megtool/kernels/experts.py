@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.kernels.choice import chosen
+from megtool.kernels import triton_experts
+from megtool.kernels.choice import Kernel
 
 
 def permute(x_TH: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,12 +67,8 @@ def invert(row_ids_R: Tensor) -> Tensor:
 # additions, hence the same bits in every run.
 
 
-def sum_rows(rows_RH: Tensor, inverse_R: Tensor, num: int, probs_TK: Tensor | None) -> Tensor:
+def _sum_rows(rows_RH: Tensor, inverse_R: Tensor, num: int, probs_TK: Tensor | None) -> Tensor:
     """Each token's `num` rows, times probs where given, summed in fp32 (fp64 for fp64): x_TH."""
-    if chosen(rows_RH.device) == "triton":
-        from megtool.kernels.experts_triton import sum_rows as fused
-
-        return fused(rows_RH, inverse_R, num, probs_TK)
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     rows_TKH = rows_RH[inverse_R].view(-1, num, rows_RH.shape[1]).to(wide)
     if probs_TK is not None:
@@ -79,20 +76,26 @@ def sum_rows(rows_RH: Tensor, inverse_R: Tensor, num: int, probs_TK: Tensor | No
     return rows_TKH.sum(1).to(rows_RH.dtype)
 
 
-def spread_rows(
+def _spread_rows(
     g_TH: Tensor, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `sum_rows` with probs: of the rows, and of probs (in their dtype)."""
-    if chosen(rows_RH.device) == "triton":
-        from megtool.kernels.experts_triton import spread_rows as fused
-
-        return fused(g_TH, rows_RH, row_ids_R, probs_TK)
+    """The gradients of `_sum_rows` with probs: of the rows, and of probs (in their dtypes)."""
     wide = torch.promote_types(rows_RH.dtype, torch.float32)
     g_RH = g_TH[row_ids_R // probs_TK.shape[1]].to(wide)
     g_rows_RH = (g_RH * probs_TK.to(wide).reshape(-1)[row_ids_R].unsqueeze(1)).to(rows_RH.dtype)
     g_probs_R = (g_RH * rows_RH.to(wide)).sum(1)
     g_probs_TK = torch.empty_like(g_probs_R).scatter_(0, row_ids_R, g_probs_R)
     return g_rows_RH, g_probs_TK.view_as(probs_TK).to(probs_TK.dtype)
+
+
+def _copy_rows(x_TH: Tensor, row_ids_R: Tensor, num: int) -> Tensor:
+    """The token of every row, `row_ids // num`: rows_RH."""
+    return x_TH.index_select(0, row_ids_R // num)
+
+
+_COPY_ROWS = Kernel("permute", _copy_rows, triton=triton_experts.copy_rows)
+_SUM_ROWS = Kernel("unpermute", _sum_rows, triton=triton_experts.sum_rows)
+_SPREAD_ROWS = Kernel("gradient of unpermute", _spread_rows, triton=triton_experts.spread_rows)
 
 
 class _Permute(torch.autograd.Function):
@@ -102,13 +105,14 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, row_ids_R: Tensor, num: int) -> Tensor:
         ctx.save_for_backward(row_ids_R)
         ctx.num = num
-        return x_TH.index_select(0, row_ids_R // num)
+        return _COPY_ROWS.on(x_TH.device)(x_TH, row_ids_R, num)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_RH: Tensor) -> tuple[Tensor, None, None]:
         (row_ids_R,) = ctx.saved_tensors
-        return sum_rows(g_RH.contiguous(), invert(row_ids_R), ctx.num, None), None, None
+        run = _SUM_ROWS.on(g_RH.device)
+        return run(g_RH.contiguous(), invert(row_ids_R), ctx.num, None), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -117,13 +121,15 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RH, row_ids_R, probs_TK)
-        return sum_rows(rows_RH.contiguous(), invert(row_ids_R), probs_TK.shape[1], probs_TK)
+        run = _SUM_ROWS.on(rows_RH.device)
+        return run(rows_RH.contiguous(), invert(row_ids_R), probs_TK.shape[1], probs_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_TH: Tensor) -> tuple[Tensor, None, Tensor]:
         rows_RH, row_ids_R, probs_TK = ctx.saved_tensors
-        g_rows_RH, g_probs_TK = spread_rows(g_TH.contiguous(), rows_RH, row_ids_R, probs_TK)
+        run = _SPREAD_ROWS.on(rows_RH.device)
+        g_rows_RH, g_probs_TK = run(g_TH.contiguous(), rows_RH, row_ids_R, probs_TK)
         return g_rows_RH, None, g_probs_TK
 
 

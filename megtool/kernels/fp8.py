@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.choice import chosen
+from megtool.kernels import triton_fp8
+from megtool.kernels.choice import Kernel
 
 Kind = Literal["e4m3", "e5m2"]
 DTYPES: dict[Kind, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -41,13 +42,8 @@ def cast_fp8(x: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     One pass over x: the scale is given ahead (delayed scaling), the amax makes the next one. A NaN
     in x makes the amax NaN; an empty x has an amax of 0.
     """
-    dtype = _dtype(kind)
-    if chosen(x.device) == "triton":
-        from megtool.kernels.fp8_triton import cast as fused
-
-        return fused(x, scale, dtype, LARGEST[kind])
-    wide = x.float()
-    return _cast(wide * scale, kind), amax(wide)
+    _dtype(kind)
+    return _CAST.on(x.device)(x, scale, kind)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -99,7 +95,7 @@ def quantize_blocks(
         power_of_two=power_of_two,
     )
     scaled = x_MN.float() * _spread(scale, block, x_MN.shape)
-    return Quantized(data=_cast(scaled, kind), scale_inv=scale.reciprocal(), block=block)
+    return Quantized(data=_saturate(scaled, kind), scale_inv=scale.reciprocal(), block=block)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -110,8 +106,14 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return (q.data.float() * scale_inv).to(dtype)
 
 
-def _cast(scaled: Tensor, kind: Kind) -> Tensor:
-    """Round fp32 values to FP8 with saturation."""
+def _cast_fp8(x: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """The reference of `cast_fp8`."""
+    wide = x.float()
+    return _saturate(wide * scale, kind), amax(wide)
+
+
+def _saturate(scaled: Tensor, kind: Kind) -> Tensor:
+    """Round fp32 values to FP8; what is beyond its largest value becomes that."""
     return scaled.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
 
 
@@ -135,3 +137,6 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     rows, columns = block
     spread = scale.repeat_interleave(rows, 0)[: shape[0]]
     return spread.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+_CAST = Kernel("cast to FP8", _cast_fp8, triton=triton_fp8.cast_fp8)

@@ -82,13 +82,14 @@ class Vocabulary:
 class Softmax:
     """Running statistics of each token's logits: fp32 (fp64 for fp64 inputs), updated in place.
 
-    `best` (int64, the first of equal maxima) is kept where asked for.
+    `best` is the vocabulary's number of the first of the largest logits (int64), where asked for.
     """
 
     maximum_T: Tensor
     total_T: Tensor  # sum of exp(logit - maximum)
     target_T: Tensor  # the label's logit; 0 where another rank holds it
-    best_T: Tensor | None = None
+    best_T: Tensor
+    finds_best: bool
 
     @classmethod
     def start(cls, num_tokens: int, like: Tensor, *, best: bool = False) -> Softmax:
@@ -99,20 +100,20 @@ class Softmax:
             maximum_T=torch.full_like(zeros, -torch.inf),
             total_T=zeros,
             target_T=zeros.clone(),
-            best_T=torch.zeros_like(zeros, dtype=torch.int64) if best else None,
+            best_T=torch.zeros_like(zeros, dtype=torch.int64),
+            finds_best=best,
         )
 
     def reduce(self, vocabulary: Vocabulary) -> None:
         """Join the ranks of the group: one MAX and one SUM all-reduce (and a MIN for `best`)."""
-        if self.best_T is not None:
-            self.best_T += vocabulary.first
+        self.best_T += vocabulary.first
         if vocabulary.group is None:
             return
         maximum_T = self.maximum_T.clone()
         dist.all_reduce(maximum_T, dist.ReduceOp.MAX, vocabulary.group)
         both = torch.stack((self.total_T * (self.maximum_T - maximum_T).exp(), self.target_T))
         dist.all_reduce(both, dist.ReduceOp.SUM, vocabulary.group)
-        if self.best_T is not None:
+        if self.finds_best:
             # Of ranks with the same maximum, the one with the lowest column wins.
             nowhere = torch.full_like(self.best_T, vocabulary.size)
             self.best_T = torch.where(self.maximum_T == maximum_T, self.best_T, nowhere)
@@ -143,7 +144,7 @@ def fold(
         into.maximum_T,
         into.total_T,
         into.target_T,
-        into.best_T,
+        into.best_T if into.finds_best else None,
     )
 
 

@@ -152,8 +152,11 @@ class Decoder(nn.Module):
         With `last_only` of the last valid token of each row alone: [B, 1, vocab_size], without
         gradients.
         """
+        return self.head(self.hidden(batch, cache), batch, last_only=last_only)
+
+    def head(self, x_TH: Tensor, batch: Batch, *, last_only: bool = False) -> Tensor:
+        """What `forward` gives, from the states of `hidden`."""
         rows, tokens = batch.shape
-        x_TH = self.hidden(batch, cache)
         if last_only:
             x_TH = self._gathered(x_TH).detach()
             x_BSH = x_TH.view(rows, tokens, -1)
@@ -171,7 +174,10 @@ class Decoder(nn.Module):
 
         `labels_BS` holds the token that is to follow each of the batch's; -100 counts for nothing.
         """
-        x_TH = self.hidden(batch)
+        return self.loss_of(self.hidden(batch), labels_BS)
+
+    def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """What `loss` gives, from the states of `hidden`."""
         if self.sequence_parallel:
             x_TH = self._gathered(x_TH)
         else:

@@ -102,7 +102,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4": (
         "llama4",
         "Llama4",
-        LLAMA4 | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "attention_chunk_size": 8}
+        | {"floor_scale": 4, "attn_scale": 0.5},
     ),
     "llama4-plain": (
         "llama4",

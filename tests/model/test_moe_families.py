@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,22 +22,20 @@ def differ(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @cases
-def test_logits_are_transformers(name: str, carry: Carry, record_property: Any) -> None:
+def test_logits_are_transformers(name: str, carry: Carry) -> None:
     model = moe_models.theirs(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 24)
     with torch.no_grad():
         want = model(tokens).logits
         got = decoder(Batch(tokens_BS=tokens))
-    record_property("difference", differ(got, want))
     assert want.abs().max() > 0.5
     assert differ(got, want) < TOLERANCE
 
 
 @cases
 def test_padding_on_the_left_changes_nothing(name: str, carry: Carry) -> None:
-    """Rows of 17 and 24 tokens in one batch, as transformers computes them."""
-    # transformers counts padding where it warms queries up, so that is out of reach here.
+    """Rows of 17 and 24 tokens in one batch, as each alone and as transformers computes them."""
     model = moe_models.theirs(name)
     decoder = moe_models.ours(name, model, carry)
     tokens = moe_models.tokens(2, 24)
@@ -51,6 +47,8 @@ def test_padding_on_the_left_changes_nothing(name: str, carry: Carry) -> None:
         got = decoder(Batch(tokens_BS=tokens, valid_BS=valid))
         alone = decoder(Batch(tokens_BS=tokens[:1, 7:]))
     assert differ(got[0, 7:], alone[0]) < 1e-5
+    if decoder.config.attn_temperature_scale:  # transformers counts padding as positions there
+        valid[0] = False
     assert differ(got[valid], want[valid]) < TOLERANCE
 
 
@@ -70,7 +68,7 @@ def test_decoding_with_a_cache_is_the_whole_pass(name: str, carry: Carry) -> Non
 
 
 @cases
-def test_gradients_are_transformers(name: str, carry: Carry, record_property: Any) -> None:
+def test_gradients_are_transformers(name: str, carry: Carry) -> None:
     """Of every parameter: routers, experts and norms among them."""
     model = moe_models.theirs(name)
     decoder = moe_models.ours(name, model, carry)
@@ -96,7 +94,6 @@ def test_gradients_are_transformers(name: str, carry: Carry, record_property: An
         n: differ(p.grad, want[n]) for n, p in decoder.named_parameters() if p.grad is not None
     }
     assert any("mlp.router.weight" in n for n in worst)
-    record_property("difference", max(worst.values()))
     assert max(worst.values()) < 1e-4 * max(1.0, largest), max(worst, key=worst.get)
     without = {n for n, p in decoder.named_parameters() if p.grad is None}
     assert all(n.endswith("expert_bias") for n in without)

@@ -1,0 +1,282 @@
+"""Pipeline: a model's stages on several ranks: built, run forward, and trained by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import LayoutError
+from megtool.model.batch import Batch
+from megtool.model.cache import Cache
+from megtool.model.decoder import Decoder, Stage
+from megtool.model.parameters import mark
+from megtool.parallel.groups import Group, Groups
+from megtool.parallel.pipeline import Pipeline, divisors, near
+
+Stages = Decoder | Sequence[Decoder]
+"""What a rank has of a model: one decoder, or one for each of its virtual chunks."""
+
+
+def build_stages(config: ModelConfig, groups: Groups, **how: Any) -> list[Decoder]:
+    """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
+
+    Raises:
+        LayoutError: the layers do not go over the stages; the hint holds splits that do.
+    """
+    split, stage = Pipeline.of(groups.parallel), groups.pp.rank
+    decoders = []
+    for chunk in range(split.vpp):
+        part = Stage(
+            layers=tuple(split.layers_of(config.num_layers, stage, chunk)),
+            embedding=(stage, chunk) == split.embedding,
+            head=(stage, chunk) == split.loss,
+        )
+        decoders.append(Decoder(config, groups, stage=part, **how))
+    mark_tied(decoders)
+    return decoders
+
+
+def mark_tied(stages: Stages) -> None:
+    """Mark word embeddings that another stage holds too; `finish_gradients` then adds them up."""
+    for decoder in _chunks(stages):
+        words = decoder.embedding.word_embeddings.weight if decoder.embedding else None
+        if words is not None and decoder.config.tied_embeddings and decoder.groups.ends.size > 1:
+            mark(words, split_dim=0, tied=True, copy=not decoder.stage.embedding)
+
+
+def forward_stages(
+    stages: Stages,
+    batch: Batch,
+    cache: Cache | None = None,
+    *,
+    last_only: bool = False,
+    everywhere: bool = False,
+) -> Tensor | None:
+    """Logits of a batch that every rank has: see `Decoder.forward`. Without gradients.
+
+    They are on the ranks of the last stage, and None on the others; `everywhere` sends them to
+    all. Every rank of the pipeline has to call this.
+    """
+    chunks = _chunks(stages)
+    last, pp = chunks[-1], chunks[-1].groups.pp
+    x_TH = hidden_of_stages(stages, batch, cache)
+    with torch.no_grad():
+        out = None if x_TH is None else last.head(x_TH, batch, last_only=last_only)
+    if not everywhere or pp.handle is None:
+        return out
+    if out is None:
+        rows, tokens = batch.shape
+        shape = (rows, 1 if last_only else tokens, last.config.vocab_size)
+        out = torch.empty(shape, dtype=last.dtype, device=last.groups.device)
+    out = out.contiguous()
+    dist.broadcast(out, src=pp.ranks[-1], group=pp.handle)
+    return out
+
+
+def hidden_of_stages(stages: Stages, batch: Batch, cache: Cache | None = None) -> Tensor | None:
+    """The states after the final norm on the ranks of the last stage, None on the others.
+
+    See `Decoder.hidden`; without gradients.
+    """
+    return next(iter(stream_hidden(stages, [batch], cache)))
+
+
+@torch.no_grad()
+def stream_hidden(
+    stages: Stages, batches: Iterable[Batch], cache: Cache | None = None
+) -> Iterator[Tensor | None]:
+    """`hidden_of_stages` of one batch after the other, the stages working on several at once.
+
+    A stage goes on to the next batch while what it has sent is under way. With virtual chunks
+    every batch passes the ranks several times, and a rank waits for it.
+    """
+    chunks = _chunks(stages)
+    first, pp = chunks[0], chunks[0].groups.pp
+    ahead, behind = pp.ranks[(pp.rank + 1) % pp.size], pp.ranks[pp.rank - 1]
+    sent: list[tuple[dist.Work, Tensor]] = []  # the tensor has to live as long as the work
+    for batch in batches:
+        frame = first.frame(batch, cache)
+        x_TH: Tensor | None = None
+        for decoder in chunks:
+            if decoder.stage.embedding:
+                x_TH = decoder.embed(batch, frame)
+            elif pp.handle is not None:
+                x_TH = torch.empty(
+                    _rows(decoder, batch),
+                    decoder.config.hidden_size,
+                    dtype=decoder.dtype,
+                    device=first.groups.device,
+                )
+                dist.recv(x_TH, src=behind, group=pp.handle)
+            if x_TH is None:
+                raise LayoutError("no stage of this pipeline has the embedding")
+            x_TH = decoder.finish(decoder.run(x_TH, frame))
+            if pp.handle is not None and not decoder.stage.head:
+                x_TH = x_TH.contiguous()
+                for work, _ in sent:
+                    work.wait()
+                work = dist.isend(x_TH, dst=ahead, group=pp.handle)
+                sent = [] if work is None else [(work, x_TH)]
+        if cache is not None:
+            cache.advance()
+        yield x_TH if chunks[-1].stage.head else None
+    for work, _ in sent:
+        work.wait()
+
+
+class Schedule:
+    """Forward and backward passes of the microbatches of a step, in the order that Megatron takes.
+
+    One stage alone takes one microbatch after the other; several take turns by 1F1B, and virtual
+    chunks by interleaved 1F1B, both torch's own. Every rank gives the same batches, of one shape.
+    Gradients add up in the parameters; nothing is divided, and nothing is summed over ranks:
+    `finish_gradients` comes after the last step, for each of the stages.
+
+    Raises:
+        LayoutError: the schedule cannot run so many microbatches; the hint says how many it can.
+    """
+
+    def __init__(self, stages: Stages, *, num_microbatches: int) -> None:
+        self.stages, self.num_microbatches = _chunks(stages), num_microbatches
+        self.groups = self.stages[0].groups
+        pp, rounds = self.groups.pp, 1
+        if num_microbatches < (pp.size if len(self.stages) == 1 else 1):
+            raise LayoutError(
+                f"{num_microbatches} microbatches for pp={pp.size}",
+                hint=f"at least one for each stage: {pp.size} or more",
+            )
+        if len(self.stages) > 1:
+            rounds = max(1, num_microbatches // pp.size)
+        if num_microbatches % rounds:
+            raise LayoutError(
+                f"{num_microbatches} microbatches for pp={pp.size} with virtual chunks",
+                hint=f"a multiple of {pp.size}, such as "
+                f"{num_microbatches // pp.size * pp.size} or {-(-num_microbatches // pp.size) * pp.size}",
+            )
+        self._links = [_Link(decoder) for decoder in self.stages]
+        self._made: dict[tuple[int, int], Any] = {}
+
+    def step(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of all tokens' losses (float32) and their number, on every stage.
+
+        Gradients are those of the sum.
+
+        Raises:
+            LayoutError: the microbatches do not divide the rows.
+        """
+        rows, tokens = batch.shape
+        if rows % self.num_microbatches:
+            raise LayoutError(
+                f"{self.num_microbatches} microbatches do not divide {rows} rows",
+                hint=f"numbers that do: {near(divisors(rows), self.num_microbatches)}",
+            )
+        facts = _facts(batch)
+        pp = self.groups.pp
+        if pp.handle is None:
+            losses = self._alone(facts, labels_BS)
+        else:
+            shape = (rows // self.num_microbatches, tokens)
+            if shape not in self._made:
+                self._made[shape] = self._make(shape)
+            losses = []
+            last = self.stages[-1].stage.head
+            self._made[shape].step(
+                target=labels_BS if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+                **facts,
+            )
+        zero = torch.zeros((), device=labels_BS.device)
+        total = torch.stack([x.detach() for x in losses]).sum() if losses else zero
+        if pp.handle is not None:
+            dist.broadcast(total, src=pp.ranks[-1], group=pp.handle)
+        return total, (labels_BS != -100).sum()
+
+    def _alone(self, facts: dict[str, Tensor], labels_BS: Tensor) -> list[Tensor]:
+        parts = {name: value.chunk(self.num_microbatches) for name, value in facts.items()}
+        losses = []
+        for n, labels in enumerate(labels_BS.chunk(self.num_microbatches)):
+            x_TH = self._links[0](**{name: part[n] for name, part in parts.items()})
+            loss, _ = self.stages[0].loss_of(x_TH, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss)
+        return losses
+
+    def _make(self, shape: tuple[int, int]) -> Any:
+        """torch's schedule for microbatches of a shape."""
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleInterleaved1F1B,
+        )
+
+        pp, head = self.groups.pp, self.stages[-1]
+        sample = Batch(tokens_BS=torch.empty(shape, dtype=torch.int64, device="meta"))
+        row = torch.empty(
+            _rows(head, sample), head.config.hidden_size, dtype=head.dtype, device="meta"
+        )
+        made = [
+            PipelineStage(
+                link,
+                chunk * pp.size + pp.rank,
+                len(self.stages) * pp.size,
+                self.groups.device,
+                input_args=() if link.decoder.stage.embedding else (row,),
+                output_args=(row,),
+                group=pp.handle,
+            )
+            for chunk, link in enumerate(self._links)
+        ]
+
+        def loss(x_TH: Tensor, labels_BS: Tensor) -> Tensor:
+            return head.loss_of(x_TH, labels_BS)[0]
+
+        if len(made) == 1:
+            return Schedule1F1B(made[0], self.num_microbatches, loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(list(made), self.num_microbatches, loss, scale_grads=False)
+
+
+class _Link(nn.Module):
+    """A chunk as torch's schedules call it: the rows before it, and the batch field by field."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, *rows: Tensor, **facts: Tensor) -> Tensor:
+        batch = Batch(**facts)
+        frame = self.decoder.frame(batch)
+        x_TH = rows[0] if rows else self.decoder.embed(batch, frame)
+        out = self.decoder.finish(self.decoder.run(x_TH, frame))
+        # torch detaches what a stage gives, in place: neither a view nor the stage's input will do.
+        return out.clone() if out is x_TH or out._is_view() else out
+
+
+def _chunks(stages: Stages) -> list[Decoder]:
+    return [stages] if isinstance(stages, Decoder) else list(stages)
+
+
+def _rows(decoder: Decoder, batch: Batch) -> int:
+    """Rows of x_TH between stages.
+
+    Raises:
+        LayoutError: sequence parallelism does not divide the tokens.
+    """
+    tokens = batch.tokens_BS.numel()
+    group: Group = decoder.groups.tp
+    return group.part(tokens, "tokens") if decoder.sequence_parallel else tokens
+
+
+def _facts(batch: Batch) -> dict[str, Tensor]:
+    """A batch's fields as arguments that go row by row, without those that are not there."""
+    out = {"tokens_BS": batch.tokens_BS}
+    for name in ("positions_BS", "valid_BS", "documents_BS"):
+        value: Tensor | None = getattr(batch, name)
+        if value is not None:
+            out[name] = value.expand(batch.shape)
+    return out
