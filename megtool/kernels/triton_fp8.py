@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 # Bits of the mantissa, bias of the exponent, largest value, bits of NaN.
-FORMATS = {"e4m3": (3, 7, 448.0, 0x7F), "e5m2": (2, 15, 57344.0, 0x7E)}
+FORMATS = {"e4m3": (3, 7, 448.0, 0x7F), "e5m2": (2, 15, 57344.0, 0x7F)}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

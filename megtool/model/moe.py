@@ -253,5 +253,5 @@ class Route:
         if self.etp.size > 1:
             own = sum(self.receive)
             parts = all_to_all(rows_RH, self.parts, [own] * self.etp.size, self.etp)
-            rows_RH = parts.view(self.etp.size, own, -1).sum(0)
+            rows_RH = parts.view(self.etp.size, own, parts.shape[1]).sum(0)
         return all_to_all(rows_RH, self.receive, self.send, self.ep)

@@ -15,7 +15,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache import Cache
 from megtool.model.decoder import Decoder, Stage
 from megtool.model.parameters import mark
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.groups import Groups
 from megtool.parallel.pipeline import Pipeline, divisors, near
 
 Stages = Decoder | Sequence[Decoder]
@@ -83,7 +83,8 @@ def hidden_of_stages(stages: Stages, batch: Batch, cache: Cache | None = None) -
 
     See `Decoder.hidden`; without gradients.
     """
-    return next(iter(stream_hidden(stages, [batch], cache)))
+    (x_TH,) = stream_hidden(stages, [batch], cache)
+    return x_TH
 
 
 @torch.no_grad()
@@ -98,35 +99,27 @@ def stream_hidden(
     chunks = _chunks(stages)
     first, pp = chunks[0], chunks[0].groups.pp
     ahead, behind = pp.ranks[(pp.rank + 1) % pp.size], pp.ranks[pp.rank - 1]
-    sent: list[tuple[dist.Work, Tensor]] = []  # the tensor has to live as long as the work
-    for batch in batches:
-        frame = first.frame(batch, cache)
-        x_TH: Tensor | None = None
-        for decoder in chunks:
-            if decoder.stage.embedding:
-                x_TH = decoder.embed(batch, frame)
-            elif pp.handle is not None:
-                x_TH = torch.empty(
-                    _rows(decoder, batch),
-                    decoder.config.hidden_size,
-                    dtype=decoder.dtype,
-                    device=first.groups.device,
-                )
-                dist.recv(x_TH, src=behind, group=pp.handle)
-            if x_TH is None:
-                raise LayoutError("no stage of this pipeline has the embedding")
-            x_TH = decoder.finish(decoder.run(x_TH, frame))
-            if pp.handle is not None and not decoder.stage.head:
-                x_TH = x_TH.contiguous()
-                for work, _ in sent:
-                    work.wait()
-                work = dist.isend(x_TH, dst=ahead, group=pp.handle)
-                sent = [] if work is None else [(work, x_TH)]
-        if cache is not None:
-            cache.advance()
-        yield x_TH if chunks[-1].stage.head else None
-    for work, _ in sent:
-        work.wait()
+    sending: list[tuple[dist.Work | None, Tensor]] = []  # what is under way has to stay in memory
+    try:
+        for batch in batches:
+            frame = first.frame(batch, cache)
+            x_TH = torch.empty(0)
+            for decoder in chunks:
+                if decoder.stage.embedding:
+                    x_TH = decoder.embed(batch, frame)
+                elif pp.handle is not None:
+                    x_TH = _empty_rows(decoder, batch)
+                    dist.recv(x_TH, src=behind, group=pp.handle)
+                x_TH = decoder.finish(decoder.run(x_TH, frame))
+                if not decoder.stage.head and pp.handle is not None:
+                    _wait(sending)
+                    x_TH = x_TH.contiguous()
+                    sending.append((dist.isend(x_TH, dst=ahead, group=pp.handle), x_TH))
+            if cache is not None:
+                cache.advance()
+            yield x_TH if chunks[-1].stage.head else None
+    finally:
+        _wait(sending)
 
 
 class Schedule:
@@ -153,10 +146,10 @@ class Schedule:
         if len(self.stages) > 1:
             rounds = max(1, num_microbatches // pp.size)
         if num_microbatches % rounds:
+            below = rounds * pp.size
             raise LayoutError(
                 f"{num_microbatches} microbatches for pp={pp.size} with virtual chunks",
-                hint=f"a multiple of {pp.size}, such as "
-                f"{num_microbatches // pp.size * pp.size} or {-(-num_microbatches // pp.size) * pp.size}",
+                hint=f"a multiple of pp, such as {below} or {below + pp.size}",
             )
         self._links = [_Link(decoder) for decoder in self.stages]
         self._made: dict[tuple[int, int], Any] = {}
@@ -188,7 +181,6 @@ class Schedule:
             self._made[shape].step(
                 target=labels_BS if last else None,
                 losses=losses if last else None,
-                return_outputs=False,
                 **facts,
             )
         zero = torch.zeros((), device=labels_BS.device)
@@ -217,9 +209,7 @@ class Schedule:
 
         pp, head = self.groups.pp, self.stages[-1]
         sample = Batch(tokens_BS=torch.empty(shape, dtype=torch.int64, device="meta"))
-        row = torch.empty(
-            _rows(head, sample), head.config.hidden_size, dtype=head.dtype, device="meta"
-        )
+        row = _empty_rows(head, sample, torch.device("meta"))
         made = [
             PipelineStage(
                 link,
@@ -261,15 +251,23 @@ def _chunks(stages: Stages) -> list[Decoder]:
     return [stages] if isinstance(stages, Decoder) else list(stages)
 
 
-def _rows(decoder: Decoder, batch: Batch) -> int:
-    """Rows of x_TH between stages.
+def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = None) -> Tensor:
+    """Room for what comes from the stage before: x_TH, or this rank's rows of it.
 
     Raises:
         LayoutError: sequence parallelism does not divide the tokens.
     """
     tokens = batch.tokens_BS.numel()
-    group: Group = decoder.groups.tp
-    return group.part(tokens, "tokens") if decoder.sequence_parallel else tokens
+    rows = decoder.groups.tp.part(tokens, "tokens") if decoder.sequence_parallel else tokens
+    where = decoder.groups.device if device is None else device
+    return torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=where)
+
+
+def _wait(sending: list[tuple[dist.Work | None, Tensor]]) -> None:
+    while sending:
+        work, _ = sending.pop()
+        if work is not None:
+            work.wait()
 
 
 def _facts(batch: Batch) -> dict[str, Tensor]:
