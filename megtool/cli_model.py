@@ -189,15 +189,11 @@ def _evaluate(
     ] = False,
     window: Annotated[
         int | None,
-        option(
-            _TEXT, "Tokens the model sees at once; default: 2048 at most.", "--window", min=1
-        ),
+        option(_TEXT, "Tokens the model sees at once; default: 2048 at most.", "--window", min=1),
     ] = None,
     stride: Annotated[
         int | None,
-        option(
-            _TEXT, "A window begins every N tokens; default: --window.", "--stride", min=1
-        ),
+        option(_TEXT, "A window begins every N tokens; default: --window.", "--stride", min=1),
     ] = None,
     max_tokens: Annotated[
         int | None, option(_TEXT, "Read no more tokens than this.", "--max-tokens", min=2)

@@ -113,7 +113,8 @@ class EvaluateReport:
             yield f"  perplexity  {self.perplexity:.4f}"
             yield f"  loss        {self.loss:.4f} nats per token"
             yield f"  accuracy    {self.accuracy:.2%} of tokens were the likeliest"
-            yield f"  speed       {self.tokens_per_second:,.1f} tokens/s, {self.dtype} on {self.device}"
+            speed = f"{self.tokens_per_second:,.1f} tokens/s"
+            yield f"  speed       {speed}, {self.dtype} on {self.device}"
         if self.against is not None:
             yield from _against(self.against)
         for task, values in self.tasks.items():
@@ -311,6 +312,7 @@ def _evaluate(
             "window": sizes.window,
             "stride": sizes.stride,
             "batch_size": sizes.at_once,
+            "graphed": groups.device.type == "cuda" and not manner.on_demand,
             "counted": lambda n: progress("evaluate", n, total),
         }
         if data is not None:

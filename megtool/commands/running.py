@@ -47,9 +47,7 @@ class Manner:
     @property
     def layout(self) -> ParallelConfig:
         """The layout; every size not given is 1."""
-        return ParallelConfig(
-            tp=self.tp or 1, pp=self.pp or 1, ep=self.ep or 1, etp=self.etp or 0
-        )
+        return ParallelConfig(tp=self.tp or 1, pp=self.pp or 1, ep=self.ep or 1, etp=self.etp or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +163,7 @@ def on_ranks(manner: Manner) -> Iterator[Groups]:
         groups.stop()
 
 
-def load_forward(
-    runnable: Runnable, manner: Manner, groups: Groups, progress: Progress
-) -> Forward:
+def load_forward(runnable: Runnable, manner: Manner, groups: Groups, progress: Progress) -> Forward:
     """The model on this rank, its weights loaded (or ready to be, `on_demand`).
 
     Raises:

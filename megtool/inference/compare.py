@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CheckpointError, UsageError
-from megtool.inference.evaluate import Score, check_documents, counted_logits, token_scores
+from megtool.inference.evaluate import (
+    Score,
+    check_documents,
+    counted_logits,
+    hidden_of,
+    token_scores,
+)
 from megtool.inference.forward import Forward
 from megtool.inference.windows import Document, Rows, batches
 
@@ -93,6 +99,7 @@ def compare(
     window: int,
     stride: int,
     batch_size: int = 1,
+    graphed: bool = False,
     counted: Callable[[int], None] = lambda n: None,
 ) -> Comparison:
     """Run both models over all documents, batch by batch, and compare what they predict.
@@ -115,12 +122,14 @@ def compare(
     kl_parts: list[Tensor] = []
     num_agreeing, sum_mean, largest = 0, 0.0, 0.0
     worst: list[Position] = []
+    hidden = hidden_of(ours, graphed=graphed), hidden_of(theirs, graphed=graphed)
     for rows in batches(
         documents, window=window, stride=stride, batch_size=batch_size, device=ours.device
     ):
         if not rows.num_counted:
             continue
-        facts = _facts(ours, theirs, rows)
+        states = hidden[0](rows.batch), hidden[1](rows.batch)
+        facts = _facts(ours, theirs, states, rows)
         _check(facts, ours, theirs)
         kl_parts.append(facts[:, _KL].float())
         mine += _score(facts, _OUR_LOSS, _OURS)
@@ -148,9 +157,11 @@ _KL, _OURS, _THEIRS, _MEAN, _MOST, _LABEL, _OUR_LOSS, _THEIR_LOSS = range(8)
 """Columns of what is known of each prediction; token ids are exact in fp64."""
 
 
-def _facts(ours: Forward, theirs: Forward, rows: Rows) -> Tensor:
+def _facts(
+    ours: Forward, theirs: Forward, states: tuple[Tensor | None, Tensor | None], rows: Rows
+) -> Tensor:
     """What is known of each prediction of a batch, fp64 [N, 8] on the CPU of every rank."""
-    x_TH, y_TH = ours.hidden(rows.batch), theirs.hidden(rows.batch)
+    x_TH, y_TH = states
     facts_N8 = torch.zeros(rows.num_counted, 8, dtype=torch.float64, device=ours.device)
     if x_TH is not None and y_TH is not None:
         pairs = zip(

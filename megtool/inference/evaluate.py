@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.forward import Forward
+from megtool.inference.graphed import GraphedHidden
 from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
+from megtool.model.batch import Batch
 
 MOST_LOGITS = 1 << 25
 """Logits held at a time: 32 M of fp32 are 128 MiB."""
@@ -71,32 +73,45 @@ def evaluate(
     window: int,
     stride: int,
     batch_size: int = 1,
+    graphed: bool = False,
     counted: Callable[[int], None] = lambda n: None,
 ) -> Score:
     """Score all documents; see `windows` for how they are cut, and `check_documents`.
 
     Every rank of the model gets the same result. `counted` is called with the predictions of each
-    batch. Logits are made for some tokens at a time (`MOST_LOGITS`), never for a whole batch.
+    batch; `graphed` replays a CUDA graph for batches of the same shape. Logits are made for some
+    tokens at a time, never for a whole batch.
 
     Raises:
         UsageError: nothing to predict, or sizes that make no sense.
         CheckpointError: the logits hold a NaN.
     """
     check_documents(documents)
+    hidden = hidden_of(forward, graphed=graphed)
     total = Score()
     for rows in batches(
         documents, window=window, stride=stride, batch_size=batch_size, device=forward.device
     ):
         if rows.num_counted:
-            total += score(forward, rows)
+            total += score(forward, hidden(rows.batch), rows)
             counted(rows.num_counted)
     return total
 
 
-def score(forward: Forward, rows: Rows) -> Score:
-    """The score of one batch, on every rank."""
+Hidden = Callable[[Batch], Tensor | None]
+
+
+def hidden_of(forward: Forward, *, graphed: bool) -> Hidden:
+    """A model's states of a batch, through CUDA graphs if `graphed` and no stage waits for another.
+
+    What comes back holds until the next call.
+    """
+    return GraphedHidden(forward) if graphed and forward.is_graphable else forward.hidden
+
+
+def score(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Score:
+    """The score of one batch by its states, on every rank."""
     sums_2 = torch.zeros(2, dtype=torch.float64, device=forward.device)
-    x_TH = forward.hidden(rows.batch)
     if x_TH is not None:
         labels_T = rows.labels_BS.flatten()
         picked = (labels_T != IGNORED).nonzero()[:, 0]
@@ -120,7 +135,8 @@ def counted_logits(
     labels_T = labels_BS.flatten()
     picked = (labels_T != IGNORED).nonzero()[:, 0]
     size = max(1, MOST_LOGITS // forward.config.vocab_size)
-    for some in picked.split(size):
+    for start in range(0, len(picked), size):
+        some = picked[start : start + size]
         yield forward.logits(x_TH[some]), labels_T[some]
 
 

@@ -15,6 +15,7 @@ from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache, ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
+from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.groups import Groups
 from megtool.parallel.mesh import Mesh
 
@@ -75,27 +76,7 @@ class Forward:
 
     def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor | None:
         """States after the final norm, x_TH; each stage hands its rows to the next."""
-        pp, decoder = self.groups.pp, self.decoder
-        if pp.size == 1:
-            return decoder.hidden(batch, cache)
-        frame = decoder.frame(batch, cache)
-        if pp.is_first:
-            x_TH = decoder.embed(batch, frame)
-        else:
-            x_TH = torch.empty(
-                batch.tokens_BS.numel(),
-                self.config.hidden_size,
-                dtype=decoder.dtype,
-                device=self.device,
-            )
-            dist.recv(x_TH, src=pp.ranks[pp.rank - 1], group=pp.handle)
-        x_TH = decoder.finish(decoder.run(x_TH, frame))
-        if cache is not None:
-            cache.advance()
-        if pp.is_last:
-            return x_TH
-        dist.send(x_TH.contiguous(), dst=pp.ranks[pp.rank + 1], group=pp.handle)
-        return None
+        return hidden_of_stages(self.decoder, batch, cache)
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """Logits [T, V] of rows of `hidden`, on every rank of the last stage."""
@@ -136,7 +117,7 @@ class Forward:
             max_tokens=max_tokens,
             layers=self.decoder.stage.layers,
             tp=self.groups.tp.size,
-            graphable=graphable and self.is_graphable,
+            graphable=graphable,
             dtype=self.decoder.dtype,
             device=self.device,
         )

@@ -1,21 +1,63 @@
-"""Graphed: decoding steps replayed as one CUDA graph instead of hundreds of launches."""
+"""Graphed: passes of a fixed shape replayed as one CUDA graph instead of hundreds of launches."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from megtool.inference.forward import Forward
+from megtool.kernels.graphs import graphed
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 
+SPARE_SLOTS = 8
+"""Slots that a cache needs beyond its tokens: a graph's warm-up writes there, and is undone."""
+
 
 class GraphedStep:
-    """One more token for all rows of a graphable cache."""
+    """One more token for all rows of a graphable cache, which has `SPARE_SLOTS` more than needed.
+
+    On a CPU the rules of graphs are rehearsed, which is for tests: it is slower than no graph.
+    """
 
     def __init__(self, forward: Forward, cache: ContiguousCache) -> None:
         self._forward, self._cache = forward, cache
         self.num_replays = 0
+        state = (cache.offset, cache.counts_B, cache.valid_BL, cache.positions_BL)
+        self._graphs = graphed(self._step, forward.device, state=state, copies=False)
 
-    def __call__(self, tokens_B1: Tensor) -> Tensor | None:
+    def _step(self, tokens_B1: Tensor) -> Tensor | None:
+        """What is recorded; it leaves none of its tensors behind in the model."""
+        logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
+        self._forward.decoder.rotary.forget()
+        return logits_BV
+
+    def __call__(self, tokens_B1: Tensor) -> Tensor:
         """Logits [B, V] after the rows' newest tokens; they hold until the next call."""
-        return self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
+        length = self._cache.length
+        logits_BV: Tensor = self._graphs(tokens_B1)
+        self._cache.length = length + 1  # a replay does not count, and a warm-up counts too often
+        self.num_replays += 1
+        return logits_BV
+
+
+class GraphedHidden:
+    """States of whole rows without a cache: windows of a text, all of one shape but the last."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._graphs = graphed(self._hidden, forward.device, copies=False)
+        self.num_replays = 0
+
+    def _hidden(self, tokens_BS: Tensor) -> Tensor | None:
+        x_TH = self._forward.hidden(Batch(tokens_BS=tokens_BS))
+        self._forward.decoder.rotary.forget()
+        return x_TH
+
+    def __call__(self, batch: Batch) -> Tensor | None:
+        """As `Forward.hidden`; what comes back holds until the next call. Padded rows go without a
+        graph."""
+        if any(x is not None for x in (batch.valid_BS, batch.positions_BS, batch.documents_BS)):
+            return self._forward.hidden(batch)
+        self.num_replays += 1
+        x_TH: Tensor | None = self._graphs(batch.tokens_BS)
+        return x_TH

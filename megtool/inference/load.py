@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from megtool.checkpoint.memory import free_memory
 from megtool.convert.local import Seat
-from megtool.convert.ranks import EMBEDDING
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.errors import CheckpointError, LayoutError, MappingError, UsageError
 from megtool.inference.on_demand import OnDemand, on_demand_of, replaced, units_of
-from megtool.inference.weights import BUFFER_BYTES, Source, Weights, decoder_of
+from megtool.inference.weights import BUFFER_BYTES, Source, Weights
 from megtool.log import Progress, format_bytes, silent
-from megtool.model.decoder import VOCAB_MULTIPLE, Decoder, Stage
+from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
+from megtool.model.pipeline import build_stages
 from megtool.parallel.groups import Groups
 
 __all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
@@ -62,24 +62,18 @@ def load(
             f"vpp={parallel.vpp} for a forward pass",
             hint="virtual stages hide waiting in training; leave --vpp out",
         )
-    multiple = VOCAB_MULTIPLE * parallel.tp
-    padded = -(-decoder_of(source)[0].vocab_size // multiple) * multiple
     weights = Weights(
         source,
         parallel=parallel,
         seat=Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank),
-        padded_vocab=padded,
+        vocab_multiple=VOCAB_MULTIPLE,
         threads=threads,
         memory_bytes=memory_bytes,
         progress=progress,
     )
     kind = weights.usual_dtype if dtype is None else named(str(dtype))
-    decoder = Decoder(
-        weights.config,
-        groups,
-        dtype=_computable(kind),
-        sequence_parallel=sequence_parallel,
-        stage=stage_of(weights, groups),
+    (decoder,) = build_stages(
+        weights.config, groups, dtype=_computable(kind), sequence_parallel=sequence_parallel
     )
     expected = decoder.state_dict()
     check_names(weights, expected)
@@ -98,16 +92,6 @@ def load(
     if check:
         check_finite(decoder, source)
     return decoder
-
-
-def stage_of(weights: Weights, groups: Groups) -> Stage:
-    """The part of the model that a rank's tensors make."""
-    layers = {int(n.split(".")[2]) for n in weights.tensors if n.startswith("decoder.layers.")}
-    return Stage(
-        layers=tuple(sorted(layers)),
-        embedding=groups.pp.is_first and EMBEDDING in weights.tensors,
-        head=groups.pp.is_last,
-    )
 
 
 def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megtool.errors import UsageError
 from megtool.inference.batching import Request, Running, left_padded
 from megtool.inference.forward import Forward
-from megtool.inference.graphed import GraphedStep
+from megtool.inference.graphed import SPARE_SLOTS, GraphedStep
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache
 
@@ -29,7 +29,10 @@ class Slots(Protocol):
     num_pages: int
     page_size: int
     most_prefill_tokens: int | None
-    num_graphed: int
+
+    @property
+    def num_graphed(self) -> int:
+        """Steps that were replays of a graph."""
 
     def prefill(self, rows: Sequence[Running]) -> Tensor | None:
         """Read the prompts of rows that have just entered."""
@@ -55,9 +58,13 @@ class Rows:
         most = width + max(r.max_new_tokens for r in requests) - 1
         self.num_pages, self.page_size = sum(r.num_positions for r in requests), 1
         self.most_prefill_tokens: int | None = self._num_rows * width  # nobody waits
-        cache = forward.rows_cache(num_rows=self._num_rows, max_tokens=most, graphable=graphed)
-        self._cache: ContiguousCache = cache
-        self._step = GraphedStep(forward, cache) if cache.graphable else None
+        graphed = graphed and forward.is_graphable
+        self._cache: ContiguousCache = forward.rows_cache(
+            num_rows=self._num_rows,
+            max_tokens=most + SPARE_SLOTS * graphed,
+            graphable=graphed,
+        )
+        self._step = GraphedStep(forward, self._cache) if graphed else None
         self._last_B1 = torch.full((self._num_rows, 1), _PAD, dtype=torch.int64)
 
     @property
@@ -83,7 +90,7 @@ class Rows:
         self._last_B1[[r.slot for r in rows], 0] = torch.tensor([r.tokens[-1] for r in rows])
         tokens_B1 = self._last_B1.to(self._forward.device)
         if self._step is not None:
-            logits_BV = self._step(tokens_B1)
+            logits_BV: Tensor | None = self._step(tokens_B1)
         else:
             logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
         if logits_BV is None or len(rows) == self._num_rows:
@@ -97,9 +104,11 @@ class Rows:
 class Blocks:
     """Blocks of a shared cache, taken as sequences grow and given back when they end."""
 
+    num_graphed = 0  # shapes change as sequences grow
+
     def __init__(self, forward: Forward, requests: Sequence[Request], *, num_slots: int) -> None:
         self._forward = forward
-        self.page_size, self.num_graphed = BLOCK_SIZE, 0
+        self.page_size = BLOCK_SIZE
         self.most_prefill_tokens: int | None = None
         needs = sorted((-(-r.num_positions // BLOCK_SIZE) for r in requests), reverse=True)
         self.num_pages = sum(needs[:num_slots])  # so that blocks never are what a slot waits for

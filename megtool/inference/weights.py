@@ -55,8 +55,8 @@ class Source:
 class Weights:
     """The tensors of one rank by the names of its modules, of which any set can be loaded.
 
-    `parallel` and `seat` say which rank it is, `padded_vocab` how many rows the vocabulary has on
-    all ranks together (without it, the next multiple of tp). Vocabulary padding is zero.
+    `parallel` and `seat` say which rank it is. The vocabulary is padded with zeros to a multiple of
+    `vocab_multiple` rows on each of the tensor ranks.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
@@ -69,7 +69,7 @@ class Weights:
         *,
         parallel: ParallelConfig | None = None,
         seat: Seat | None = None,
-        padded_vocab: int | None = None,
+        vocab_multiple: int = 1,
         threads: int | None = None,
         memory_bytes: int = BUFFER_BYTES,
         progress: Progress = silent,
@@ -77,7 +77,7 @@ class Weights:
         self.parallel, seat = parallel or ParallelConfig(), seat or Seat()
         self.catalogue = source.catalogue
         self.config, self._side = decoder_of(source)
-        self._target = self._written(padded_vocab)
+        self._target = self._written(vocab_multiple)
         ranks = rank_parameters(self._target.tensors, self.config, self.parallel)
         self.tensors: Mapping[str, LocalTensor] = local_tensors(
             ranks, seat, num_chunks=self.parallel.vpp
@@ -88,15 +88,14 @@ class Weights:
         self._files = Files()
         self._plans: dict[tuple[str, ...], Plan] = {}
 
-    def _written(self, padded_vocab: int | None) -> TargetSide:
-        tp = self.parallel.tp
+    def _written(self, vocab_multiple: int) -> TargetSide:
         target = write_side(
             self._side,
             dialect="megatron",
             config=self.config,
             parallel=self.parallel,
             per_layer=True,
-            divisible_by=1 if padded_vocab is None else max(1, padded_vocab // tp),
+            divisible_by=vocab_multiple,
         )
         others = [t.name for t in target.tensors if t.name.startswith("encoder.")]
         if others:
@@ -238,7 +237,7 @@ def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
         f"the checkpoint is {what}, and only decoders are run",
         file=catalogue.root,
         tensor=name,
-        hint="families that run are those of `megtool inspect` with layers called decoder.layers",
+        hint="BERT and T5 can be converted and inspected; choose a decoder's checkpoint to run",
     )
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.kernels import triton_experts
+from megtool.kernels import experts_triton
 from megtool.kernels.choice import Kernel
 
 
@@ -93,9 +93,9 @@ def _copy_rows(x_TH: Tensor, row_ids_R: Tensor, num: int) -> Tensor:
     return x_TH.index_select(0, row_ids_R // num)
 
 
-_COPY_ROWS = Kernel("permute", _copy_rows, triton=triton_experts.copy_rows)
-_SUM_ROWS = Kernel("unpermute", _sum_rows, triton=triton_experts.sum_rows)
-_SPREAD_ROWS = Kernel("gradient of unpermute", _spread_rows, triton=triton_experts.spread_rows)
+_COPY_ROWS = Kernel("permute", _copy_rows, triton=experts_triton.copy_rows)
+_SUM_ROWS = Kernel("unpermute", _sum_rows, triton=experts_triton.sum_rows)
+_SPREAD_ROWS = Kernel("gradient of unpermute", _spread_rows, triton=experts_triton.spread_rows)
 
 
 class _Permute(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels import triton_fp8
+from megtool.kernels import fp8_triton
 from megtool.kernels.choice import Kernel
 
 Kind = Literal["e4m3", "e5m2"]
@@ -139,4 +139,4 @@ def _spread(scale: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     return spread.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-_CAST = Kernel("cast to FP8", _cast_fp8, triton=triton_fp8.cast_fp8)
+_CAST = Kernel("cast to FP8", _cast_fp8, triton=fp8_triton.cast_fp8)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.kernels import triton_head
+from megtool.kernels import head_triton
 from megtool.kernels.choice import Kernel
 
 # Elements of a block where the caller does not say: what keeps a GPU's matrix units busy, and what
@@ -232,5 +232,5 @@ def _within(column_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     return here_T, torch.where(here_T, at_T, 0)
 
 
-_FOLD = Kernel("online softmax", _fold, triton=triton_head.fold)
-_SLOPE = Kernel("gradient of cross entropy", _slope, triton=triton_head.slope)
+_FOLD = Kernel("online softmax", _fold, triton=head_triton.fold)
+_SLOPE = Kernel("gradient of cross entropy", _slope, triton=head_triton.slope)

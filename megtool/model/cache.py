@@ -198,6 +198,7 @@ class ContiguousCache(Cache):
         self.length += tokens
         self.offset.add_(tokens)
         self.counts_B.add_(tokens if self._valid_BS is None else self._valid_BS.sum(1))
+        self._slots_S, self._valid_BS = self.slots_L[:0], None  # a graph's memory is not ours
 
     def reset(self) -> None:
         """Forget everything; the storage stays."""

@@ -209,7 +209,7 @@ class Schedule:
 
         pp, head = self.groups.pp, self.stages[-1]
         sample = Batch(tokens_BS=torch.empty(shape, dtype=torch.int64, device="meta"))
-        row = _empty_rows(head, sample, torch.device("meta"))
+        row = _empty_rows(head, sample, torch.device("meta")).requires_grad_()
         made = [
             PipelineStage(
                 link,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes
-from megtool.tensors.relation import Placement, lattice, lattice_boxes, pieces, refine
+from megtool.tensors.relation import Placement, lattice, lattice_boxes, narrow, pieces, refine
 
 
 def place(shape, dims, mults, base, stored="s") -> Placement:
@@ -221,3 +221,13 @@ def test_positions_are_exact_in_huge_tensors():
     start, stride = lattice(p, shards.lo, shards.hi, np.array([[n - 1, n - 1]]))
     assert (start.tolist(), stride.tolist()) == ([4 * n - 1], [[1, 4]])
 
+
+@given(placements(), st.data())
+def test_a_narrowed_placement_is_a_box_of_the_view(placed, data) -> None:
+    p, shape = placed
+    stored = np.arange(math.prod(shape)).reshape(shape)
+    lo = [data.draw(st.integers(0, n)) for n in p.shape]
+    hi = [data.draw(st.integers(a, n)) for a, n in zip(lo, p.shape, strict=True)]
+    box = gather(p, stored).reshape(p.shape)[tuple(map(slice, lo, hi))]
+    assert narrow(p, lo, hi).shape == box.shape
+    np.testing.assert_array_equal(gather(narrow(p, lo, hi), stored), box.reshape(-1))

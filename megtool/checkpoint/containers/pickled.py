@@ -265,12 +265,21 @@ def _plain_inert(node: Inert, done: dict[int, Any]) -> Any:
         return [_plain(x, done) for x in (*(node.args[0] if node.args else ()), *node.items)]
     if node.module in ("pathlib", "pathlib._local") and all(isinstance(a, str) for a in node.args):
         return str(PurePosixPath(*node.args))
-    if node.name == "_codecs.encode" and node.args and isinstance(node.args[0], str):
-        try:
-            return node.args[0].encode("latin1")
-        except UnicodeEncodeError:
-            return node
-    return node
+    encoded = as_bytes(node)
+    return node if encoded is None else encoded
+
+
+def as_bytes(node: Any) -> bytes | None:
+    """The bytes that a node is, None for any other: old protocols write them as encoded text."""
+    if isinstance(node, bytes | bytearray):
+        return bytes(node)
+    is_text = isinstance(node, Inert) and node.name == "_codecs.encode" and node.args
+    if not is_text or not isinstance(node.args[0], str):
+        return None
+    try:
+        return node.args[0].encode("latin1")
+    except UnicodeEncodeError:
+        return None
 
 
 def references(tree: Any) -> list[Persistent]:

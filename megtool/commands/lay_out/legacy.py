@@ -15,13 +15,13 @@ from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.extra_states import SUFFIX, site_of
+from megtool.commands.megatron.extra_states import SUFFIX, Site, site_of
 from megtool.commands.megatron.from_ranks import expert_rank
 from megtool.commands.megatron.groups import Inner, read_groups
 from megtool.commands.megatron.objects import (
     Carried,
     carried_objects,
-    drop_grouped,
+    join_grouped,
     values_of,
 )
 from megtool.commands.megatron.optimizer import require_states, run_of, states_of, warn_of_order
@@ -122,11 +122,12 @@ class _Writer:
         )
         self.pieces: list[tuple[str, str, Parameter, int]] = []
         _check_experts(config, parallel)
-        if self.run.order.grouped_experts:
-            drop_grouped(source, carried, config.num_experts // parallel.ep)
+        joined: dict[Site, Any] = {}
+        if self.run.order.grouped_experts and config.num_experts:
+            joined = join_grouped(source, carried, config.num_experts // parallel.ep)
         self.objects = values_of(source, carried)
         found = {site_of(name): value for name, value in self.objects.items()}
-        self.extra = {site: value for site, value in found.items() if site is not None}
+        self.extra = {site: value for site, value in found.items() if site is not None} | joined
 
     def files(self, common: Mapping[str, Any]) -> dict[str, Any]:
         """Every rank's files by path, their trees with `GlobalTensor` leaves."""

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickled import Inert, references
+from megtool.checkpoint.containers.pickled import Inert, as_bytes, references
 from megtool.commands.megatron.facts import object_value
 from megtool.convert.megatron import split_state
 from megtool.tensors.sharded import GlobalTensor
@@ -186,6 +186,6 @@ def holds_nothing(value: Any) -> bool:
         return not value
     if isinstance(value, Inert) and value.name in ("io.BytesIO", "_io.BytesIO"):
         parts = [*value.args, *(value.state if isinstance(value.state, tuple) else ())]
-        return not any(isinstance(p, bytes) and p for p in parts)
+        return not any(map(as_bytes, parts))
     is_tensor = isinstance(value, Inert) and value.name.startswith("torch._utils._rebuild")
     return is_tensor and not any(p.data for p in references(value))

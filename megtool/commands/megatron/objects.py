@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.containers.extra_state import decode, join, to_tree
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.containers.zipped import load_object
 from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.plan import Dropped
 from megtool.commands.megatron.extra_states import (
     EMPTY,
+    Site,
     Spelling,
     asked_for,
+    holds_nothing,
     is_empty_state,
     is_extra_state,
     site_of,
@@ -197,22 +200,45 @@ def values_of(source: Opened, carried: Carried) -> dict[str, Any]:
     return {n: object_value(source.catalogue, o) for n, o in carried.kept.items()}
 
 
-def drop_grouped(source: Opened, carried: Carried, experts: int) -> None:
-    """Take out the states of experts that share one module, `experts` of them, unless they are one.
+def join_grouped(source: Opened, carried: Carried, experts: int) -> dict[Site, Any]:
+    """The states of experts that share one module, `experts` of them, each as that of the first.
 
-    Transformer Engine keeps one state for all of them together; those that hold nothing need none.
+    Transformer Engine keeps one state for all of them together. They are taken out of what is
+    carried; those that hold nothing need no place, and those that do not fit together are dropped.
     """
     if experts == 1:
-        return
-    gone: set[str] = set()
-    for name, held in list(carried.kept.items()):
-        site = site_of(name)
-        if site is None or site.expert is None:
-            continue
-        del carried.kept[name]
-        gone.add(held.name)
-        if is_empty_state(source.catalogue, held.name):
-            carried.drop(held.name, EMPTY, is_lost=False)
+        return {}
+    found: dict[Site, list[str]] = {}
+    for name in carried.kept:
+        if (site := site_of(name)) is not None and site.expert is not None:
+            first = site.expert // experts * experts
+            found.setdefault(Site(site.module, first), []).append(name)
+    out: dict[Site, Any] = {}
+    for site, names in found.items():
+        held = [carried.kept.pop(name) for name in sorted(names, key=_expert)]
+        values = [object_value(source.catalogue, o) for o in held]
+        gone = {o.name for o in held}
+        carried.moved = [name for name in carried.moved if name not in gone]
+        joined = _joined(values) if len(values) == experts else None
+        if all(map(holds_nothing, values)):
+            for name in sorted(gone):
+                carried.drop(name, EMPTY, is_lost=False)
+        elif joined is None:
+            for name in sorted(gone):
+                carried.drop(name, "the extra states of these experts do not fit together")
         else:
-            carried.drop(held.name, "the extra states of several experts are not put together")
-    carried.moved = [name for name in carried.moved if name not in gone]
+            out[site] = joined
+            carried.derived += sorted(gone)
+    return out
+
+
+def _expert(name: str) -> int:
+    site = site_of(name)
+    return site.expert or 0 if site is not None else 0
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """One extra state of several modules', in the order of their experts; None if there is none."""
+    states = [state for state in map(decode, values) if state is not None]
+    whole = join(states) if len(states) == len(values) else None
+    return None if whole is None else to_tree(whole)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
+from megtool.checkpoint.containers.extra_state import decode, split, to_tree
 from megtool.checkpoint.formats.legacy_tree import MODEL_KEY, entries
 from megtool.commands.megatron.extra_states import SUFFIX, Site, Spelling, holds_nothing
 from megtool.commands.megatron.random_state import RNG, rng_name
@@ -103,7 +104,21 @@ def _extra_states(
         elif experts == 1:
             yield Site(known.key.replace(".experts.", ".experts.experts."), first_expert), value
         elif not holds_nothing(value):
-            yield own, value
+            yield from _taken_apart(own, known.key, value, first_expert, experts)
+
+
+def _taken_apart(
+    own: str, module: str, value: Any, first_expert: int, experts: int
+) -> Iterator[tuple[Site | str, Any]]:
+    """The states of experts that share a module; the module's own where it is not of scales."""
+    state = decode(value)
+    parts = split(state, experts) if state is not None else None
+    if parts is None:
+        yield own, value
+        return
+    for k, part in enumerate(parts):
+        site = Site(module.replace(".experts.", ".experts.experts."), first_expert + k)
+        yield site, to_tree(part)
 
 
 def of_chunk(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megtool.checkpoint.containers.extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.inspect import inspect
 from megtool.commands.megatron.extra_states import Site, Spelling, site_of
@@ -154,6 +157,62 @@ def test_extra_states_follow_their_layers_and_experts(
     )
     state = rank["model"]["decoder.layers.1.self_attention.linear_qkv._extra_state"]
     assert pickle.loads(state.numpy().tobytes()) == {"scale": 3}
+
+
+def scaling(number: int, gemms: int = 1) -> dict[str, Any]:
+    """What Transformer Engine pickles of delayed scaling, but for the recipe."""
+    made = torch.Generator().manual_seed(number)
+    return {
+        "scale_fwd": torch.rand(3 * gemms, generator=made),
+        "amax_history_fwd": torch.rand(4, 3 * gemms, generator=made),
+        "scale_bwd": torch.rand(2 * gemms, generator=made),
+        "amax_history_bwd": torch.rand(4, 2 * gemms, generator=made),
+        "extra_fp8_variables": {"num_gemms": gemms},
+    }
+
+
+@pytest.mark.parametrize("release", [1, 2])
+def test_experts_in_one_module_have_one_state_together(
+    release: int, tmp_path: Path, materialize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state(number: int) -> Any:
+        if release == 2:
+            raw = bytearray(pickle.dumps(scaling(number)))
+            return torch.frombuffer(raw, dtype=torch.uint8)
+        out = io.BytesIO()
+        torch.save(scaling(number), out)
+        out.seek(0)
+        return out
+
+    def load(value: Any) -> dict[str, Any]:
+        held = value.getvalue() if release == 1 else value.numpy().tobytes()
+        return torch.load(io.BytesIO(held)) if release == 1 else pickle.loads(held)
+
+    monkeypatch.setattr(sys.modules[__name__], "fp8", state)
+    save(tmp_path / "a", materialize, ParallelConfig(), **MOE)
+    layout = {"tp": 1, "pp": 1, "ep": 2, "dp": 2}
+    report = reshard(tmp_path / "a", tmp_path / "b", to="megatron", fsync=False, **layout)
+    assert not [d for d in report.dropped if "experts" in d.name and d.is_lost]
+    file = tmp_path / "b/iter_0000007/mp_rank_00_001/model_optim_rng.pt"
+    rank = torch.load(file, weights_only=False)
+    name = "decoder.layers.2.mlp.experts.linear_fc1._extra_state"
+    held = load(rank["model"][name])
+    assert held["extra_fp8_variables"] == {"num_gemms": 2}
+    for k in range(2):  # Megatron's own rule, TEGroupedLinear._split_extra_state
+        one = scaling(1000 + 10 * 2 + 2 + k)
+        assert torch.equal(held["scale_fwd"].view(3, -1)[:, k], one["scale_fwd"])
+        history = held["amax_history_bwd"].view(4, 2, -1)[:, :, k]
+        assert torch.equal(history, one["amax_history_bwd"])
+    reshard(tmp_path / "b", tmp_path / "c", to="torch_dist", ep=4, dp=4, fsync=False)
+    saved = open_checkpoint(tmp_path / "c")
+    for layer, e in product(range(LAYERS), range(4)):
+        site = Site(f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1", e)
+        found = next(o for n, o in saved.objects.items() if site_of(n) == site)
+        back = decode(object_value(saved, found))
+        assert back is not None
+        want = scaling(1000 + 10 * layer + e)
+        assert all(torch.equal(t, want[n]) for n, t in back.tensors.items())
+        assert back.num_gemms == 1
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])

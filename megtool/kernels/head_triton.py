@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def slope(
         out_TB.copy_(target)
 
 
-def _bend(x: Any, softcap: Any, scale: Any, CAP: tl.constexpr) -> Any:
+def _bend(x: tl.tensor, softcap: tl.tensor, scale: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
     """Scaled and capped logits; tanh by the exponential, which never overflows this way round."""
     x = x * scale
     if CAP:
@@ -109,17 +109,17 @@ def _bend(x: Any, softcap: Any, scale: Any, CAP: tl.constexpr) -> Any:
 
 
 def _fold(
-    raw_ptr: Any,
-    column_ptr: Any,
-    maximum_ptr: Any,
-    total_ptr: Any,
-    target_ptr: Any,
-    best_ptr: Any,
-    stride: Any,
-    width: Any,
-    start: Any,
-    softcap: Any,
-    scale: Any,
+    raw_ptr: tl.tensor,
+    column_ptr: tl.tensor,
+    maximum_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    start: tl.tensor,
+    softcap: tl.tensor,
+    scale: tl.tensor,
     CAP: tl.constexpr,
     BEST: tl.constexpr,
     ACC: tl.constexpr,
@@ -155,18 +155,18 @@ def _fold(
 
 
 def _slope(
-    raw_ptr: Any,
-    column_ptr: Any,
-    log_total_ptr: Any,
-    g_ptr: Any,
-    out_ptr: Any,
-    stride: Any,
-    out_stride: Any,
-    width: Any,
-    num_tiles: Any,
-    start: Any,
-    softcap: Any,
-    scale: Any,
+    raw_ptr: tl.tensor,
+    column_ptr: tl.tensor,
+    log_total_ptr: tl.tensor,
+    g_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    width: tl.tensor,
+    num_tiles: tl.tensor,
+    start: tl.tensor,
+    softcap: tl.tensor,
+    scale: tl.tensor,
     CAP: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -5,7 +5,7 @@ Rounding is done on the bits, so that it needs no FP8 hardware and is the same e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,11 +49,11 @@ def cast_fp8(x: Tensor, scale: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _cast(
-    x_ptr: Any,
-    scale_ptr: Any,
-    out_ptr: Any,
-    parts_ptr: Any,
-    size: Any,
+    x_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    size: tl.tensor,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     LARGEST: tl.constexpr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -80,12 +80,12 @@ def spread_rows(
 
 
 def _copy(
-    x_ptr: Any,
-    ids_ptr: Any,
-    out_ptr: Any,
-    size: Any,
-    num_tiles: Any,
-    num: Any,
+    x_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    num_tiles: tl.tensor,
+    num: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """One tile of one row."""
@@ -97,12 +97,12 @@ def _copy(
 
 
 def _sum(
-    rows_ptr: Any,
-    inverse_ptr: Any,
-    probs_ptr: Any,
-    out_ptr: Any,
-    size: Any,
-    num_tiles: Any,
+    rows_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    probs_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    num_tiles: tl.tensor,
     NUM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ACC: tl.constexpr,
@@ -122,13 +122,13 @@ def _sum(
 
 
 def _spread(
-    g_ptr: Any,
-    rows_ptr: Any,
-    ids_ptr: Any,
-    probs_ptr: Any,
-    g_rows_ptr: Any,
-    g_probs_ptr: Any,
-    size: Any,
+    g_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    probs_ptr: tl.tensor,
+    g_rows_ptr: tl.tensor,
+    g_probs_ptr: tl.tensor,
+    size: tl.tensor,
     NUM: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
