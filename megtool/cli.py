@@ -60,6 +60,7 @@ from megtool.cli_options import (
     option,
     output,
     place,
+    source_option,
 )
 from megtool.cli_run import Report, put, run
 from megtool.errors import MegtoolError
@@ -240,6 +241,70 @@ def _verify(
         )
 
     return run(work, as_json=as_json, quiet=quiet, verbose=verbose)
+
+
+@app.command("tokenize")
+def _tokenize(
+    sources: Annotated[
+        list[str],
+        place(
+            "Files of text, JSON lines or parquet, folders of them, or NAME[:CONFIG][:SPLIT].",
+            "SRC...",
+        ),
+    ],
+    destination: Annotated[
+        Path, place("Writes DST.bin and DST.idx; they appear when complete.", "DST")
+    ],
+    tokenizer: Annotated[
+        Path,
+        source_option(
+            "A folder with a tokenizer, or a checkpoint that carries one.",
+            "--tokenizer",
+            metavar="FOLDER",
+        ),
+    ],
+    field: Annotated[
+        str | None,
+        source_option(
+            "The field of a record; default: messages, prompt and completion, or text.",
+            "--field",
+            metavar="NAME",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, source_option("The split of a data set.", "--split", metavar="NAME")
+    ] = None,
+    append_eos: Annotated[
+        bool, output("End each document with the tokenizer's token for it.", "--append-eos")
+    ] = False,
+    special: Annotated[
+        bool,
+        output("Add what the tokenizer puts around a text, such as BOS.", "--special/--no-special"),
+    ] = True,
+    workers: Annotated[
+        int | None,
+        output("Threads; default: one a core, 8 at most.", "--workers", metavar="N", min=1),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    overwrite: Overwrite = False,
+    fsync: Fsync = True,
+) -> int:
+    """Turn text into tokens for training: Megatron's .bin and .idx, a document a sequence.
+
+    Example: megtool tokenize corpus.jsonl ./corpus --tokenizer ./SmolLM2-135M-Instruct --append-eos
+    """
+    given = {k: v for k, v in locals().items() if v is not None}  # named as `tokenize` names them
+    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+
+    def work(progress: Progress) -> Report:
+        from megtool.commands.tokenize import tokenize
+
+        return tokenize(**given, progress=progress)
+
+    return run(work, **manners)
 
 
 @app.command("demo")

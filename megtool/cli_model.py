@@ -18,7 +18,6 @@ from megtool.cli_options import (
     Verbose,
     layout,
     option,
-    output,
     source_option,
 )
 from megtool.cli_run import Report, put, run

@@ -26,12 +26,16 @@ class Progress(Protocol):
     """What library code calls while bytes pass, from any thread.
 
     `num_bytes` more bytes are done in the stage called `stage` ("copy", "verify"), which has
-    `total_bytes` in all. The first call of a stage may say 0 bytes, to show it; a resumed stage
+    `total_bytes` in all; a stage of `COUNTED` counts other things. The first call of a stage may say 0 bytes, to show it; a resumed stage
     starts with the bytes that were already there.
     """
 
     def __call__(self, stage: str, num_bytes: int, total_bytes: int) -> None:
         """Count `num_bytes` more bytes in `stage`."""
+
+
+COUNTED = {"generate": "tokens", "evaluate": "tokens"}
+"""Stages that count no bytes, and what they count."""
 
 
 def silent(stage: str, num_bytes: int, total_bytes: int) -> None:
@@ -105,9 +109,11 @@ def _rich_bar() -> RichProgress:
 
     class Bytes(ProgressColumn):
         def render(self, task: Task) -> Text:
-            rate = f"{format_bytes(task.speed)}/s" if task.speed else "-"
-            done, total = format_bytes(task.completed), format_bytes(task.total or 0)
-            return Text(f"{done} of {total}  {rate}")
+            unit = COUNTED.get(task.description)
+            say_size = format_bytes if unit is None else "{:,.0f}".format
+            rate = f"{say_size(task.speed)}/s" if task.speed else "-"
+            done, total = say_size(task.completed), say_size(task.total or 0)
+            return Text(f"{done} of {total}{f' {unit}' if unit else ''}  {rate}")
 
     return RichProgress(
         TextColumn("{task.description}", markup=False),

@@ -125,6 +125,9 @@ class MemoryStage:
         """
         import torch
 
+        for mapped in self._mapped.values():
+            with contextlib.suppress(OSError):  # an older kernel: pages are found at first use
+                mapped.madvise(_POPULATE_READ)
         shards, extents = catalogue.shards, catalogue.extents
         rows = zip(
             shards.tensor.tolist(), extents.file.tolist(), extents.offset.tolist(), strict=True
@@ -149,6 +152,7 @@ class MemoryStage:
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_POPULATE_READ = 22  # Linux 5.14: enter all pages into this process's tables in one call
 
 
 def _new_file() -> tuple[int, Path]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megtool.data.text import Document as Read
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.compare import Comparison
-    from megtool.inference.evaluate import Score
     from megtool.inference.windows import Document
     from megtool.kernels.choice import Implementation
 

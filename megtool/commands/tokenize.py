@@ -106,7 +106,6 @@ def tokenize(
     """
     from megtool.data.indexed import IndexedWriter, token_dtype
 
-    began = time.monotonic()
     given = [sources] if isinstance(sources, str | Path) else list(sources)
     if not given:
         raise UsageError("no source is given", hint="files of text, folders or data sets")
@@ -115,6 +114,7 @@ def tokenize(
     target = Pair(Path(destination), files or Files(), overwrite=overwrite)
     target.check()
     chosen = find_tokenizer(tokenizer)
+    began = time.monotonic()
     total = sum(source_bytes(s, split=split) for s in given)
     chunks = _chunks(d for s in given for d in documents(s, field=field, split=split))
     work = _Work(chosen, append_eos=append_eos, special=special)

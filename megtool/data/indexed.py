@@ -233,12 +233,11 @@ class IndexedWriter:
         offsets *= self.dtype.itemsize
         head = _HEAD.pack(_MAGIC, 1, _CODES[self.dtype], len(lengths), len(self._ends))
         with _open(self.index_file) as file:
-            parts = [head, lengths, offsets, np.asarray(self._ends, "<i8")]
+            self._write(file, self.index_file, head)
+            for part in (lengths, offsets, np.asarray(self._ends, "<i8")):
+                self._write(file, self.index_file, part.tobytes())
             if self._modes is not None:
-                parts.append(np.asarray(self._modes, "i1"))
-            for part in parts:
-                data = part if isinstance(part, bytes) else part.tobytes()
-                self._write(file, self.index_file, data)
+                self._write(file, self.index_file, np.asarray(self._modes, "i1").tobytes())
 
     def _write(self, file: Any, path: Path, data: bytes) -> None:
         try:

@@ -23,7 +23,7 @@ from megtool.kernels.choice import Kernel
 
 # Elements of a block where the caller does not say: what keeps a GPU's matrix units busy, and what
 # stays near a CPU's caches.
-BLOCK_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 22}
+BLOCK_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 20}
 SMALLEST_BLOCK = 1024
 NOWHERE = -1  # the column of a label that this rank does not hold; lies in no block
 

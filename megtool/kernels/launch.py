@@ -71,6 +71,8 @@ def compiled(body: Callable[..., Any]) -> Any:
             function = cast("FunctionType", body)
             names = function.__globals__
             names["tl"] = triton.language
+            # The compiler looks annotations up too, and takes nothing but Triton's own.
+            names["Any"] = triton.language.tensor
             for name in function.__code__.co_names:
                 value = names.get(name)
                 if isinstance(value, FunctionType) and value.__module__ == body.__module__:

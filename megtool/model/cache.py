@@ -101,9 +101,9 @@ class ContiguousCache(Cache):
 
     Rows of unequal length are padded on the left or the right; padding takes slots too, and is
     never attended to. A pass attends to the slots used so far, as a view. With `graphable` it
-    attends to all slots under a mask and takes its place from device memory, so that a recorded
-    decoding step may be replayed: then `length` is only what was counted outside of replays, and
-    keeping within `max_tokens` is the caller's task.
+    attends to all slots under a mask and counts in device memory alone (`offset`, not `length`), so
+    that a recorded decoding step may be replayed; keeping within `max_tokens` is then the caller's
+    task. `state` is what a pass changes beside keys and values.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ContiguousCache(Cache):
         }
         self.num_rows, self.max_tokens, self.graphable = num_rows, max_tokens, graphable
         self.length = 0
-        self.has_padding = self.has_positions = False
+        self.has_padding, self.has_positions = graphable, False
         self.offset = torch.zeros((), dtype=torch.int64, device=device)
         self.counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.valid_BL = torch.zeros(num_rows, max_tokens, dtype=torch.bool, device=device)
@@ -143,7 +143,7 @@ class ContiguousCache(Cache):
         rows, tokens = batch.shape
         if rows != self.num_rows:
             raise UsageError(f"{rows} rows in a cache of {self.num_rows}")
-        if self.length + tokens > self.max_tokens:
+        if not self.graphable and self.length + tokens > self.max_tokens:
             raise UsageError(
                 f"{tokens} tokens after {self.length} in a cache of {self.max_tokens}",
                 hint="make the cache for prompt and answer together",
@@ -158,10 +158,9 @@ class ContiguousCache(Cache):
             slots_S = self.slots_L[self.length : self.length + tokens]
         valid_BS = batch.valid_BS
         self.has_padding = self.has_padding or valid_BS is not None
-        uniform = not self.has_padding and not self.graphable
         if batch.positions_BS is not None:
             positions_BS, self.has_positions = batch.positions_BS, True
-        elif uniform:
+        elif not self.has_padding:
             positions_BS = slots_S[None]
         elif valid_BS is None:
             positions_BS = self.counts_B[:, None] + self.slots_L[None, :tokens]
@@ -195,17 +194,23 @@ class ContiguousCache(Cache):
     def advance(self) -> None:
         """Count the pass's tokens, and those among them that are no padding."""
         tokens = self._slots_S.shape[0]
-        self.length += tokens
+        self.length += 0 if self.graphable else tokens
         self.offset.add_(tokens)
         self.counts_B.add_(tokens if self._valid_BS is None else self._valid_BS.sum(1))
+        self._slots_S, self._valid_BS = self.slots_L[:0], None
         self._slots_S, self._valid_BS = self.slots_L[:0], None  # a graph's memory is not ours
 
     def reset(self) -> None:
         """Forget everything; the storage stays."""
-        self.length, self.has_padding, self.has_positions = 0, False, False
+        self.length, self.has_padding, self.has_positions = 0, self.graphable, False
         self.offset.zero_()
         self.counts_B.zero_()
         self.valid_BL.zero_()
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What a pass changes beside keys and values."""
+        return self.offset, self.counts_B, self.valid_BL, self.positions_BL
 
     @property
     def num_bytes(self) -> int:
@@ -255,7 +260,7 @@ class PagedCache(Cache):
     def needed(self, sequence: int, tokens: int) -> int:
         """How many more blocks a sequence takes for so many more tokens."""
         length = self.lengths.get(sequence, 0) + tokens
-        return -(-length // self.block_size) - len(self.blocks.get(sequence, ()))
+        return max(0, -(-length // self.block_size) - len(self.blocks.get(sequence, ())))
 
     def choose(self, rows: Sequence[tuple[int, int]]) -> None:
         """The rows of the next pass: (sequence, real tokens); blocks are taken for them.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
-from megtool.kernels.cross_entropy import linear_cross_entropy
+from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, Frame
 from megtool.model.cache import Cache, Span
 from megtool.model.layer import Layer
@@ -21,6 +21,9 @@ from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.groups import Groups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
+# Logits of one pass and rank that are kept for the backward pass, which saves one product of four;
+# more are computed block by block, twice.
+KEPT_LOGITS_BYTES = 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ class Decoder(nn.Module):
         multiple = vocab_multiple * groups.tp.size
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
         self.rotary = Rotary(config, dtype=dtype)
+        # Rounded to the model's dtype, as released models were trained.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.embedding = None
         if stage.embedding or (stage.head and config.tied_embeddings):
             self.embedding = Embedding(
@@ -178,26 +183,32 @@ class Decoder(nn.Module):
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """What `loss` gives, from the states of `hidden`."""
-        if self.sequence_parallel:
-            x_TH = self._gathered(x_TH)
-        else:
-            x_TH = copy_to(x_TH, self.groups.tp)
+        config, tp, weight_VH = self.config, self.groups.tp, self.output_weight
         labels_T = labels_BS.flatten()
-        losses_T = linear_cross_entropy(
-            x_TH,
-            self.output_weight,
-            labels_T,
-            vocab_size=self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            scale=self.config.logit_scale,
-            group=self.groups.tp.handle,
-        )
+        options = {"softcap": config.logit_softcap, "scale": config.logit_scale}
+        if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
+            logits_TV = vocab_logits(
+                x_TH, weight_VH, tp, sequence_parallel=self.sequence_parallel, gather=False
+            )
+            losses_T = cross_entropy(
+                logits_TV, labels_T, vocab_size=config.vocab_size, group=tp.handle, **options
+            )
+        else:
+            losses_T = linear_cross_entropy(
+                self._gathered(x_TH) if self.sequence_parallel else copy_to(x_TH, tp),
+                weight_VH,
+                labels_T,
+                vocab_size=config.vocab_size,
+                group=tp.handle,
+                **options,
+            )
         return losses_T.sum(), (labels_T != -100).sum()
 
     def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor:
         """The states after the final norm, x_TH (with sequence parallelism this rank's rows)."""
         frame = self.frame(batch, cache)
         x_TH = self.finish(self.run(self.embed(batch, frame), frame))
+        self.rotary.forget()
         if cache is not None:
             cache.advance()
         return x_TH
@@ -221,9 +232,8 @@ class Decoder(nn.Module):
         if self.embedding is None or not self.stage.embedding:
             raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
         x_TH: Tensor = self.embedding.word_embeddings(batch.tokens_BS.flatten())
-        if self.config.embedding_scale != 1:
-            # A scale in the model's dtype, as every released model was trained with.
-            x_TH = x_TH * torch.tensor(self.config.embedding_scale, dtype=x_TH.dtype)
+        if self.embedding_scale != 1:
+            x_TH = x_TH * self.embedding_scale
         if self.config.position_embedding == "learned":
             places = self.embedding.position_embeddings(frame.positions_BS)
             x_TH = (x_TH.view(*batch.shape, -1) + places).flatten(0, 1)

@@ -242,9 +242,7 @@ class _Link(nn.Module):
         batch = Batch(**facts)
         frame = self.decoder.frame(batch)
         x_TH = rows[0] if rows else self.decoder.embed(batch, frame)
-        out = self.decoder.finish(self.decoder.run(x_TH, frame))
-        # torch detaches what a stage gives, in place: neither a view nor the stage's input will do.
-        return out.clone() if out is x_TH or out._is_view() else out
+        return self.decoder.finish(self.decoder.run(x_TH, frame))
 
 
 def _chunks(stages: Stages) -> list[Decoder]:

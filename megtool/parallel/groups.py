@@ -159,7 +159,7 @@ def fit(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     sizes = ("tp", "cp", "dp", "pp")
     said = " x ".join(f"{a}={n}" for a in sizes if (n := getattr(parallel, a)) > 1)
     fits = ", ".join(str(own * k) for k in range(1, 4))
-    hint = f"this layout fits {fits}, ... processes"
+    hint = f"this layout fits {fits}, ... processes (torchrun --nproc-per-node {own})"
     rest = own // parallel.tp
     if world_size % rest == 0:
         alike = [t for t in divisors(world_size // rest) if _can(parallel, t, world_size)]

@@ -1,4 +1,4 @@
-"""Memory as a destination: tensors over what a plan wrote, aligned, and given back when they die."""
+"""Memory as a destination: tensors over what a plan wrote, given back when the last one dies."""
 
 from __future__ import annotations
 

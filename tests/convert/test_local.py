@@ -112,9 +112,7 @@ def seats(parallel: ParallelConfig) -> list[Seat]:
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_a_rank_holds_its_slices(
-    name: str, data: Any, carry: Callable[..., Arrays]
-) -> None:
+def test_a_rank_holds_its_slices(name: str, data: Any, carry: Callable[..., Arrays]) -> None:
     model = config(**MODELS[name])
     draw = data.draw
     sizes: dict[str, int] = {a: draw(st.sampled_from([1, 2, 4]), label=a) for a in ("tp", "pp")}

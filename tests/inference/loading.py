@@ -30,11 +30,13 @@ def source_of(path: Path, **how: Any) -> Source:
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
+    return (
+        tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
+    )
 
 
 class Truth:
-    """The tensors of a Hugging Face folder as safetensors reads them, and what a rank has of them."""
+    """The tensors of a Hugging Face folder as safetensors reads them, and a rank's slices."""
 
     def __init__(self, folder: Path, carry: Callable[..., Arrays]) -> None:
         self._source = source_of(folder)

@@ -98,8 +98,6 @@ def part(key: str, tensor: Tensor, config: ModelConfig, groups: Groups) -> Tenso
     if rule.is_expert:
         tensor = tensor.chunk(groups.ep.size)[groups.ep.rank]
     shape = tuple(tensor.shape)
-    if rule.has_expert_axis:  # rules count dimensions from the end
-        shape = tuple(tensor.shape)
     boxes = boxes_of_rank(key, shape, rule, group.size, group.rank)
     pieces = [tensor[tuple(map(slice, lo, hi))] for lo, hi in boxes]
     return torch.cat(pieces, len(shape) + rule.tp_dim if rule.tp_dim else 0)

@@ -144,8 +144,6 @@ def all_layouts(rank: int, size: int, layouts: list[ParallelConfig]) -> float:
     worst = 0.0
     for parallel in layouts:
         for name in MODELS:
-            if parallel.tp > (2 if "num_kv_heads" not in MODELS[name] else 4):
-                continue
             for sequence_parallel in (False, True) if parallel.tp > 1 else (False,):
                 odd = not sequence_parallel
                 worst = max(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +31,7 @@ LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
 
 def join(rank: int, size: int) -> list[dict[str, Any]]:
     out = []
-    Groups.start(ParallelConfig())  # the world, which the following do not own
+    world = Groups.start(ParallelConfig())  # the following do not own it
     for sizes, order in LAYOUTS:
         groups = Groups.start(ParallelConfig(**sizes), order=order)
         seen: dict[str, Any] = {"grown": groups.parallel.dp, "owns": groups.owns_world}
@@ -40,6 +44,9 @@ def join(rank: int, size: int) -> list[dict[str, Any]]:
         groups.stop()  # it is not theirs to stop
         assert dist.is_initialized()
         out.append(seen)
+    assert world.owns_world
+    world.stop()
+    assert not dist.is_initialized()
     return out
 
 
@@ -115,7 +122,7 @@ def test_a_world_that_does_not_fit_is_told_what_would(
 
 
 def test_a_layout_of_several_ranks_needs_torchrun() -> None:
-    with pytest.raises(LayoutError, match="needs 2 processes, and there are 1"):
+    with pytest.raises(LayoutError, match=r"needs 2 processes, and there are 1(.|\n)*torchrun"):
         Groups.start(ParallelConfig(tp=2), environment={})
     with pytest.raises(LayoutError, match="torchrun"):
         Groups.start(ParallelConfig(), environment={"WORLD_SIZE": "two"})
@@ -132,3 +139,34 @@ def test_nccl_without_a_gpu_is_an_error() -> None:
 def test_a_part_that_does_not_divide_is_told_what_would() -> None:
     with pytest.raises(LayoutError, match=r"group of 4 does not divide heads=6(.|\n)*1, 2, 3, 6"):
         Group(ranks=(0, 1, 2, 3)).part(6, "heads")
+
+
+SCRIPT = """
+import os
+import torch
+from megtool.config import ParallelConfig
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.groups import Groups
+
+groups = Groups.start(ParallelConfig(tp=2))
+total = int(all_sum(torch.tensor(groups.rank + 1), groups.tp))
+os.write(1, f"sum {total}\\n".encode())  # in one piece, whatever the other rank writes
+groups.stop()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_gives_what_is_needed(tmp_path: Path, checkout: Path) -> None:
+    script = tmp_path / "sums.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3") == 2

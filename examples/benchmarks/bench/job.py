@@ -90,6 +90,42 @@ def transformers(options: Options, phase: Phases) -> Options:
     return {}
 
 
+def forward(options: Options, phase: Phases) -> Options:
+    """Load a decoder, whole or on demand, and run one forward pass over so many tokens."""
+    import torch
+
+    from megtool.commands.opened import open_model
+    from megtool.inference.load import Source, load
+    from megtool.model.batch import Batch
+
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        opened = open_model(Path(options["source"]), optimizer=False)
+        source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+        decoder = load(source, on_demand=options["on_demand"], threads=options["threads"])
+    tokens = torch.arange(options["tokens"]).unsqueeze(0)
+    with phase("forward"), torch.inference_mode():
+        decoder(Batch(tokens_BS=tokens), last_only=True)
+    return {"num_bytes": opened.catalogue.num_bytes}
+
+
+def peer_forward(options: Options, phase: Phases) -> Options:
+    """The same by transformers: weights stay mapped from the files until they are used."""
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        model = LlamaForCausalLM.from_pretrained(options["source"], dtype="auto")
+    tokens = torch.arange(options["tokens"]).unsqueeze(0)
+    with phase("forward"), torch.inference_mode():
+        model(tokens, logits_to_keep=1)
+    return {}
+
+
 def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
     from megtool.checkpoint.plan import Source
@@ -169,6 +205,8 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "reshard": reshard,
     "dcp": dcp,
     "transformers": transformers,
+    "forward": forward,
+    "peer_forward": peer_forward,
     "plan": plan,
     "through_buffer": through_buffer,
     "metadata": metadata,

@@ -23,7 +23,8 @@ SAMPLE_SECONDS = 0.002
 class Run:
     """What one process did: seconds of its job, of the whole process, and bytes it moved.
 
-    `memory` is RssAnon over time as `(monotonic seconds, bytes)`, empty if nobody watched.
+    `memory` is RssAnon over time as `(monotonic seconds, bytes)`, `shared` RssShmem; both are empty
+    if nobody watched.
     """
 
     seconds: float
@@ -32,12 +33,18 @@ class Run:
     facts: Mapping[str, Any]
     phases: Mapping[str, Mapping[str, float]]
     memory: Sequence[tuple[float, int]] = ()
+    shared: Sequence[tuple[float, int]] = ()
 
     def peak_bytes(self, phase: str | None = None) -> int:
         """The largest RssAnon seen, in the whole process or during one phase."""
         span = self.phases[phase] if phase else {"began": 0.0, "ended": float("inf")}
         inside = [n for at, n in self.memory if span["began"] <= at <= span["ended"]]
         return max(inside, default=0)
+
+    def peak_of_both(self) -> tuple[int, int]:
+        """Anonymous and shared memory when their sum was largest."""
+        pairs = [(a, b) for (_, a), (_, b) in zip(self.memory, self.shared, strict=True)]
+        return max(pairs, key=sum, default=(0, 0))
 
 
 def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Run:
@@ -53,10 +60,13 @@ def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Ru
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=keeping
     ) as process:
-        memory: list[tuple[float, int]] = []
+        memory: list[tuple[float, int, int]] = []
+        watcher = threading.Thread(target=_watch, args=(process.pid, memory), daemon=True)
         if watch:
-            threading.Thread(target=_watch, args=(process.pid, memory), daemon=True).start()
+            watcher.start()
         out, err = process.communicate()
+        if watch:
+            watcher.join()
     ended = time.perf_counter()
     if process.returncode:
         raise RuntimeError(f"the job {kind} {dict(options)} failed:\n{err}")
@@ -68,12 +78,13 @@ def run_job(kind: str, options: Mapping[str, Any], *, watch: bool = False) -> Ru
         moved_bytes=int(sum(p["read"] + p["written"] for p in job)),
         facts=seen["facts"],
         phases=seen["phases"],
-        memory=memory,
+        memory=[(at, anonymous) for at, anonymous, _ in memory],
+        shared=[(at, shared) for at, _, shared in memory],
     )
 
 
-def _watch(pid: int, memory: list[tuple[float, int]]) -> None:
-    """Sample the anonymous memory of a process until it ends."""
+def _watch(pid: int, memory: list[tuple[float, int, int]]) -> None:
+    """Sample the anonymous and the shared memory of a process until it ends."""
     try:
         with open(f"/proc/{pid}/status", "rb", buffering=0) as status:
             while True:
@@ -82,7 +93,9 @@ def _watch(pid: int, memory: list[tuple[float, int]]) -> None:
                 at = text.find(b"RssAnon:")
                 if at < 0:  # a process that ended has no memory left to tell of
                     return
-                memory.append((time.monotonic(), int(text[at + 8 :].split(None, 1)[0]) << 10))
+                shared = text.find(b"RssShmem:")
+                held = [int(text[i:].split(None, 2)[1]) << 10 for i in (at, shared)]
+                memory.append((time.monotonic(), held[0], held[1]))
                 time.sleep(SAMPLE_SECONDS)
     except (FileNotFoundError, ProcessLookupError):
         return

@@ -1,0 +1,188 @@
+"""The caches: decoding in any portions, padded, in blocks or recorded, is the whole pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+
+torch = pytest.importorskip("torch")
+
+from megtool.kernels.graphs import graphed  # noqa: E402
+from megtool.model.batch import Batch  # noqa: E402
+from megtool.model.cache import ContiguousCache, EntrySize, PagedCache  # noqa: E402
+from megtool.model.decoder import Decoder  # noqa: E402
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=101,
+    window_size=6,
+    window_skip_freq=3,
+)
+TOLERANCE = 2e-5
+
+
+def model(config: ModelConfig = CONFIG) -> Decoder:
+    decoder = Decoder(config, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return decoder.requires_grad_(False)
+
+
+DECODER = model()
+
+
+def text(rows: int, length: int, seed: int = 1) -> Any:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(tokens: Any, **more: Any) -> Any:
+    return DECODER(Batch(tokens_BS=tokens, **more))
+
+
+@given(
+    portions=st.lists(st.integers(1, 6), min_size=1, max_size=6), padding=st.integers(0, 3)
+)
+@settings(max_examples=15)
+def test_portions_of_any_size(portions: list[int], padding: int) -> None:
+    tokens = text(2, sum(portions) + padding)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, :padding] = False
+    portions = [portions[0] + padding, *portions[1:]]
+    want = whole(tokens, valid_BS=valid)
+    for graphable in (False, True):
+        cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=48, graphable=graphable)
+        storage = cache.keys[0].data_ptr()
+        at = 0
+        for size in portions:
+            fresh = valid[:, at : at + size] if padding and not at else None
+            got = DECODER(Batch(tokens_BS=tokens[:, at : at + size], valid_BS=fresh), cache)
+            real = valid[:, at : at + size]
+            assert (got - want[:, at : at + size])[real].abs().max() < TOLERANCE
+            at += size
+        assert cache.keys[0].data_ptr() == storage
+        assert int(cache.offset) == at
+
+
+def test_padding_on_the_right_leaves_a_gap_that_nobody_sees() -> None:
+    tokens, answers = text(2, 5), text(2, 3, seed=2)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, 3:] = False
+    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=8)
+    last = DECODER(Batch(tokens_BS=tokens, valid_BS=valid), cache, last_only=True)
+    rest = DECODER(Batch(tokens_BS=answers), cache)
+    for row, length in ((0, 3), (1, 5)):
+        alone = torch.cat((tokens[row, :length], answers[row]))[None]
+        want = DECODER(Batch(tokens_BS=alone)) if row else None
+        assert (last[row] - whole(tokens[row : row + 1, :length])[0, -1]).abs().max() < TOLERANCE
+        if want is not None:
+            assert (rest[row] - want[0, length:]).abs().max() < TOLERANCE
+
+
+def test_a_decoding_step_is_recorded_and_replayed() -> None:
+    """The rules of CUDA graphs, as the rehearsal watches them: shapes, storages, no look inside."""
+    tokens = text(2, 12)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[1, :2] = False
+    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=16, graphable=True)
+    DECODER(Batch(tokens_BS=tokens[:, :6], valid_BS=valid[:, :6]), cache)
+    step = graphed(
+        lambda new: DECODER(Batch(tokens_BS=new), cache, last_only=True), "cpu", state=cache.state
+    )
+    want = whole(tokens, valid_BS=valid)
+    for at in range(6, 12):
+        got = step(tokens[:, at : at + 1])
+        assert (got[:, 0] - want[:, at]).abs().max() < TOLERANCE
+    assert int(cache.offset) == 12
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), block=st.sampled_from((1, 4, 16))
+)
+@settings(max_examples=15)
+def test_sequences_in_blocks(lengths: list[int], block: int) -> None:
+    """Sequences of unequal length start together, go on in other rows, and leave."""
+    texts = {i: text(1, n + 6, seed=i)[0] for i, n in enumerate(lengths)}
+    cache = PagedCache(CONFIG, num_blocks=1 + 4 * 16 // block, block_size=block)
+    free = len(cache.free)
+    longest = max(lengths)
+    prompts = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for i, n in enumerate(lengths):
+        prompts[i, :n] = texts[i][:n]
+    cache.choose(list(enumerate(lengths)))
+    out = DECODER(Batch(tokens_BS=prompts), cache)
+    want = {i: whole(t[None])[0] for i, t in texts.items()}
+    for i, n in enumerate(lengths):
+        assert (out[i, :n] - want[i][:n]).abs().max() < TOLERANCE
+    for step in range(6):
+        rows = [i for i in reversed(texts) if (i + step) % 3 or len(texts) == 1]
+        if not rows:
+            continue
+        cache.choose([(i, 1) for i in rows])
+        at = {i: cache.lengths[i] for i in rows}
+        new = torch.stack([texts[i][at[i] : at[i] + 1] for i in rows])
+        out = DECODER(Batch(tokens_BS=new), cache)
+        for row, i in enumerate(rows):
+            assert (out[row, 0] - want[i][at[i]]).abs().max() < TOLERANCE
+    for i in texts:
+        cache.release(i)
+    assert len(cache.free) == free
+    assert not cache.blocks
+
+
+def test_blocks_run_out() -> None:
+    cache = PagedCache(CONFIG, num_blocks=3, block_size=4)
+    cache.choose([(7, 5)])
+    with pytest.raises(UsageError, match="1 blocks are needed, and 0 of 3 are free"):
+        cache.choose([(7, 1), (8, 1)])
+    assert cache.lengths.keys() == {7}
+    with pytest.raises(UsageError, match="a sequence is in two rows"):
+        cache.choose([(7, 1), (7, 1)])
+    with pytest.raises(UsageError, match="2 rows, and 1 sequences chosen"):
+        DECODER(Batch(tokens_BS=text(2, 5)), cache)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (Batch(tokens_BS=text(3, 2)), "3 rows in a cache of 2"),
+        (Batch(tokens_BS=text(2, 9)), "9 tokens after 0 in a cache of 8"),
+        (
+            Batch(tokens_BS=text(2, 4), documents_BS=torch.zeros(2, 4, dtype=torch.int64)),
+            "packed documents with a cache",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(batch: Batch, said: str) -> None:
+    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=8)
+    with pytest.raises(UsageError, match=said):
+        DECODER(batch, cache)
+
+
+def test_a_cache_is_used_again() -> None:
+    cache = ContiguousCache(CONFIG, num_rows=1, max_tokens=8)
+    first = DECODER(Batch(tokens_BS=text(1, 8)), cache)
+    cache.reset()
+    valid = torch.tensor([[False] * 2 + [True] * 6])
+    DECODER(Batch(tokens_BS=text(1, 8, seed=5), valid_BS=valid), cache)
+    cache.reset()
+    assert torch.equal(DECODER(Batch(tokens_BS=text(1, 8)), cache), first)
+
+
+def test_ranks_that_share_a_head_keep_a_copy_each() -> None:
+    assert EntrySize.of(CONFIG, 2) == EntrySize(num_heads=1, key_size=8, value_size=8)
+    assert EntrySize.of(CONFIG, 4) == EntrySize(num_heads=1, key_size=8, value_size=8)
+    cache = ContiguousCache(CONFIG, num_rows=2, max_tokens=4, tp=4, layers=(1,))
+    assert cache.num_bytes == 2 * 2 * 4 * 8 * 4
