@@ -36,8 +36,8 @@ FAMILY = Family(
     limits=(
         (
             True,
-            "attention in chunks, layers without rotation and norms without weights have to be set "
-            "by hand in Megatron",
+            "attention in chunks, and queries that are scaled in layers without rotation and "
+            "normalised in the others alone, have to be set by hand in Megatron",
         ),
     ),
     # The intermediate size is that of experts, the routed and the shared one.

@@ -249,7 +249,7 @@ def _tokenize(
         list[str],
         place(
             "Files of text, JSON lines or parquet, folders of them, or NAME[:CONFIG][:SPLIT].",
-            "SRC...",
+            "SRC",
         ),
     ],
     destination: Annotated[

@@ -201,6 +201,9 @@ def _evaluate(
         str | None,
         option(_TEXT, "Tasks of lm-eval, such as arc_easy,hellaswag.", "--tasks", metavar="LIST"),
     ] = None,
+    chat: Annotated[
+        bool, option(_TEXT, "Put the questions of tasks into the chat template.", "--chat")
+    ] = False,
     limit: Annotated[
         int | None, option(_TEXT, "Questions of each task; default: all.", "--limit", min=1)
     ] = None,

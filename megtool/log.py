@@ -26,8 +26,8 @@ class Progress(Protocol):
     """What library code calls while bytes pass, from any thread.
 
     `num_bytes` more bytes are done in the stage called `stage` ("copy", "verify"), which has
-    `total_bytes` in all; a stage of `COUNTED` counts other things. The first call of a stage may say 0 bytes, to show it; a resumed stage
-    starts with the bytes that were already there.
+    `total_bytes` in all; a stage of `COUNTED` counts other things. The first call of a stage may
+    say 0 bytes, to show it; a resumed stage starts with the bytes that were already there.
     """
 
     def __call__(self, stage: str, num_bytes: int, total_bytes: int) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "megtool.model.linear"]
+PRELOADED = ["torch.distributed.pipelining", "pytest", "hypothesis", "megtool.model.pipeline"]
 
 
 class WorldError(AssertionError):

@@ -21,6 +21,8 @@ OPTIONS = {
     "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
+    "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
+    "forward_memory.py": ["--gib", "0.5", "--rounds", "1"],
 }
 
 pytestmark = pytest.mark.slow
@@ -119,3 +121,24 @@ def test_opening_and_planning_read_headers_alone(measure: Measure) -> None:
 def test_help_imports_nothing_heavy(measure: Measure) -> None:
     _, figures = measure("startup.py")
     assert [f["heavy"] for f in figures] == [[], []]
+
+
+def test_a_model_runs_in_memory_for_two_of_its_layers(measure: Measure) -> None:
+    """Of 20 layers; what the process has before it loads is the interpreter and its libraries."""
+    _, figures = measure("forward_memory.py")
+    found = {f["job"]: f for f in figures}
+    for job, most in (("whole", 1.15), ("on demand", 0.3)):
+        f = found[job]
+        taken = f["anonymous_bytes"] + f["shared_bytes"] - f["base_bytes"]
+        assert taken < most * f["num_bytes"], job
+    assert found["on demand"]["shared_bytes"] > 0.05 * found["on demand"]["num_bytes"]
+
+
+def test_logits_are_never_held_together(measure: Measure) -> None:
+    _, figures = measure("cross_entropy_memory.py", "--hidden", "32")
+    by_way = {f["way"]: f for f in figures if f["device"] == "cpu"}
+    for way, f in by_way.items():
+        assert f["loss"] == pytest.approx(by_way["torch"]["loss"], rel=1e-5), way
+        assert f["norms"] == pytest.approx(by_way["torch"]["norms"], rel=1e-4), way
+    # Logits of 64 MiB; a block of them is 4.
+    assert by_way["megtool"]["extra_bytes"] < 32 * MIB < by_way["torch"]["extra_bytes"]

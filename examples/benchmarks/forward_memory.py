@@ -36,7 +36,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=16, help="how many the pass is over")
     options.add_argument("--threads", type=int, default=2)
     given = options.parse_args()
-    head = ("job", "load s", "x cp", "forward s", "both over transformers", "limit")
+    head = ("job", "load s", "x cp", "forward s", "both over the first row", "limit")
     head = (*head, "RssAnon MiB", "RssShmem MiB", "over size", "limit")
     table = Table(title="A forward pass", head=head)
     with workplace(given) as folder:
@@ -48,7 +48,8 @@ def main() -> None:
             shutil.rmtree(root / "copy")
         both = {"source": str(made.folder), "threads": given.threads, "tokens": given.tokens}
         jobs: list[tuple[str, str, dict[str, Any]]] = [
-            ("transformers", "peer_forward", both),
+            ("transformers, copied", "peer_forward", {**both, "copied": True}),
+            ("transformers, mapped", "peer_forward", {**both, "copied": False}),
             ("whole", "forward", {**both, "on_demand": False}),
             ("on demand", "forward", {**both, "on_demand": True}),
         ]
@@ -57,6 +58,8 @@ def main() -> None:
             run = best(kind, how, given.rounds)
             watched = run_job(kind, how, watch=True)
             anonymous, shared = watched.peak_of_both()
+            began = watched.phases["load"]["began"]
+            base = max((n for at, n in watched.memory if at <= began), default=0)
             peer = peer or run.seconds
             share, time_share = (anonymous + shared) / made.num_bytes, run.seconds / peer
             load = seconds(run, "load")
@@ -79,6 +82,7 @@ def main() -> None:
                 over_transformers=time_share,
                 anonymous_bytes=anonymous,
                 shared_bytes=shared,
+                base_bytes=base,
                 memory_share=share,
             )
         shutil.rmtree(made.folder)
@@ -87,8 +91,9 @@ def main() -> None:
             f"tokens, {given.threads} threads; `cp` of the same files {min(copies):.2f} s. Each "
             "job in a fresh process; seconds count from the path, without the imports of torch "
             "and transformers. Memory is that of the whole process when anonymous and shared "
-            "memory together were most: transformers' weights are mapped from the files, and are "
-            "neither."
+            "memory together were most. `from_pretrained` maps the files: nothing is read until "
+            "it is used, and what is mapped is neither; `copied` reads every weight into memory, "
+            "as a model that is to stay does, and ratios are over that."
         )
         show(given, root, [table], note)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megtool.commands.evaluate_report import (
+    Divergence,
+    EvaluatePlan,
+    EvaluateReport,
+    WorstPosition,
+)
 from megtool.commands.running import Manner, Runnable, Source, load_forward, on_ranks, open_runnable
 from megtool.errors import UsageError
-from megtool.log import Progress, format_bytes, silent
+from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
     from megtool.data.text import Document as Read
@@ -23,166 +29,6 @@ _MOST_WINDOW = 2048
 _BATCH_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorstPosition:
-    """A token that the two models predict most differently, with the text before it."""
-
-    document: int
-    place: int
-    kl: float
-    before: str
-    expected: str
-    ours: str
-    theirs: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
-    """How far SRC's predictions are from another model's; see `inference.compare.Comparison`.
-
-    `kl` values are KL(SRC || other) in nats, per token.
-    """
-
-    path: str
-    format: str
-    family: str | None
-    perplexity: float
-    loss: float
-    accuracy: float
-    kl_mean: float
-    kl_median: float
-    kl_90: float
-    kl_99: float
-    kl_999: float
-    kl_max: float
-    agreement: float
-    logits_mean_difference: float
-    logits_max_difference: float
-    worst: tuple[WorstPosition, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluateReport:
-    """How well a model predicts a text.
-
-    `tokens` are the predictions that count, `loss` their mean negative log-probability in nats,
-    `perplexity` its exponential, `accuracy` the share of them that the model held likeliest. A
-    window of `window` tokens begins every `stride` tokens. `tasks` holds what lm-eval measured.
-    """
-
-    path: str
-    format: str
-    family: str | None
-    data: str | None
-    device: str
-    dtype: str
-    documents: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    perplexity: float = 0.0
-    accuracy: float = 0.0
-    window: int = 0
-    stride: int = 0
-    load_seconds: float = 0.0
-    seconds: float = 0.0
-    against: Divergence | None = None
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shown: bool = False
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Predictions that count, per second of work."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        own = asdict(self) | {"tokens_per_second": self.tokens_per_second}
-        del own["shown"]
-        return own
-
-    def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
-        if self.shown:
-            return
-        yield f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
-        if self.data:
-            texts = "1 text" if self.documents == 1 else f"{self.documents:,} texts"
-            yield f"  tokens      {self.tokens:,} of {texts}"
-            yield f"  windows     of {self.window:,} tokens, every {self.stride:,}"
-            yield f"  perplexity  {self.perplexity:.4f}"
-            yield f"  loss        {self.loss:.4f} nats per token"
-            yield f"  accuracy    {self.accuracy:.2%} of tokens were the likeliest"
-            speed = f"{self.tokens_per_second:,.1f} tokens/s"
-            yield f"  speed       {speed}, {self.dtype} on {self.device}"
-        if self.against is not None:
-            yield from _against(self.against)
-        for task, values in self.tasks.items():
-            yield f"  {task}"
-            for name, value in values.items():
-                shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-                yield f"    {name:<24}{shown}"
-
-
-def _against(d: Divergence) -> Iterator[str]:
-    yield f"against {d.path} ({d.format})"
-    yield f"  perplexity  {d.perplexity:.4f}"
-    yield f"  loss        {d.loss:.4f} nats per token"
-    yield f"  accuracy    {d.accuracy:.2%}"
-    yield f"  KL          {d.kl_mean:.3e} mean, {d.kl_max:.3e} at most"
-    yield (
-        f"  KL below    {d.kl_median:.3e} for 50 %, {d.kl_90:.3e} for 90 %, {d.kl_99:.3e} for "
-        f"99 % of tokens"
-    )
-    yield f"  agreement   {d.agreement:.2%} of tokens have the same likeliest one"
-    yield (
-        f"  logits      differ by {d.logits_mean_difference:.3e} on average, "
-        f"{d.logits_max_difference:.3e} at most"
-    )
-    if d.worst:
-        yield "  worst       KL        token       this        other       after"
-    for w in d.worst[:5]:
-        yield (
-            f"              {w.kl:<8.2g}  {_quoted(w.expected)}  {_quoted(w.ours)}  "
-            f"{_quoted(w.theirs)}  ...{w.before[-32:]!r}"
-        )
-
-
-def _quoted(text: str) -> str:
-    return f"{text[:9]!r:<10}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatePlan:
-    """What a run would do, with nothing loaded."""
-
-    path: str
-    format: str
-    family: str | None
-    data: str
-    documents: int
-    tokens: int
-    window: int
-    stride: int
-    num_windows: int
-    batch_size: int
-    weight_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return asdict(self)
-
-    def lines(self) -> Iterator[str]:
-        """The plan as a person reads it."""
-        yield f"{self.path} ({self.format}) on {self.data}"
-        yield f"  family      {self.family or 'not named'}"
-        yield f"  tokens      {self.tokens:,} of {self.documents:,} texts"
-        yield (
-            f"  windows     {self.num_windows:,} of {self.window:,} tokens, every {self.stride:,}, "
-            f"{self.batch_size} at once"
-        )
-        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
-
-
 def evaluate(
     source: str | Path,
     *,
@@ -191,6 +37,7 @@ def evaluate(
     split: str | None = None,
     join: bool = False,
     all_turns: bool = False,
+    chat: bool = False,
     window: int | None = None,
     stride: int | None = None,
     max_tokens: int | None = None,
@@ -220,7 +67,9 @@ def evaluate(
     `data` is a text file, JSON lines, parquet, or a data set of Hugging Face; `field` is where the
     text is. Each document is scored by itself, or all as one with `join`. Of conversations (put
     into the model's chat template) and of prompts with completions only what the assistant says
-    counts, unless `all_turns`. `max_tokens` is how many tokens are read at most.
+    counts, unless `all_turns`. `max_tokens` is how many tokens are read at most. `chat` puts the
+    questions of tasks into the chat template too; `limit` is how many are asked of each task, and
+    `shots` how many solved ones stand before each.
 
     A window of `window` tokens (the model's positions, 2048 at most) begins every `stride` tokens
     (a window); each token counts once, in the first window that predicts it. `against` is a second
@@ -231,6 +80,11 @@ def evaluate(
     """
     if data is None and tasks is None:
         raise UsageError("nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
+    if chat and tasks is None:
+        raise UsageError(
+            "--chat without --tasks",
+            hint="conversations in --data always go through the model's chat template",
+        )
     if data is None and against is not None:
         raise UsageError("--against without --data", hint="--data FILE: a text for both models")
     given = Source(
@@ -267,7 +121,7 @@ def evaluate(
         spoken,
         texts,
         manner,
-        _Sizes(window=window, stride=stride, at_once=at_once, limit=limit, shots=shots),
+        _Sizes(window=window, stride=stride, at_once=at_once, limit=limit, shots=shots, chat=chat),
         data=None if data is None else str(data),
         tasks=tasks,
         progress=progress,
@@ -281,6 +135,7 @@ class _Sizes:
     at_once: int
     limit: int | None
     shots: int | None
+    chat: bool
 
 
 def _evaluate(
@@ -335,6 +190,7 @@ def _evaluate(
                 window=sizes.window,
                 limit=sizes.limit,
                 shots=sizes.shots,
+                chat=sizes.chat,
             )
         found = None
         if comparison is not None and other is not None:

@@ -111,20 +111,36 @@ def hidden_of(forward: Forward, *, graphed: bool) -> Hidden:
 
 def score(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Score:
     """The score of one batch by its states, on every rank."""
-    sums_2 = torch.zeros(2, dtype=torch.float64, device=forward.device)
+    log_probs_N, hits_N = predictions(forward, x_TH, rows).unbind(1)
+    return Score(
+        num_tokens=rows.num_counted,
+        loss_sum=-float(log_probs_N.sum()),
+        num_hits=int(hits_N.sum()),
+    )
+
+
+def predictions(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Tensor:
+    """Of each prediction that counts, in the order of `rows.places`: the log-probability of the
+    label (nats), and 1 where it is the likeliest token. fp64 [N, 2] on the CPU of every rank.
+
+    Raises:
+        CheckpointError: the logits hold a NaN.
+    """
+    facts_N2 = torch.zeros(rows.num_counted, 2, dtype=torch.float64, device=forward.device)
     if x_TH is not None:
         labels_T = rows.labels_BS.flatten()
         picked = (labels_T != IGNORED).nonzero()[:, 0]
-        log_probs_T, hits_T = forward.token_log_probs(x_TH[picked], labels_T[picked])
-        sums_2 = torch.stack([-log_probs_T.sum(dtype=torch.float64), hits_T.double().sum()])
-    loss_sum, num_hits = forward.share(sums_2).tolist()
-    if math.isnan(loss_sum):
-        document, place = rows.places[0]
+        log_probs_N, hits_N = forward.token_log_probs(x_TH[picked], labels_T[picked])
+        facts_N2 = torch.stack([log_probs_N.double(), hits_N.double()], 1)
+    facts_N2 = forward.share(facts_N2).cpu()
+    bad = facts_N2[:, 0].isnan().nonzero()
+    if len(bad):
+        document, place = rows.places[int(bad[0])]
         raise CheckpointError(
-            f"the logits hold a NaN, in the batch that begins at token {place} of text {document}",
+            f"the logits before token {place} of text {document} hold a NaN",
             **forward.where_is_nan(),
         )
-    return Score(num_tokens=rows.num_counted, loss_sum=loss_sum, num_hits=round(num_hits))
+    return facts_N2
 
 
 def counted_logits(

@@ -126,9 +126,9 @@ class Groups:
             rank, world_size = 0, 1
         parallel = fit(parallel, world_size)
         mesh = Mesh(parallel, order)
+        where = _device(where, _number(environment, "LOCAL_RANK", rank))
         if world_size == 1 and not started:
             return cls(parallel=parallel, device=where)
-        where = _device(where, _number(environment, "LOCAL_RANK", rank))
         if not started:
             store: dict[str, Any] = {"rank": rank, "world_size": world_size}
             if where.type == "cuda":

@@ -85,6 +85,8 @@ def same_as_one_process(rank: int, size: int) -> None:
             for name, p in mine.named_parameters():
                 p.data.copy_(part(wanted[name].data, p, groups.tp))
             own = mine(tokens_T)
+            with torch.inference_mode():
+                assert torch.equal(mine(tokens_T), own)
             assert error(own, logits) < tolerance, (dtype, sequence_parallel)
             F.cross_entropy(own.float(), labels_T, reduction="sum").backward()
             finish_gradients(mine, groups)

@@ -129,9 +129,10 @@ def test_a_layout_of_several_ranks_needs_torchrun() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_nccl_without_a_gpu_is_an_error() -> None:
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_gpu_that_is_not_there_is_an_error(size: str) -> None:
     with pytest.raises(MissingPackageError) as error:
-        Groups.start(ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": "2"})
+        Groups.start(ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": size})
     assert "CUDA device 0, and there are 0" in error.value.message
     assert "--device cpu" in str(error.value.hint)
 

@@ -110,7 +110,7 @@ def forward(options: Options, phase: Phases) -> Options:
 
 
 def peer_forward(options: Options, phase: Phases) -> Options:
-    """The same by transformers: weights stay mapped from the files until they are used."""
+    """The same by transformers, whose weights stay mapped from the files, or `copied` from them."""
     import torch
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
@@ -120,6 +120,8 @@ def peer_forward(options: Options, phase: Phases) -> Options:
     torch.set_num_threads(options["threads"])
     with phase("load"):
         model = LlamaForCausalLM.from_pretrained(options["source"], dtype="auto")
+        for parameter in model.parameters() if options["copied"] else ():
+            parameter.data = parameter.data.clone()
     tokens = torch.arange(options["tokens"]).unsqueeze(0)
     with phase("forward"), torch.inference_mode():
         model(tokens, logits_to_keep=1)
@@ -192,6 +194,45 @@ def through_buffer(options: Options, phase: Phases) -> Options:
     return {}
 
 
+def cross_entropy(options: Options, phase: Phases) -> Options:
+    """The mean loss of a linear head with its gradients, some times over, by `options["way"]`."""
+    import torch
+    import torch.nn.functional as F
+
+    from megtool.kernels.cross_entropy import linear_cross_entropy
+
+    torch.set_num_threads(options["threads"])
+    torch.manual_seed(0)
+    device, size = torch.device(options["device"]), options["vocab"]
+    made = {"dtype": getattr(torch, options["dtype"]), "device": device}
+    x = torch.randn(options["tokens"], options["hidden"], **made).requires_grad_()
+    weight = torch.randn(size, options["hidden"], **made).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, size, (options["tokens"],), device=device)
+
+    def loss() -> torch.Tensor:
+        if options["way"] == "megtool":
+            return linear_cross_entropy(x, weight, labels, vocab_size=size).mean()
+        if options["way"] == "torch in chunks":
+            chunked = torch.nn.LinearCrossEntropyOptions()
+            return F.linear_cross_entropy(x, weight, labels, options=chunked)
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    seconds = []
+    with phase("job"):
+        for _ in range(options["repeat"]):
+            x.grad = weight.grad = None
+            began = time.perf_counter()
+            found = loss()
+            found.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    on_device = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    norms = [float(t.grad.float().norm()) for t in (x, weight) if t.grad is not None]
+    facts = {"loss": float(found), "norms": norms, "seconds": min(seconds), "on_device": on_device}
+    return facts
+
+
 def metadata(options: Options, phase: Phases) -> Options:
     """Write a large checkpoint's headers; a job as well, because it takes memory."""
     from moe_metadata import write
@@ -208,6 +249,7 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "forward": forward,
     "peer_forward": peer_forward,
     "plan": plan,
+    "cross_entropy": cross_entropy,
     "through_buffer": through_buffer,
     "metadata": metadata,
 }

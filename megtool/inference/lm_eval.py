@@ -1,0 +1,229 @@
+"""lm-eval: its tasks on a loaded model, through its own interface for models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megtool.data.tokenizer import Tokenizer
+from megtool.errors import MissingPackageError, UsageError
+from megtool.inference.batching import Request
+from megtool.inference.evaluate import hidden_of, predictions
+from megtool.inference.forward import Forward
+from megtool.inference.generate import generate
+from megtool.inference.sampling import Sampling
+from megtool.inference.windows import Document, batches
+
+_MOST_NEW_TOKENS = 256  # lm-eval's own default
+_MISSING = "pip install 'megtool[tasks]'"
+
+
+def run_tasks(
+    forward: Forward,
+    tokenizer: Tokenizer,
+    tasks: Sequence[Any],
+    *,
+    window: int,
+    batch_size: int,
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    task_manager: Any = None,
+) -> dict[str, dict[str, Any]]:
+    """What lm-eval measures on each task (by name, or a task as lm-eval defines it).
+
+    `limit` is how many questions of each are asked, `shots` how many solved ones stand before each;
+    `chat` puts them into the model's chat template. Every rank of the model has to call this.
+
+    Raises:
+        MissingPackageError: lm-eval is not installed.
+        UsageError: it knows no such task.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(f"tasks need the {e.name} package", hint=_MISSING) from e
+    manager = TaskManager() if task_manager is None else task_manager
+    known = set(manager.all_tasks)
+    if unknown := [t for t in tasks if isinstance(t, str) and t not in known]:
+        near = sorted(t for t in known if unknown[0].split("_")[0] in t)[:5]
+        raise UsageError(
+            f"lm-eval knows no task {unknown[0]!r}",
+            hint=f"such as {', '.join(near)}" if near else "`lm-eval ls tasks` lists them",
+        )
+    model = language_model(forward, tokenizer, window=window, batch_size=batch_size)
+    found = simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=shots,
+        limit=limit,
+        apply_chat_template=chat,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    if found is None:
+        return {}
+    return {
+        task: {
+            name.removesuffix(",none"): value
+            for name, value in values.items()
+            if name != "alias" and not name.startswith(("name", "sample_")) and "stderr" not in name
+        }
+        for task, values in found["results"].items()
+    }
+
+
+def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch_size: int) -> Any:
+    """The model as lm-eval's `LM`: log-likelihoods of texts, and texts until a string.
+
+    `window` is how many tokens it sees at once; longer contexts lose their beginning.
+
+    Raises:
+        MissingPackageError: lm-eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(f"tasks need the {e.name} package", hint=_MISSING) from e
+    prefix = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+
+    class MegtoolLM(LM):  # type: ignore[misc]
+        """Answers lm-eval's requests in their order, whatever order they are computed in."""
+
+        def loglikelihood(self, requests: Iterable[Any]) -> list[tuple[float, bool]]:
+            """Log-probability of each continuation, and whether it is what greedy search says."""
+            documents = []
+            for context, continuation in (r.args for r in requests):
+                before, after = split_pair(tokenizer, context, continuation, prefix)
+                tokens = [*before, *after][-(window + 1) :]
+                first = max(1, len(tokens) - len(after))
+                counted = [False] * first + [True] * (len(tokens) - first)
+                documents.append(Document(tokens=tokens, counted=counted))
+            return _sums(forward, documents, window, batch_size)
+
+        def loglikelihood_rolling(self, requests: Iterable[Any]) -> list[float]:
+            """Log-probability of each whole text, in windows one after the other."""
+            texts = [tokenizer.encode(r.args[0], add_special=False) for r in requests]
+            lead = [] if prefix is None else [prefix]
+            documents = [Document(tokens=[*lead, *tokens]) for tokens in texts]
+            return [total for total, _ in _sums(forward, documents, window, batch_size)]
+
+        def generate_until(self, requests: Iterable[Any]) -> list[str]:
+            """What follows each context, up to a string or a number of tokens."""
+            asked = [r.args for r in requests]
+            alike: dict[str, list[int]] = {}
+            for number, (_, options) in enumerate(asked):
+                alike.setdefault(repr(sorted(options.items())), []).append(number)
+            out = [""] * len(asked)
+            for numbers in alike.values():
+                texts = [asked[n][0] for n in numbers]
+                found = _written(forward, tokenizer, texts, dict(asked[numbers[0]][1]), batch_size)
+                for number, text in zip(numbers, found, strict=True):
+                    out[number] = text
+            return out
+
+        @property
+        def tokenizer_name(self) -> str:
+            """What distinguishes cached requests of one tokenizer from another's."""
+            return f"megtool-{tokenizer.vocab_size}"
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            """A conversation as text."""
+            return tokenizer.chat_text(
+                chat_history,
+                add_generation_prompt=add_generation_prompt,
+                **({} if add_generation_prompt else {"continue_final_message": True}),
+            )
+
+    return MegtoolLM()
+
+
+def split_pair(
+    tokenizer: Tokenizer, context: str, continuation: str, prefix: int | None
+) -> tuple[list[int], list[int]]:
+    """Tokens of a context and of what follows it, cut as lm-eval cuts them: both are encoded
+    together, spaces that end the context belong to the continuation, and an empty context is the
+    token that begins a text."""
+    if not context:
+        tokens = tokenizer.encode(continuation, add_special=False)
+        if prefix is None or tokens[:1] == [prefix]:
+            return tokens[:1], tokens[1:]
+        return [prefix], tokens
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    whole = tokenizer.encode(stripped + continuation)
+    before = tokenizer.encode(stripped)
+    return before, whole[len(before) :]
+
+
+@torch.inference_mode()
+def _sums(
+    forward: Forward, documents: Sequence[Document], window: int, batch_size: int
+) -> list[tuple[float, bool]]:
+    """Of each document the log-probability of what counts, and whether all of it is likeliest.
+
+    Long ones come first, so that a batch is little padded, and memory that does not do fails soon.
+    """
+    order = sorted(range(len(documents)), key=lambda n: -len(documents[n].tokens))
+    sums, hits = [0.0] * len(documents), [True] * len(documents)
+    hidden: Callable[..., Any] = hidden_of(forward, graphed=False)
+    for rows in batches(
+        [documents[n] for n in order],
+        window=window,
+        stride=window,
+        batch_size=batch_size,
+        device=forward.device,
+    ):
+        if not rows.num_counted:
+            continue
+        for (place, _), (log_prob, hit) in zip(
+            rows.places, predictions(forward, hidden(rows.batch), rows).tolist(), strict=True
+        ):
+            sums[order[place]] += log_prob
+            hits[order[place]] &= bool(hit)
+    return list(zip(sums, hits, strict=True))
+
+
+def _written(
+    forward: Forward,
+    tokenizer: Tokenizer,
+    contexts: Sequence[str],
+    options: dict[str, Any],
+    batch_size: int,
+) -> list[str]:
+    until = options.get("until") or []
+    stop = [until] if isinstance(until, str) else [s for s in until if s]
+    positions = forward.config.max_positions
+    new = min(int(options.get("max_gen_toks", _MOST_NEW_TOKENS)), positions - 1)
+    sampled = bool(options.get("do_sample", float(options.get("temperature") or 0) > 0))
+    top_p, top_k = options.get("top_p"), options.get("top_k")
+    sampling = (
+        Sampling(temperature=float(options.get("temperature") or 1), top_p=top_p, top_k=top_k)
+        if sampled
+        else Sampling()
+    )
+    requests = [
+        Request(
+            number=n, prompt=tuple(tokenizer.encode(c)[-(positions - new) :]), max_new_tokens=new
+        )
+        for n, c in enumerate(contexts)
+    ]
+    return [
+        done.text
+        for done in generate(
+            forward,
+            requests,
+            spelling=tokenizer.stream,
+            sampling=sampling,
+            eos_ids=frozenset(tokenizer.eos_ids),
+            stop=stop,
+            num_slots=batch_size,
+            graphed=forward.device.type == "cuda",
+        )
+    ]

@@ -1,0 +1,100 @@
+"""Ranks that each load their part, on real gloo processes, against the whole model in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megtool.commands.reshard import reshard
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError
+from megtool.inference.load import load
+from megtool.model.batch import Batch
+from megtool.model.pipeline import hidden_of_stages
+from megtool.parallel.groups import Groups
+from tests.commands import tiny_llama
+from tests.converters import test_moe
+from tests.gloo_world import run_world
+from tests.inference.loading import source_of
+
+TOKENS = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def logits(
+    rank: int, size: int, folder: str, layout: dict[str, int], how: dict[str, Any]
+) -> Tensor | None:
+    """What a rank of the last stage computes."""
+    torch.set_num_threads(1)
+    groups = Groups.start(ParallelConfig(**layout))
+    try:
+        decoder = load(source_of(Path(folder)), groups=groups, dtype="float32", threads=1, **how)
+        with torch.no_grad():
+            x_TH = hidden_of_stages([decoder], Batch(tokens_BS=TOKENS))
+            return None if x_TH is None else decoder.logits(x_TH)
+    finally:
+        groups.stop()
+
+
+def check(folder: Path, layout: dict[str, int], size: int, **how: Any) -> None:
+    decoder = load(source_of(folder), dtype="float32")
+    with torch.no_grad():
+        want = decoder.logits(decoder.hidden(Batch(tokens_BS=TOKENS)))
+    found = [y for y in run_world(logits, size, str(folder), layout, how) if y is not None]
+    assert len(found) == size // layout.get("pp", 1)
+    for y in found:
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("layout", "size", "how"),
+    [
+        ({"tp": 2}, 2, {}),
+        ({"tp": 2}, 2, {"on_demand": True}),
+        ({"pp": 2}, 2, {}),
+        ({"pp": 2}, 2, {"on_demand": True}),
+        pytest.param({"tp": 4}, 4, {}, marks=pytest.mark.slow),  # more ranks than KV heads
+        pytest.param({"tp": 2, "pp": 2}, 4, {"on_demand": True}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, 2, {"sequence_parallel": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_llama(
+    tied: bool, layout: dict[str, int], size: int, how: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny_llama.save(tmp_path / "hf", dtype="float32", tie_word_embeddings=tied)
+    check(tmp_path / "hf", layout, size, **how)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "size"),
+    [
+        ("qwen3_moe", {"ep": 2, "dp": 2}, 2),
+        pytest.param("deepseek_v2", {"tp": 2, "ep": 2, "etp": 1}, 2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"tp": 2, "ep": 2, "etp": 2, "dp": 2}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_mixtures_of_experts(name: str, layout: dict[str, int], size: int, tmp_path: Path) -> None:
+    test_moe.save(next(c for c in test_moe.CASES if c[0] == name), tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "mcore", to="torch_dist", fsync=False, tp=2)
+    check(tmp_path / "mcore", layout, size)
+
+
+def refusal(rank: int, size: int, folder: str) -> str:
+    groups = Groups.start(ParallelConfig(tp=size))
+    try:
+        with pytest.raises(LayoutError) as e:
+            load(source_of(Path(folder)), groups=groups)
+        return str(e.value)
+    finally:
+        groups.stop()
+
+
+def test_every_rank_is_told_of_a_layout_that_does_not_fit(tmp_path: Path) -> None:
+    tiny_llama.save(tmp_path / "hf")
+    said = run_world(refusal, 3, str(tmp_path / "hf"))
+    assert all("tp=3 does not divide num_heads=4" in text for text in said)
