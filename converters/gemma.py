@@ -8,8 +8,9 @@ from megtool.convert import (
     Assumed,
     Default,
     Family,
+    Implied,
     Key,
-    OneOf,
+    Noted,
     Only,
     Rope,
 )
@@ -34,7 +35,14 @@ FAMILY = Family(
         Key("tie_word_embeddings", "tied_embeddings", True),
         Key("attention_bias", "qkv_bias", False),
         Key("attention_bias", "attn_out_bias", False),
-        OneOf("hidden_act", "activation", ("gelu_pytorch_tanh", "gelu")),
+        # The first releases say gelu, were trained with its approximation, and are run with it.
+        Noted(
+            "hidden_act",
+            "activation",
+            "gelu_pytorch_tanh",
+            "'gelu_pytorch_tanh' if x == 'gelu' else x",
+        ),
+        Implied("hidden_act", "activation"),
         Only("use_bidirectional_attention", False),
         Rope(10000.0),
         Assumed("embedding_scale", "hidden_size ** 0.5"),

@@ -21,7 +21,20 @@ OPTIONS = {
     "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
+    "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
+    "forward_speed.py": [
+        "--tokens",
+        "32",
+        "--steps",
+        "2",
+        "--layers",
+        "2",
+        "--threads",
+        "1",
+        "--rounds",
+        "1",
+    ],
     "forward_memory.py": ["--gib", "0.5", "--rounds", "1"],
 }
 
@@ -142,3 +155,17 @@ def test_logits_are_never_held_together(measure: Measure) -> None:
         assert f["norms"] == pytest.approx(by_way["torch"]["norms"], rel=1e-4), way
     # Logits of 64 MiB; a block of them is 4.
     assert by_way["megtool"]["extra_bytes"] < 32 * MIB < by_way["torch"]["extra_bytes"]
+
+
+def test_every_kernel_is_timed_beside_a_copy(measure: Measure) -> None:
+    printed, figures = measure("kernel_speed.py", "--backward")
+    assert {f["direction"] for f in figures} == {"forward", "backward"}
+    assert len({f["job"] for f in figures}) >= 9
+    assert all(f["share"] > 0 and f["num_bytes"] > 0 for f in figures)
+    assert "x copy" in printed
+
+
+def test_passes_are_timed_against_transformers(measure: Measure) -> None:
+    _, figures = measure("forward_speed.py")
+    assert len(figures) == 3
+    assert all(f["seconds"] > 0 and f["peer_seconds"] > 0 for f in figures)

@@ -23,7 +23,7 @@ from megtool.cli import main
 from megtool.cli_run import run
 from megtool.log import Progress
 
-VERBS = ("inspect", "reshard", "verify", "demo")
+VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
 
 
 def megtool(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -14,11 +14,13 @@ from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from tests.commands import tiny_llama
 from tests.commands.megatron import trained
+from tests.data import tiny_tokenizer
 
 ARGUMENTS = {
     "inspect_checkpoint.py": (["hf"], "family      llama"),
     "reshard_optimizer.py": (["trained", "out"], "equal"),
     "reshard_tp.py": (["hf", "out"], "tp=3 pp=1"),
+    "tokenize_text.py": (["tokenizer", "corpus.jsonl", "tokens"], "3 documents, 5 rows of 8"),
     "verify_roundtrip.py": (["hf", "scratch"], "equal"),
 }
 
@@ -33,6 +35,8 @@ def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize:
     tiny_llama.save(tmp_path / "hf", **shape)
     trained.write(tmp_path / "full", trained.config(), ParallelConfig(), materialize)
     reshard(tmp_path / "full", tmp_path / "trained", optimizer="dp_reshardable", dp=2)
+    tiny_tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "corpus.jsonl").write_text('{"text": "the model reads a text again"}\n' * 3)
     arguments, promise = ARGUMENTS[name]
     done = subprocess.run(
         [sys.executable, str(checkout / "examples" / name), *arguments],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def readme(checkout: Path) -> str:
 def test_every_command_prints_what_the_readme_shows(readme, checkout, tmp_path):
     pytest.importorskip("transformers")
     environment = {**os.environ, "PYTHONPATH": str(checkout), "NO_COLOR": "1"}
+    shutil.copy(checkout / "README.md", tmp_path)  # the commands are run in a clone
     ran = 0
     for command, shown in commands(readme):
         if command == "make demo":

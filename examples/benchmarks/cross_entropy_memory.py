@@ -94,7 +94,7 @@ def main() -> None:
     note = (
         f"{given.tokens} tokens, hidden size {given.hidden}, vocabulary {given.vocab}, "
         f"{given.threads} threads; mean loss, gradients of inputs and weight; fresh processes, "
-        "the fastest repetition, the largest memory. `torch` is F.linear and F.cross_entropy (in "
+        "the fastest repetition (on the CPU its processor time), the largest memory. `torch` is F.linear and F.cross_entropy (in "
         "fp32), `torch in chunks` F.linear_cross_entropy with its default options. On the CPU "
         "memory is RssAnon, read from outside."
     )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
@@ -32,6 +34,9 @@ class Manner:
 
     `device` None is CUDA where there is one, else the CPU; `dtype` None is the checkpoint's own.
     `on_demand` reads every layer when it is needed and frees it after.
+
+    Raises:
+        UsageError: no model runs in this type.
     """
 
     device: str | None = None
@@ -43,6 +48,10 @@ class Manner:
     ep: int | None = None
     etp: int | None = None
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise UsageError(f"dtype {self.dtype!r}", hint=f"a model runs in {', '.join(_DTYPES)}")
 
     @property
     def layout(self) -> ParallelConfig:

@@ -35,7 +35,7 @@ _AHEAD = 3
 class TokenizeReport:
     """What was written, or with `dry_run` what a sample of it looks like.
 
-    `empty` documents gave no tokens and are left out. `source_bytes` are those of the sources as
+    `empty` documents have no text and are left out. `source_bytes` are those of the sources as
     they lie on disk, 0 for a data set that does not say; `text_bytes` those of the texts in UTF-8.
     In a dry run `documents`, `tokens` and `text_bytes` are of the first MiB of text alone.
     """
@@ -72,7 +72,7 @@ class TokenizeReport:
             f"{self.text_bytes / max(1, self.tokens):.2f} bytes a token"
         )
         if self.empty:
-            yield f"  {'left out':<12}{self.empty} documents without tokens"
+            yield f"  {'left out':<12}{self.empty} documents without text"
 
 
 def tokenize(
@@ -182,7 +182,8 @@ class _Work:
         own = getattr(self._twins, "tokenizer", None) or self._twin()
         plain = all(d.completion is None and not d.messages for d in chunk)
         if plain:
-            lists = own.encode_batch([d.text for d in chunk], add_special=self._special)
+            texts = [d.text for d in chunk if d.text]
+            lists = own.encode_batch(texts, add_special=self._special)
             ids = [np.asarray(with_eos(i, own, self._append_eos), np.int32) for i in lists]
         else:
             ids = [e.ids for e in encode(chunk, own, append_eos=self._append_eos)]

@@ -31,7 +31,7 @@ def encode(
     append_eos: bool = True,
     answers_only: bool = True,
 ) -> Iterator[Encoded]:
-    """Each document's tokens, in order; one without any is left out.
+    """Each document's tokens, in order; one without any text is left out.
 
     A text is encoded with the special tokens its tokenizer adds, and ends with the tokenizer's
     end-of-document token where `append_eos` (once, if the tokenizer adds it already). Of a prompt
@@ -49,6 +49,7 @@ def encode(
             one = _completion(document, tokenizer, append_eos)
         else:
             ids = with_eos(tokenizer.encode(document.text), tokenizer, append_eos)
+            ids = ids if document.text else []  # not a beginning and an end of nothing
             one = Encoded(ids=np.asarray(ids, np.int32))
         if len(one.ids):
             yield one if answers_only else Encoded(ids=one.ids)

@@ -69,7 +69,7 @@ def run_tasks(
         return {}
     return {
         task: {
-            name.removesuffix(",none"): value
+            name.removesuffix(",none"): value.item() if hasattr(value, "item") else value
             for name, value in values.items()
             if name != "alias" and not name.startswith(("name", "sample_")) and "stderr" not in name
         }

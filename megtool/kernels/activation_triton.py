@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def activate(x_TF: Tensor, kind: str, bias: Tensor | None) -> Tensor:
     """See `activation.activate`."""
-    out: Tensor = _Activate.apply(x_TF, bias, kind, False, 0.0, 0.0)
+    out: Tensor = _Activate.apply(x_TF, bias, kind, False, 0.0, 0.0)  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: float) -> Tensor:
     """See `activation.gated`."""
-    out: Tensor = _Activate.apply(x_T2F, bias, kind, True, limit, offset)
+    out: Tensor = _Activate.apply(x_T2F, bias, kind, True, limit, offset)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -19,7 +19,7 @@ def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
 ) -> Tensor:
     """See `dropout_add.bias_dropout_add`; `p` is 0 where nothing is trained."""
-    out: Tensor = _DropoutAdd.apply(x, bias, residual, p, scale)
+    out: Tensor = _DropoutAdd.apply(x, bias, residual, p, scale)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """See `norm.rms_norm`."""
-    out: Tensor = _Norm.apply(x, None, weight, None, eps, zero_centered, False)
+    out: Tensor = _Norm.apply(x, None, weight, None, eps, zero_centered, False)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -23,7 +23,7 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor:
     """See `norm.layer_norm`."""
-    out: Tensor = _Norm.apply(x, None, weight, bias, eps, zero_centered, True)
+    out: Tensor = _Norm.apply(x, None, weight, bias, eps, zero_centered, True)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -31,7 +31,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """See `norm.add_rms_norm`."""
-    out: tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, None, eps, zero_centered, False)
+    out: tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, None, eps, zero_centered, False)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -44,7 +44,7 @@ def add_layer_norm(
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `norm.add_layer_norm`."""
-    out: tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, bias, eps, zero_centered, True)
+    out: tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, bias, eps, zero_centered, True)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -163,7 +163,9 @@ class _Watch(TorchDispatchMode):
         self._check(func, name, args)
         storages: list[Any] = []
         numbers: list[Any] = []
-        _take_apart((args, tuple(kwargs.items())), lambda x: storages.append(self._role(x)), numbers)
+        _take_apart(
+            (args, tuple(kwargs.items())), lambda x: storages.append(self._role(x)), numbers
+        )
         self._note(Operation(func.name(), tuple(storages), tuple(numbers)))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.trace.random = True
@@ -284,6 +286,7 @@ def _spoil(x: Tensor) -> Tensor:
 def _broken(rule: Rule, operation: str, detail: str = "") -> GraphRuleError:
     """The error for a broken rule."""
     return GraphRuleError(
-        f"a captured graph needs {rule}, and {operation} breaks it" + (f": {detail}" if detail else ""),
+        f"a captured graph needs {rule}, and {operation} breaks it"
+        + (f": {detail}" if detail else ""),
         hint=HINTS[rule],
     )

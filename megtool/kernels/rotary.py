@@ -34,7 +34,7 @@ def _rotate(x: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> T
     for _ in range(x.dim() - 4):
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     if torch.is_grad_enabled() and x.requires_grad:
-        out: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+        out: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
         return out
     return _turn(x, cos, sin, interleaved, back=False)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def rotate(x: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
     """See `rotary.rotate`."""
-    out: Tensor = _Rotate.apply(x, cos_BSR, sin_BSR, interleaved)
+    out: Tensor = _Rotate.apply(x, cos_BSR, sin_BSR, interleaved)  # type: ignore[no-untyped-call]
     return out
 
 

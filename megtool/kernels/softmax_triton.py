@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def masked_softmax(
-    scores_BNQK: Tensor,
+    scores_BNSQSK: Tensor,
     mask: Tensor | None,
     scale: float,
     softcap: float,
     sinks_N: Tensor | None,
 ) -> Tensor:
     """See `softmax.masked_softmax`."""
-    out: Tensor = _Softmax.apply(scores_BNQK, mask, scale, softcap, sinks_N)
+    out: Tensor = _Softmax.apply(scores_BNSQSK, mask, scale, softcap, sinks_N)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -43,7 +43,7 @@ class _Softmax(torch.autograd.Function):
         num_rows = scores.numel() // keys if keys else 0
         kept = torch.float64 if scores.dtype == torch.float64 else torch.float32
         share = torch.empty(0 if sinks is None else num_rows, dtype=kept, device=scores.device)
-        strides = (0, 0, 0, 0)
+        strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask.expand(scores.shape)
             strides = mask.stride()

@@ -93,7 +93,7 @@ def load() -> Loaded:
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     """See `norm.rms_norm`; it needs a weight."""
-    out: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)
+    out: Tensor = _RmsNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -102,21 +102,21 @@ def layer_norm(
 ) -> Tensor:
     """See `norm.layer_norm`."""
     shift = torch.zeros_like(weight) if bias is None else bias
-    out: Tensor = _LayerNorm.apply(x, weight, shift, eps, zero_centered)
+    out: Tensor = _LayerNorm.apply(x, weight, shift, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
 def activate(x_TF: Tensor, kind: str, bias: Tensor | None) -> Tensor:
     """See `activation.activate`; `kind` is one of KINDS."""
     x = x_TF if bias is None else x_TF + bias
-    out: Tensor = _Activate.apply(x, _PLAIN[kind])
+    out: Tensor = _Activate.apply(x, _PLAIN[kind])  # type: ignore[no-untyped-call]
     return out
 
 
 def gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: float) -> Tensor:
     """See `activation.gated`; `kind` is one of KINDS, without limit and offset."""
     x = x_T2F if bias is None else x_T2F + bias
-    out: Tensor = _Activate.apply(x, _GATED[kind])
+    out: Tensor = _Activate.apply(x, _GATED[kind])  # type: ignore[no-untyped-call]
     return out
 
 

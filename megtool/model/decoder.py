@@ -185,13 +185,17 @@ class Decoder(nn.Module):
         """What `loss` gives, from the states of `hidden`."""
         config, tp, weight_VH = self.config, self.groups.tp, self.output_weight
         labels_T = labels_BS.flatten()
-        options = {"softcap": config.logit_softcap, "scale": config.logit_scale}
         if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
             logits_TV = vocab_logits(
                 x_TH, weight_VH, tp, sequence_parallel=self.sequence_parallel, gather=False
             )
             losses_T = cross_entropy(
-                logits_TV, labels_T, vocab_size=config.vocab_size, group=tp.handle, **options
+                logits_TV,
+                labels_T,
+                vocab_size=config.vocab_size,
+                softcap=config.logit_softcap,
+                scale=config.logit_scale,
+                group=tp.handle,
             )
         else:
             losses_T = linear_cross_entropy(
@@ -199,8 +203,9 @@ class Decoder(nn.Module):
                 weight_VH,
                 labels_T,
                 vocab_size=config.vocab_size,
+                softcap=config.logit_softcap,
+                scale=config.logit_scale,
                 group=tp.handle,
-                **options,
             )
         return losses_T.sum(), (labels_T != -100).sum()
 

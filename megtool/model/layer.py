@@ -63,9 +63,12 @@ class Layer(nn.Module):
             self.mlp = build(MoeMlp)
         else:
             self.mlp = build(Mlp)
+        self._post_norms: tuple[NormLayer, NormLayer] | None = None
         if config.post_norms:
-            self.self_attention.linear_proj.post_layernorm = norm_layer()
-            self.mlp.linear_fc2.post_layernorm = norm_layer()
+            self._post_norms = after_attention, after_mlp = norm_layer(), norm_layer()
+            last = self.self_attention.get_submodule("linear_proj")
+            last.add_module("post_layernorm", after_attention)
+            self.mlp.get_submodule("linear_fc2").add_module("post_layernorm", after_mlp)
 
     def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
         """The residual behind the layer."""
@@ -77,15 +80,17 @@ class Layer(nn.Module):
 
     def attend(self, x_TH: Tensor, frame: Frame) -> Tensor:
         """What attention adds to the residual."""
-        x = x_TH if self.input_layernorm is None else self.input_layernorm(x_TH)
-        x = self.self_attention(x, frame)
-        return self.self_attention.linear_proj.post_layernorm(x) if self.config.post_norms else x
+        if self.input_layernorm is not None:
+            x_TH = self.input_layernorm(x_TH)
+        y_TH: Tensor = self.self_attention(x_TH, frame)
+        return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
 
     def feed(self, x_TH: Tensor) -> Tensor:
         """What the MLP, or the experts, add to the residual."""
-        x = x_TH if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x_TH)
-        x = self.mlp(x)
-        return self.mlp.linear_fc2.post_layernorm(x) if self.config.post_norms else x
+        if self.pre_mlp_layernorm is not None:
+            x_TH = self.pre_mlp_layernorm(x_TH)
+        y_TH: Tensor = self.mlp(x_TH)
+        return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
 
     def _add(self, residual_TH: Tensor, branch_TH: Tensor) -> Tensor:
         return torch.add(residual_TH, branch_TH, alpha=self.config.residual_scale)

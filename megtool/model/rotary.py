@@ -186,11 +186,8 @@ def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
 
     scale = s.get("attention_factor")
     if scale is None:
-        one, all_dims = s.get("mscale"), s.get("mscale_all_dim")
-        if one and all_dims:
-            scale = temperature(one) / temperature(all_dims)
-        else:
-            scale = temperature()
+        one, whole = s.get("mscale"), s.get("mscale_all_dim")
+        scale = temperature(one) / temperature(whole) if one and whole else temperature()
 
     def dimension(rotations: float) -> float:
         """The dimension that makes so many rotations over the original length."""

@@ -30,7 +30,7 @@ def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
 
     `in_place` overwrites `x`, which has to be a fresh result that nothing else will read.
     """
-    if group.handle is None:
+    if _alone(group):
         return x
     return _call(_Reduce, x, group, in_place)
 
@@ -49,7 +49,7 @@ def scatter_rows(x: Tensor, group: Group) -> Tensor:
     Raises:
         LayoutError: the group does not divide the number of rows.
     """
-    if group.handle is None:
+    if _alone(group):
         return x
     group.part(x.shape[0], "rows")
     return _call(_ScatterRows, x, group)
@@ -61,7 +61,7 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     Raises:
         LayoutError: the group does not divide the number of rows.
     """
-    if group.handle is None:
+    if _alone(group):
         return x
     group.part(x.shape[0], "rows")
     return _call(_ReduceScatterRows, x, group)
@@ -88,19 +88,19 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
             f"{group.size} ranks exchange {x.shape[0]} rows as {list(send)} for {list(receive)}",
             hint="one number of rows for each rank, and those to send add up to all rows",
         )
-    if group.handle is None:
+    if _alone(group):
         return x
     return _call(_AllToAll, x, list(send), list(receive), group)
 
 
 def all_sum(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, without a gradient; `x` is kept."""
-    return _all_reduce(x.detach(), group) if group.handle is not None else x
+    return x if _alone(group) else _all_reduce(x.detach(), group)
 
 
 def all_max(x: Tensor, group: Group) -> Tensor:
     """The maximum over ranks, without a gradient; `x` is kept."""
-    if group.handle is None:
+    if _alone(group):
         return x
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group.handle)
@@ -125,6 +125,20 @@ def start_sum(x: Tensor, group: Group) -> dist.Work:
     """The sum over ranks in place of `x`, which has to be contiguous, under way. No gradient."""
     work: dist.Work = dist.all_reduce(x, group=group.handle, async_op=True)
     return work
+
+
+def _alone(group: Group) -> bool:
+    """Nobody else is in the group, so that there is nothing to do.
+
+    Raises:
+        LayoutError: there are others, and no connection to them (any more).
+    """
+    if group.size > 1 and group.handle is None:
+        raise LayoutError(
+            f"no connection to ranks {list(group.ranks)}",
+            hint="Groups.start makes it, and Groups.stop ends it",
+        )
+    return group.size == 1
 
 
 def _all_reduce(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
@@ -166,7 +180,7 @@ def _call(function: type[torch.autograd.Function], *values: Any) -> Tensor:
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
-    return x if group.handle is None else _call(function, x, group)
+    return x if _alone(group) else _call(function, x, group)
 
 
 class _Copy(torch.autograd.Function):

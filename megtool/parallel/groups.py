@@ -142,7 +142,13 @@ class Groups:
         return cls(parallel=parallel, rank=rank, device=where, owns_world=not started, **axes)
 
     def stop(self) -> None:
-        """Leave the world, if `start` has initialised it. Collectives are an error from then on."""
+        """Leave all groups, and the world if `start` has initialised it.
+
+        Collectives are an error from then on. To be called before the process exits.
+        """
+        for group in (getattr(self, axis) for axis in ("world", *_SAME)):
+            # A process that still holds a handle of gloo when it exits is aborted now and then.
+            object.__setattr__(group, "handle", None)
         if self.owns_world and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megtool.data import text
 from megtool.data.text import documents, source_bytes
 from megtool.errors import FormatError, StorageError, UsageError
 
@@ -140,6 +141,17 @@ def test_other_broken_files(tmp_path: Path) -> None:
     table.write_bytes(table.read_bytes()[:-40])
     with pytest.raises(FormatError, match="no parquet"):
         texts(table)
+
+
+def test_documents_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 10)
+    (tmp_path / "a.txt").write_text("01234567890")
+    with pytest.raises(FormatError, match="11 bytes of plain text") as caught:
+        texts(tmp_path / "a.txt")
+    assert "JSON lines" in str(caught.value.hint)
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": "01234567890"}]))
+    with pytest.raises(FormatError, match="line 1: over 10 bytes"):
+        texts(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl.zst", "a.zip"])

@@ -61,6 +61,15 @@ def test_it_computes_what_transformers_does(
         torch.testing.assert_close(logits(decoder), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_demand", [False, True], ids=["whole", "on demand"])
+def test_on_a_gpu(on_demand: bool, folder: Path, expected: Tensor) -> None:
+    decoder = load(source_of(folder), device="cuda", on_demand=on_demand)
+    with torch.no_grad():
+        found = decoder(Batch(tokens_BS=TOKENS.cuda())).cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_formats_give_the_same_bits(folder: Path, tmp_path: Path) -> None:
     want = logits(load(source_of(folder)))
     for kind, layout in (("torch_dist", {"tp": 2, "pp": 2}), ("megatron", {"tp": 2})):

@@ -17,7 +17,6 @@ from megtool.model.batch import Batch
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.groups import Groups
 from tests.commands import tiny_llama
-from tests.converters import test_moe
 from tests.gloo_world import run_world
 from tests.inference.loading import source_of
 
@@ -54,8 +53,8 @@ def check(folder: Path, layout: dict[str, int], size: int, **how: Any) -> None:
     ("layout", "size", "how"),
     [
         ({"tp": 2}, 2, {}),
-        ({"tp": 2}, 2, {"on_demand": True}),
-        ({"pp": 2}, 2, {}),
+        pytest.param({"tp": 2}, 2, {"on_demand": True}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, 2, {}, marks=pytest.mark.slow),
         ({"pp": 2}, 2, {"on_demand": True}),
         pytest.param({"tp": 4}, 4, {}, marks=pytest.mark.slow),  # more ranks than KV heads
         pytest.param({"tp": 2, "pp": 2}, 4, {"on_demand": True}, marks=pytest.mark.slow),
@@ -73,12 +72,14 @@ def test_a_llama(
 @pytest.mark.parametrize(
     ("name", "layout", "size"),
     [
-        ("qwen3_moe", {"ep": 2, "dp": 2}, 2),
+        pytest.param("qwen3_moe", {"ep": 2, "dp": 2}, 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", {"tp": 2, "ep": 2, "etp": 1}, 2, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"tp": 2, "ep": 2, "etp": 2, "dp": 2}, 4, marks=pytest.mark.slow),
     ],
 )
 def test_mixtures_of_experts(name: str, layout: dict[str, int], size: int, tmp_path: Path) -> None:
+    from tests.converters import test_moe  # not in every rank: it takes seconds
+
     test_moe.save(next(c for c in test_moe.CASES if c[0] == name), tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "mcore", to="torch_dist", fsync=False, tp=2)
     check(tmp_path / "mcore", layout, size)

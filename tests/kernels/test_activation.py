@@ -48,9 +48,7 @@ def test_the_reference_is_gpt_oss_and_megatrons_limited_gate() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_triton_is_the_reference(
-    agree: Agree, device: str, kind: str, dtype: torch.dtype
-) -> None:
+def test_triton_is_the_reference(agree: Agree, device: str, kind: str, dtype: torch.dtype) -> None:
     for shape in ((0, 6), (1, 2), (2, 3, 70), (1, 4202)):
         x, bias = numbers(*shape).to(device, dtype), numbers(shape[-1], seed=1).to(device, dtype)
         noise = 0.02 if dtype != torch.float32 else 5e-6  # the slope crosses 0
@@ -58,7 +56,10 @@ def test_triton_is_the_reference(
         agree(lambda x, b: activate(x, kind, bias=b), (x, bias), noise=noise, ulps=2)
         agree(lambda x: gated(x, kind), (x,), noise=noise)
         agree(
-            lambda x, b: gated(x, kind, bias=b, limit=1.5, offset=1.0), (x, bias), noise=noise, ulps=2
+            lambda x, b: gated(x, kind, bias=b, limit=1.5, offset=1.0),
+            (x, bias),
+            noise=noise,
+            ulps=2,
         )
 
 

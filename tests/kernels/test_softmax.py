@@ -61,7 +61,7 @@ def test_the_reference_is_gemmas_cap_and_gpt_oss_sinks() -> None:
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 4), (1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 2, 1500)], ids=str
+    "shape", [(0, 2, 3, 4), (1, 1, 1, 1), (2, 2, 3, 7), (1, 1, 2, 1500)], ids=str
 )
 def test_triton_is_the_reference(
     agree: Agree, device: str, shape: tuple[int, ...], dtype: torch.dtype, softcap: float
@@ -71,14 +71,10 @@ def test_triton_is_the_reference(
     sinks = numbers(heads, seed=1).to(device, dtype)
     # Backward starts from the rounded output, so shares of a sum of 1 are apart by an ulp of 1.
     noise = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * (2 + batch * queries / 4)
-    masks = (None, some_mask(queries, keys), some_mask(batch, 1, queries, keys))
+    masks = (some_mask(queries, keys), some_mask(batch, 1, queries, keys))
+    agree(lambda x: masked_softmax(x, None, scale=0.5, softcap=softcap), (scores,), noise=noise)
     for mask in masks:
-        seen = None if mask is None else mask.to(device)
-        agree(
-            lambda x: masked_softmax(x, seen, scale=0.5, softcap=softcap),  # noqa: B023
-            (scores,),
-            noise=noise,
-        )
+        seen = mask.to(device)
         agree(
             lambda x, s: masked_softmax(x, seen, scale=0.5, softcap=softcap, sinks_N=s),  # noqa: B023
             (scores, sinks),

@@ -52,9 +52,7 @@ def whole(tokens: Any, **more: Any) -> Any:
     return DECODER(Batch(tokens_BS=tokens, **more))
 
 
-@given(
-    portions=st.lists(st.integers(1, 6), min_size=1, max_size=6), padding=st.integers(0, 3)
-)
+@given(portions=st.lists(st.integers(1, 6), min_size=1, max_size=6), padding=st.integers(0, 3))
 @settings(max_examples=15)
 def test_portions_of_any_size(portions: list[int], padding: int) -> None:
     tokens = text(2, sum(portions) + padding)

@@ -228,6 +228,15 @@ def prompt(rows: int = 2, length: int = LENGTH) -> Any:
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
+def test_the_first_gemmas_mean_the_approximation_by_gelu() -> None:
+    """As transformers reads them; what is written back is what was there."""
+    stored = transformers.GemmaConfig(**SIZES).to_dict() | {"hidden_act": "gelu"}
+    config = family("gemma").read_config(stored)
+    assert config.activation == "gelu_pytorch_tanh"
+    assert transformers.GemmaConfig(**stored).hidden_act == config.activation
+    assert family("gemma").write_config(config)["hidden_act"] == "gelu"
+
+
 @cases
 def test_logits(case: Case, pair: Callable[..., Any], record_property: Any) -> None:
     model, decoder = pair(case)
@@ -314,7 +323,9 @@ def test_loss_and_gradients(case: Case, pair: Callable[..., Any]) -> None:
     down = next(
         p.grad
         for n, p in model.named_parameters()
-        if n.endswith(("0.mlp.down_proj.weight", "0.mlp.c_proj.weight", "0.mlp.dense_4h_to_h.weight"))
+        if n.endswith(
+            ("0.mlp.down_proj.weight", "0.mlp.c_proj.weight", "0.mlp.dense_4h_to_h.weight")
+        )
     )
     own = decoder.decoder.layers["0"].mlp.linear_fc2.weight.grad
     down = down.T if case.family == "gpt2" else down

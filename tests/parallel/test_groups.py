@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
+from megtool.parallel.collectives import all_sum
 from megtool.parallel.groups import Group, Groups, fit
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
 from tests.gloo_world import run_world
@@ -46,6 +47,8 @@ def join(rank: int, size: int) -> list[dict[str, Any]]:
         out.append(seen)
     assert world.owns_world
     world.stop()
+    with pytest.raises(LayoutError, match="no connection to ranks"):
+        all_sum(torch.ones(1), world.world)
     assert not dist.is_initialized()
     return out
 

@@ -1,0 +1,153 @@
+"""The decoder: names, packed documents, stages, padding on both sides, precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megtool.config import ModelConfig
+from megtool.convert.dialects import read_side
+from megtool.dtypes import dtype
+from megtool.errors import UsageError
+from megtool.tensors.sharded import GlobalTensor
+
+torch = pytest.importorskip("torch")
+
+from megtool.model import decoder as module  # noqa: E402
+from megtool.model.batch import Batch  # noqa: E402
+from megtool.model.decoder import Decoder, Stage  # noqa: E402
+
+SIZES: dict[str, Any] = dict(
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=101,
+    max_positions=32,
+)
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tied_embeddings": True, "qkv_bias": True, "qk_norm": True},
+    {"norm": "layernorm", "position_embedding": "learned", "gated": False, "mlp_bias": True},
+    {"attn_output_gate": True, "attn_out_bias": True, "attn_sinks": True},
+]
+
+
+def made(config: ModelConfig, **more: Any) -> Decoder:
+    decoder = Decoder(config, device="cpu", **more)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            seed = sum(name.encode()) + p.numel()  # a tensor's values do not depend on its stage
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+    return decoder.requires_grad_(False)
+
+
+def text(rows: int, length: int) -> Any:
+    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("more", VARIANTS, ids=str)
+def test_parameters_are_megatrons(more: dict[str, Any]) -> None:
+    """Every name and shape is one that a Megatron checkpoint of the model has, and none is missing.
+
+    The reader of checkpoints knows both.
+    """
+    config = ModelConfig(**SIZES | more)
+    decoder = Decoder(config)
+    assert {p.device.type for p in decoder.parameters()} == {"meta"}
+    held = [
+        GlobalTensor(name=n, shape=tuple(p.shape), dtype=dtype("float32"))
+        for n, p in decoder.named_parameters()
+    ]
+    side = read_side(held, dialect="megatron", config=config)
+    assert side.dropped == []
+    assert {p.stored for p in side.placements.values()} == {t.name for t in held}
+
+
+def test_documents_are_read_as_if_alone() -> None:
+    decoder, tokens = made(ModelConfig(**SIZES, window_size=5)), text(2, 12)
+    lengths = ((5, 7), (1, 11))
+    documents = torch.tensor([[0] * a + [1] * b for a, b in lengths])
+    positions = torch.tensor([[*range(a), *range(b)] for a, b in lengths])
+    packed = decoder(Batch(tokens_BS=tokens, documents_BS=documents, positions_BS=positions))
+    for row, (a, _) in enumerate(lengths):
+        for part in (slice(a), slice(a, None)):
+            alone = decoder(Batch(tokens_BS=tokens[row : row + 1, part]))
+            assert (packed[row, part] - alone[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side: str) -> None:
+    decoder, tokens = made(ModelConfig(**SIZES, window_size=5, window_skip_freq=2)), text(2, 9)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[0, slice(3) if side == "left" else slice(6, None)] = False
+    got = decoder(Batch(tokens_BS=tokens, valid_BS=valid))
+    last = decoder(Batch(tokens_BS=tokens, valid_BS=valid), last_only=True)
+    for row in range(2):
+        alone = decoder(Batch(tokens_BS=tokens[row][valid[row]][None]))[0]
+        assert (got[row][valid[row]] - alone).abs().max() < 1e-5
+        assert (last[row, 0] - alone[-1]).abs().max() < 1e-5
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("more", VARIANTS, ids=str)
+def test_stages_in_a_row_are_the_whole(more: dict[str, Any]) -> None:
+    config = ModelConfig(**SIZES | more)
+    whole, tokens = made(config), text(2, 7)
+    stages = [
+        Stage(layers=(0,), head=False),
+        Stage(layers=(1, 2), embedding=False, head=False),
+        Stage(layers=(3,), embedding=False),
+    ]
+    x_TH: Any = None
+    names: list[str] = []
+    for stage in stages:
+        decoder = made(config, stage=stage)
+        frame = decoder.frame(batch := Batch(tokens_BS=tokens))
+        x_TH = decoder.embed(batch, frame) if stage.embedding else x_TH
+        x_TH = decoder.finish(decoder.run(x_TH, frame))
+        names += [n for n, _ in decoder.named_parameters()]
+    assert torch.equal(decoder.logits(x_TH).view(2, 7, -1), whole(batch))
+    assert set(names) == {n for n, _ in whole.named_parameters()}
+    with pytest.raises(UsageError, match="this stage has no embedding"):
+        decoder(batch)
+
+
+def test_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, tokens = made(ModelConfig(**SIZES, logit_softcap=3.0, logit_scale=0.5)), text(2, 9)
+    decoder.requires_grad_(True)
+    labels = tokens.roll(-1, 1)
+    found = []
+    for limit in (1 << 30, 0):
+        monkeypatch.setattr(module, "KEPT_LOGITS_BYTES", limit)
+        decoder.zero_grad()
+        total, count = decoder.loss(Batch(tokens_BS=tokens), labels)
+        total.backward()
+        found.append((total.detach(), decoder.output_weight.grad.clone()))
+        assert count == 18
+    assert (found[0][0] - found[1][0]).abs() < 1e-4
+    assert (found[0][1] - found[1][1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("more", VARIANTS, ids=str)
+def test_bfloat16(more: dict[str, Any]) -> None:
+    """Half precision is as near to float32 as its eight bits allow."""
+    config = ModelConfig(**SIZES | more)
+    want = made(config)(Batch(tokens_BS=text(2, 9)))
+    got = made(config, dtype=torch.bfloat16)(Batch(tokens_BS=text(2, 9)))
+    assert got.dtype == torch.bfloat16
+    assert (got - want).abs().mean() < 0.04 * want.abs().mean()
+
+
+def test_layers_are_called_as_modules() -> None:
+    """Loaders on demand put tensors in before a layer runs, and take them out after it."""
+    decoder = made(ModelConfig(**SIZES))
+    seen: list[str] = []
+    for name, layer in decoder.decoder.layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: seen.append(f"in {name}"))
+        layer.register_forward_hook(lambda *_, name=name: seen.append(f"out {name}"))
+    decoder(Batch(tokens_BS=text(1, 3)))
+    assert seen == [f"{way} {i}" for i in range(4) for way in ("in", "out")]

@@ -1,0 +1,129 @@
+"""Masks against their definition, key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megtool.config import ModelConfig
+
+torch = pytest.importorskip("torch")
+
+from megtool.model.batch import Batch  # noqa: E402
+from megtool.model.cache import ContiguousCache, Span  # noqa: E402
+from megtool.model.masks import Masks  # noqa: E402
+
+
+def config(**more: Any) -> ModelConfig:
+    return ModelConfig(
+        num_layers=4,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=9,
+        **more,
+    )
+
+
+def defined(
+    query: int, key: int, row: int, *, window: int, chunk: int, places: Any, valid: Any, docs: Any
+) -> bool:
+    """May the query of a row attend to the key? `places` are positions, of all keys."""
+    if query == key:
+        return True
+    near = not window or query - key < window
+    same_chunk = not chunk or places[row][query] // chunk == places[row][key] // chunk
+    return bool(
+        key < query
+        and valid[row][key]
+        and near
+        and same_chunk
+        and docs[row][query] == docs[row][key]
+    )
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_masks_are_what_they_are_defined_to_be(data: st.DataObject) -> None:
+    rows, past, new = (data.draw(st.integers(*ends)) for ends in ((1, 3), (0, 5), (1, 6)))
+    window, chunk = (data.draw(st.sampled_from((0, 1, 3, 20))) for _ in range(2))
+    count = past + new
+    flags = st.lists(st.booleans(), min_size=count, max_size=count)
+    padded = data.draw(st.booleans())
+    valid = [data.draw(flags) if padded else [True] * count for _ in range(rows)]
+    packed = not past and data.draw(st.booleans())
+    docs = [[0] * count] * rows
+    if packed:
+        docs = [sorted(data.draw(st.integers(0, 2)) for _ in range(count)) for _ in range(rows)]
+    made = config(
+        window_size=window,
+        window_skip_freq=2 if window else None,
+        attn_chunk_size=chunk,
+        no_rope_layers=(0, 0, 0, 1),
+    )
+    tokens = torch.ones(rows, count, dtype=torch.int64)
+    valid_BS = torch.tensor(valid) if padded else None
+    places = (torch.tensor(valid).cumsum(1) - 1).clamp_min(0).tolist()
+
+    def batch(span: slice) -> Batch:
+        return Batch(
+            tokens_BS=tokens[:, span],
+            valid_BS=None if valid_BS is None else valid_BS[:, span],
+            documents_BS=torch.tensor(docs) if packed else None,
+        )
+
+    if past or (data.draw(st.booleans()) and not packed):
+        cache = ContiguousCache(
+            made, num_rows=rows, max_tokens=count + 2, graphable=data.draw(st.booleans())
+        )
+        if past:
+            cache.begin(batch(slice(past)))
+            cache.advance()
+        span = cache.begin(batch(slice(past, None)))
+    else:
+        span = Span.fresh(batch(slice(None)))
+    masks = Masks(made, span, documents_BS=batch(slice(None)).documents_BS)
+    for layer in range(4):
+        mask = masks.of(layer)
+        allowed = mask.square(new, span.num_keys, tokens.device)
+        shape = (rows, new, span.num_keys)
+        got = (
+            torch.ones(shape, dtype=torch.bool) if allowed is None else allowed[:, 0].expand(shape)
+        )
+        for row in range(rows):
+            for q in range(new):
+                want = [
+                    k < count
+                    and defined(
+                        past + q,
+                        k,
+                        row,
+                        window=window if (layer + 1) % 2 else 0,
+                        chunk=0 if layer == 3 else chunk,
+                        places=places,
+                        valid=valid,
+                        docs=docs,
+                    )
+                    for k in range(span.num_keys)
+                ]
+                assert got[row, q].tolist() == want
+
+
+def test_layers_alike_share_one_mask_and_plain_ones_have_none() -> None:
+    tokens = torch.ones(2, 7, dtype=torch.int64)
+    masks = Masks(config(window_size=3, window_skip_freq=2), Span.fresh(Batch(tokens_BS=tokens)))
+    assert masks.of(0) is masks.of(2)
+    assert masks.of(1) is masks.of(3)
+    assert masks.of(1).is_causal
+    assert masks.of(1).allowed is None
+    assert masks.of(0).bias(torch.float32) is masks.of(0).bias(torch.float32)
+    longer = Masks(config(window_size=7), Span.fresh(Batch(tokens_BS=tokens)))
+    assert longer.of(0).allowed is None
+    single = Masks(config(), Span.fresh(Batch(tokens_BS=tokens[:, :1])))
+    assert not single.of(0).is_causal
+    assert single.of(0).allowed is None
