@@ -99,8 +99,11 @@ def _generate(
         str | None, option(_TEXT, "The chat's system message.", "--system", metavar="TEXT")
     ] = None,
     max_new_tokens: Annotated[
-        int, option(_TEXT, "Longest answer.", "--max-new-tokens", metavar="N", min=1)
-    ] = 128,
+        int | None,
+        option(
+            _TEXT, "Longest answer; default: 128 tokens.", "--max-new-tokens", metavar="N", min=1
+        ),
+    ] = None,
     temperature: Annotated[
         float, option(_TEXT, "0: always the likeliest token; more: more chance.", "--temperature")
     ] = 0.0,

@@ -43,7 +43,7 @@ def main() -> None:
     """Measure and print."""
     options = parser(__doc__ or "", gib=None)
     options.add_argument("--vocab", type=int, default=1 << 17)
-    options.add_argument("--tokens", type=int, default=1024)
+    options.add_argument("--tokens", type=int, default=512)
     options.add_argument("--hidden", type=int, default=256)
     options.add_argument("--threads", type=int, default=1)
     options.set_defaults(rounds=3)
@@ -94,9 +94,9 @@ def main() -> None:
     note = (
         f"{given.tokens} tokens, hidden size {given.hidden}, vocabulary {given.vocab}, "
         f"{given.threads} threads; mean loss, gradients of inputs and weight; fresh processes, "
-        "the fastest repetition (on the CPU its processor time), the largest memory. `torch` is F.linear and F.cross_entropy (in "
-        "fp32), `torch in chunks` F.linear_cross_entropy with its default options. On the CPU "
-        "memory is RssAnon, read from outside."
+        "the fastest repetition (on the CPU its processor time), the largest memory. `torch` is "
+        "F.linear and F.cross_entropy (in fp32), `torch in chunks` F.linear_cross_entropy with its "
+        "default options. On the CPU memory is RssAnon, read from outside."
     )
     show(given, Path(tempfile.gettempdir()), [table], note)
 

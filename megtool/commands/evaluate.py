@@ -78,6 +78,8 @@ def evaluate(
     Raises:
         MegtoolError: a checkpoint, its tokenizer, the layout, the data or an option is no good.
     """
+    if data is None and against is not None:
+        raise UsageError("--against without --data", hint="--data FILE: a text for both models")
     if data is None and tasks is None:
         raise UsageError("nothing to evaluate on", hint="--data FILE, or --tasks NAMES")
     if chat and tasks is None:
@@ -85,8 +87,6 @@ def evaluate(
             "--chat without --tasks",
             hint="conversations in --data always go through the model's chat template",
         )
-    if data is None and against is not None:
-        raise UsageError("--against without --data", hint="--data FILE: a text for both models")
     given = Source(
         path=Path(source),
         iteration=iteration,

@@ -23,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
 _MOST_AT_ONCE = 16
+_NEW_TOKENS = 128
 
 Message = Mapping[str, Any]
 
@@ -149,7 +150,7 @@ def generate(
     field: str | None = None,
     chat: bool = False,
     system: str | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -183,7 +184,8 @@ def generate(
 
     Temperature 0 takes the likeliest token; otherwise `seed` and the number of a prompt decide,
     whatever it is batched with. A text ends before a `stop` string, at an end-of-sequence token of
-    the model, or after `max_new_tokens`. `batch_size` (16) texts are written at once.
+    the model, or after `max_new_tokens` (128, if the model has positions for them). `batch_size`
+    (16) texts are written at once.
 
     `on_text` is given each piece of a single text as it comes, `on_answer` each answer in order.
     Under `torchrun` every process calls this, in the layout `tp`, `pp`, `ep`; only that of rank 0
@@ -219,11 +221,13 @@ def generate(
         )
     )
     spoken = runnable.tokenizer(tokenizer)
-    requests = [
-        Request(number=n, prompt=_tokens(one, spoken), max_new_tokens=max_new_tokens)
-        for n, one in enumerate(conversations)
-    ]
-    check_lengths(requests, runnable.config.max_positions)
+    positions = runnable.config.max_positions
+    requests = []
+    for n, one in enumerate(conversations):
+        tokens = _tokens(one, spoken)
+        new = max_new_tokens or max(1, min(_NEW_TOKENS, positions - len(tokens)))
+        requests.append(Request(number=n, prompt=tokens, max_new_tokens=new))
+    check_lengths(requests, positions)
     num_slots = min(len(requests), batch_size or _MOST_AT_ONCE)
     if dry_run:
         return _plan(runnable, requests, num_slots, manner)
@@ -260,7 +264,7 @@ def generate(
             )
             found.append(answer)
             if alone is None:
-                progress("generate", max_new_tokens, most)
+                progress("generate", requests[done.number].max_new_tokens, most)
             if on_answer is not None and first:
                 on_answer(answer)
         where, kind = str(groups.device), str(forward.decoder.dtype).removeprefix("torch.")

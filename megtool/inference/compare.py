@@ -131,7 +131,7 @@ def compare(
         states = hidden[0](rows.batch), hidden[1](rows.batch)
         facts = _facts(ours, theirs, states, rows)
         _check(facts, ours, theirs)
-        kl_parts.append(facts[:, _KL].float())
+        kl_parts.append(facts[:, _KL])
         mine += _score(facts, _OUR_LOSS, _OURS)
         other += _score(facts, _THEIR_LOSS, _THEIRS)
         num_agreeing += int((facts[:, _OURS] == facts[:, _THEIRS]).sum())
@@ -143,7 +143,7 @@ def compare(
     return Comparison(
         ours=mine,
         theirs=other,
-        kl_mean=float(kl_N.double().mean()),
+        kl_mean=float(kl_N.mean()),
         kl_max=float(kl_N.max()),
         kl_percentiles=percentiles(kl_N),
         agreement=num_agreeing / kl_N.numel(),

@@ -48,7 +48,7 @@ def linear_cross_entropy(
     vocabulary = Vocabulary(
         size=vocab_size, local=weight_VH.shape[0], softcap=softcap, scale=scale, group=group
     )
-    losses_T: Tensor = _LinearCrossEntropy.apply(
+    losses_T: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x_TH, weight_VH, bias, labels_T, vocabulary, ignore_index, chunk
     )
     return losses_T
@@ -79,7 +79,9 @@ def cross_entropy(
         scale=scale,
         group=group,
     )
-    losses_T: Tensor = _CrossEntropy.apply(logits_TV, labels_T, vocabulary, ignore_index, chunk)
+    losses_T: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_TV, labels_T, vocabulary, ignore_index, chunk
+    )
     return losses_T
 
 

@@ -29,7 +29,8 @@ def permute(x_TH: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor,
     row_ids_R = torch.argsort(flat, stable=True)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     counts_E.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
-    rows_RH: Tensor = _Permute.apply(x_TH, row_ids_R, experts_TK.shape[1])
+    num = experts_TK.shape[1]
+    rows_RH: Tensor = _Permute.apply(x_TH, row_ids_R, num)  # type: ignore[no-untyped-call]
     return rows_RH, row_ids_R, counts_E
 
 
@@ -38,7 +39,7 @@ def unpermute(rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor) -> Tensor:
 
     Differentiable in rows and probs (whose gradient has the dtype of probs).
     """
-    x_TH: Tensor = _Unpermute.apply(rows_RH, row_ids_R, probs_TK)
+    x_TH: Tensor = _Unpermute.apply(rows_RH, row_ids_R, probs_TK)  # type: ignore[no-untyped-call]
     return x_TH
 
 
@@ -47,8 +48,10 @@ def grouped_linear(
 ) -> Tensor:
     """`x @ weight[e].T + bias[e]` for rows sorted by expert e, counts_E of them each: y_RF."""
     offsets_E = counts_E.cumsum(0)
+    y_RF: Tensor
     if _multiplies_grouped(x_RH, weight_EFH):
-        y_RF = _GroupedLinear.apply(x_RH, weight_EFH, offsets_E.to(torch.int32))
+        ends_E = offsets_E.to(torch.int32)
+        y_RF = _GroupedLinear.apply(x_RH, weight_EFH, ends_E)  # type: ignore[no-untyped-call]
     else:
         y_RF = _loop_linear(x_RH, weight_EFH, counts_E)
     if bias_EF is not None:
@@ -154,7 +157,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _multiplies_grouped(x_RH: Tensor, weight_EFH: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes these: 16-bit on CUDA or fp32 too elsewhere, rows of 16 bytes."""
+    """Whether `F.grouped_mm` takes these: bf16, off CUDA fp32 and fp16 too, rows of 16 bytes."""
     takes = {torch.bfloat16} if x_RH.is_cuda else {torch.bfloat16, torch.float16, torch.float32}
     rows = (weight_EFH.shape[1], weight_EFH.shape[2])
     return (
@@ -169,6 +172,6 @@ def _multiplies_grouped(x_RH: Tensor, weight_EFH: Tensor) -> bool:
 
 def _loop_linear(x_RH: Tensor, weight_EFH: Tensor, counts_E: Tensor) -> Tensor:
     """The same, one expert after the other; waits for counts_E to reach the host."""
-    parts = x_RH.split(counts_E.tolist())
+    parts = torch.split(x_RH, counts_E.tolist())
     used = [part @ weight.t() for part, weight in zip(parts, weight_EFH, strict=True)]
     return torch.cat(used)

@@ -84,13 +84,13 @@ class Graphs:
             )
         return torch.cuda.graph_pool_handle()
 
-    def _capture(self, inputs: Sequence[Input]) -> Captured:
+    def _capture(self, inputs: Sequence[Input]) -> Any:
         """Warm the function up beside the current stream, then record it."""
         for x in inputs:
             if x is not None and not x.is_cuda:
                 raise UsageError(f"a CUDA graph cannot take a tensor on {x.device}")
         static = [clone(x) for x in inputs]
-        beside = torch.cuda.Stream()
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             before = [t.clone() for t in self.state]

@@ -141,11 +141,11 @@ class _Host(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every operation, and compares it with the one expected where there is one."""
 
     def __init__(self, inputs: Sequence[Input], expected: Trace | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.expected = expected
         self.roles: dict[int, tuple[str, int]] = {}
@@ -183,12 +183,15 @@ class _Watch(TorchDispatchMode):
 
     def release(self) -> None:
         """Let go of what the run made, and see what somebody else still holds."""
-        alive = [(StorageWeakRef(storage), name) for storage, name in self.made]
+        made: list[tuple[Any, str]] = []
+        for storage, name in self.made:
+            made.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
+            del storage
         self.made.clear()
-        if all(reference.expired() for reference, _ in alive):
+        if all(reference.expired() for reference, _ in made):
             return
         gc.collect()  # a cycle of dead objects holds nothing
-        for reference, name in alive:
+        for reference, name in made:
             if not reference.expired():
                 raise _broken("no memory of the graph kept outside", name)
 

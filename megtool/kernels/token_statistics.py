@@ -106,8 +106,9 @@ def divergence(
             hint="pad both vocabularies alike and use one tensor-parallel size",
         )
     rows = chunk or max(1, CHUNK_ELEMENTS // max(a.local, 1))
+    both = torch.split(x_TH, rows), torch.split(other_x_TG, rows)
     kl, agrees = [], []
-    for x_CH, other_x_CG in zip(x_TH.split(rows), other_x_TG.split(rows), strict=True):
+    for x_CH, other_x_CG in zip(both[0], both[1], strict=True):
         log_p_CV, best_C = log_softmax_block(x_CH, head)
         log_q_CV, other_best_C = log_softmax_block(other_x_CG, other)
         terms_CV = log_q_CV.sub_(log_p_CV).neg_()

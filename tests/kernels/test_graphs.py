@@ -82,8 +82,7 @@ def test_a_broken_rule_is_named(name: str) -> None:
     scene = Scene()
     run = Rehearsal(lambda x: function(scene, x))
     with pytest.raises(GraphRuleError) as caught:
-        for _ in range(4):
-            run(torch.randn(4))
+        [run(torch.randn(4)) for _ in range(4)]
     assert rule in caught.value.message
     assert operation in caught.value.message
     assert caught.value.hint
@@ -185,7 +184,7 @@ def test_experts_wait_for_nothing() -> None:
     run = Rehearsal(function)
     for _ in range(2):
         run(torch.randn(5, 8), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2))
-    with pytest.raises(GraphRuleError, match="Tensor.tolist"):  # the loop for other sizes
+    with pytest.raises(GraphRuleError, match=r"Tensor\.tolist"):  # the loop for other sizes
         Rehearsal(lambda x: grouped_linear(x, weight[..., :3], torch.ones(4).long()))(
             torch.randn(4, 3)
         )
@@ -228,5 +227,5 @@ def test_graphs_need_a_gpu() -> None:
         with pytest.raises(UsageError, match="cpu"):
             Graphs(lambda x: x)(torch.ones(1))
     else:
-        with pytest.raises(MissingPackageError, match="no.*CUDA"):
+        with pytest.raises(MissingPackageError, match="a CUDA device, and there is none"):
             Graphs(lambda x: x)

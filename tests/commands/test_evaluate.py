@@ -1,0 +1,167 @@
+"""`megtool evaluate`: one score from every format, two models against each other, and lm-eval."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.cli import main
+from megtool.commands.demo import demo_weights
+from megtool.commands.evaluate import evaluate
+from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
+from megtool.commands.reshard import reshard
+from megtool.errors import MegtoolError, MissingPackageError
+from tests.commands.test_generate import torchrun
+from tests.inference import tiny_text
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals.\n" * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("evaluate")
+    (root / "text.txt").write_text(TEXT)
+    chats = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    records = [{"messages": chats}, {"messages": chats[:1] + chats[1:]}]
+    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines = [{"text": line} for line in TEXT.splitlines()]
+    (root / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tiny_text.save(root / "other", seed=1)
+    return tiny_text.save(root / "hf")
+
+
+def score(source: Path, data: Path, **options: Any) -> EvaluateReport:
+    report = evaluate(source, data=data, device="cpu", **options)
+    assert isinstance(report, EvaluateReport)
+    return report
+
+
+def test_every_format_has_the_same_score(folder: Path, tmp_path: Path) -> None:
+    text = folder.parent / "text.txt"
+    reshard(folder, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
+    one = score(folder, text, window=64, stride=32)
+    assert one.tokens == len(TEXT) - 1
+    for other in (
+        score(tmp_path / "dist", text, window=64, stride=32),
+        score(folder, text, window=64, stride=32, on_demand=True),
+        score(folder, text, window=64, stride=32, batch_size=3),
+    ):
+        assert other.loss == pytest.approx(one.loss, rel=1e-6)
+        assert (other.tokens, other.accuracy) == (one.tokens, one.accuracy)
+
+
+def test_records_are_scored_one_by_one_or_joined(folder: Path) -> None:
+    lines = folder.parent / "lines.jsonl"
+    apart, joined = score(folder, lines), score(folder, lines, join=True)
+    length = len(TEXT.splitlines()[0])
+    assert (apart.documents, apart.tokens) == (3, 3 * (length - 1))
+    assert (joined.documents, joined.tokens) == (1, 3 * length + 2 * 2 - 1)
+    assert score(folder, lines, max_tokens=100).tokens == 98
+
+
+def test_of_a_chat_the_assistant_counts(folder: Path) -> None:
+    chats = folder.parent / "chats.jsonl"
+    assert 0 < score(folder, chats).tokens < score(folder, chats, all_turns=True).tokens
+
+
+def test_two_models_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = folder.parent / "text.txt"
+    same = score(folder, text, against=folder).against
+    assert same is not None
+    assert (same.kl_max, same.agreement, same.logits_max_difference) == (0.0, 1.0, 0.0)
+    report = score(folder, text, against=folder.parent / "other")
+    far = report.against
+    assert far is not None
+    assert 0 < far.kl_median <= far.kl_90 <= far.kl_99 <= far.kl_max == far.worst[0].kl
+    assert far.worst[0].before + far.worst[0].expected in TEXT
+    assert report.loss == pytest.approx(score(folder, text).loss, rel=1e-6)
+    line = ["evaluate", str(folder), "--data", str(text), "--device", "cpu", "-q"]
+    assert main([*line, "--against", str(folder.parent / "other")]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {word} " in shown for word in ("perplexity", "KL", "agreement", "worst"))
+
+
+def test_a_dry_run_loads_nothing(folder: Path) -> None:
+    plan = evaluate(folder, data=folder.parent / "text.txt", window=100, stride=50, dry_run=True)
+    assert isinstance(plan, EvaluatePlan)
+    assert (plan.tokens, plan.num_windows) == (len(TEXT) - 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ({}, 2, "nothing to evaluate on"),
+        ({"against": "hf"}, 2, "--against without --data"),
+        ({"data": "empty.txt"}, 2, "no token to predict"),
+        ({"data": "text.txt", "window": 4000}, 2, "the model has 128 positions"),
+        ({"data": "text.txt", "window": 8, "stride": 9}, 2, "a window of 8 tokens every 9"),
+        ({"data": "chats.jsonl", "join": True}, 2, "--join"),
+        ({"data": "text.txt", "chat": True}, 2, "--chat without --tasks"),
+        ({"data": "lines.jsonl", "field": "body"}, 3, "no field 'body'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    folder: Path, options: dict[str, Any], status: int, said: str
+) -> None:
+    root = folder.parent
+    (root / "empty.txt").write_text("")
+    given = {k: str(root / v) if k in ("data", "against") else v for k, v in options.items()}
+    with pytest.raises(MegtoolError) as caught:
+        evaluate(folder, device="cpu", **given)
+    assert caught.value.exit_status == status
+    assert said in caught.value.message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_tasks_need_lm_eval(folder: Path) -> None:
+    with pytest.raises(MissingPackageError, match="lm_eval") as caught:
+        evaluate(folder, tasks="arc_easy", device="cpu")
+    assert caught.value.hint == "pip install 'megtool[tasks]'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["--tp", "--pp"])
+def test_several_processes_have_the_same_score(folder: Path, axis: str) -> None:
+    text = folder.parent / "text.txt"
+    other = folder.parent / "other"
+    line = ["evaluate", str(folder), "--data", str(text), "--against", str(other)]
+    done = torchrun(2, *line, axis, "2", "--device", "cpu", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    found, alone = json.loads(done.stdout), score(folder, text, against=other)
+    assert alone.against is not None
+    assert found["loss"] == pytest.approx(alone.loss, rel=1e-6)
+    assert found["against"]["kl_mean"] == pytest.approx(alone.against.kl_mean, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_real_model_has_the_perplexity_it_has_in_transformers(
+    tmp_path: Path, checkout: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = demo_weights()
+    reshard(gguf, tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "tp3", to="torch_dist", tp=3, pp=2)
+    text = tmp_path / "text.txt"
+    text.write_text((checkout / "README.md").read_text())
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text.read_text()).input_ids[:8193]
+    assert len(ids) == 8193
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    loss = 0.0
+    with torch.no_grad():
+        for start in range(0, 8192, 512):
+            window = torch.tensor(ids[start : start + 513])
+            logits = peer(window[None, :-1]).logits[0]
+            loss += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
+    expected = float(torch.tensor(loss / 8192, dtype=torch.float64).exp())
+    del peer
+    for source in (tmp_path / "hf", tmp_path / "tp3", gguf):
+        found = score(source, text, max_tokens=8193, window=512, dtype="float32")
+        assert found.tokens == 8192
+        assert found.perplexity == pytest.approx(expected, rel=5e-5)
