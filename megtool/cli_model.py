@@ -24,7 +24,7 @@ from megtool.cli_run import Report, put, run
 from megtool.log import Bar, Progress, printable
 
 if TYPE_CHECKING:
-    from megtool.commands.generate import Answer
+    from megtool.commands.generate_report import Answer
 
 _TEXT, _RUN = "Text", "Running"
 

@@ -15,8 +15,11 @@ from megtool.config import ParallelConfig
 from tests.commands import tiny_llama
 from tests.commands.megatron import trained
 from tests.data import tiny_tokenizer
+from tests.inference import tiny_text
 
 ARGUMENTS = {
+    "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),
+    "generate_text.py": (["text", "Once"], "--- seed 2"),
     "inspect_checkpoint.py": (["hf"], "family      llama"),
     "reshard_optimizer.py": (["trained", "out"], "equal"),
     "reshard_tp.py": (["hf", "out"], "tp=3 pp=1"),
@@ -33,6 +36,8 @@ def test_every_example_is_run_here(checkout: Path) -> None:
 def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize: Any) -> None:
     shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 48}
     tiny_llama.save(tmp_path / "hf", **shape)
+    tiny_text.save(tmp_path / "text", hidden_size=48, **shape)
+    (tmp_path / "text.txt").write_text("When in the Course of human events, it becomes necessary")
     trained.write(tmp_path / "full", trained.config(), ParallelConfig(), materialize)
     reshard(tmp_path / "full", tmp_path / "trained", optimizer="dp_reshardable", dp=2)
     tiny_tokenizer.save(tmp_path / "tokenizer")

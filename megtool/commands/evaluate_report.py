@@ -98,7 +98,7 @@ class EvaluateReport:
             yield f"  perplexity  {self.perplexity:.4f}"
             yield f"  loss        {self.loss:.4f} nats per token"
             yield f"  accuracy    {self.accuracy:.2%} of tokens were the likeliest"
-            speed = f"{self.tokens_per_second:,.1f} tokens/s"
+            speed = f"{self.tokens_per_second:.1f} tokens/s"
             yield f"  speed       {speed}, {self.dtype} on {self.device}"
         if self.against is not None:
             yield from _against(self.against)

@@ -6,17 +6,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.commands.running import Manner, Runnable, Source, load_forward, on_ranks, open_runnable
 from megtool.errors import FormatError, StorageError, UsageError
-from megtool.log import Progress, format_bytes, silent
+from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.batching import Request
+    from megtool.inference.sampling import Sampling
     from megtool.kernels.choice import Implementation
 
 _LOG = logging.getLogger(__name__)
@@ -26,120 +28,8 @@ _MOST_AT_ONCE = 16
 _NEW_TOKENS = 128
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What followed one prompt. `finish` is `eos`, `stop` (a stop string) or `length`."""
-
-    number: int
-    prompt: str
-    text: str
-    num_prompt_tokens: int
-    num_tokens: int
-    finish: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The answer as plain data."""
-        return {
-            "number": self.number,
-            "prompt": self.prompt,
-            "text": self.text,
-            "prompt_tokens": self.num_prompt_tokens,
-            "tokens": self.num_tokens,
-            "finish": self.finish,
-        }
-
-    def line(self) -> str:
-        """The answer as one line of JSON."""
-        return json.dumps(self.to_json(), ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateReport:
-    """Answers in the order of the prompts, and what they took.
-
-    Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
-    batch together. `shown` says that the answers were handed on as they came, and are
-    not to be printed again; `is_list` that they are lines of JSON.
-    """
-
-    path: str
-    format: str
-    family: str | None
-    device: str
-    dtype: str
-    answers: tuple[Answer, ...]
-    num_prompt_tokens: int
-    num_tokens: int
-    load_seconds: float
-    seconds: float
-    prompt_tokens_per_second: float
-    tokens_per_second: float
-    num_graphed: int = 0
-    shown: bool = False
-    is_list: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        own = asdict(self)
-        for key in ("answers", "shown", "is_list"):
-            del own[key]
-        own["prompt_tokens"] = own.pop("num_prompt_tokens")
-        own["tokens"] = own.pop("num_tokens")
-        return own | {"answers": [a.to_json() for a in self.answers]}
-
-    def lines(self) -> Iterator[str]:
-        """The texts: one alone as it is, several under their prompts, those of a file as JSON."""
-        if self.shown:
-            return
-        if self.is_list:
-            yield from (a.line() for a in self.answers)
-        elif len(self.answers) == 1:
-            yield self.answers[0].text
-        else:
-            for answer in self.answers:
-                yield f"{'' if answer.number == 0 else chr(10)}> {answer.prompt}"
-                yield answer.text
-
-    def summary(self) -> str:
-        """What it took, in one line."""
-        texts = "1 text" if len(self.answers) == 1 else f"{len(self.answers)} texts"
-        return (
-            f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
-            f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "
-            f"at {self.prompt_tokens_per_second:.1f} tokens/s; loaded in {self.load_seconds:.1f} s)"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratePlan:
-    """What a run would do, with nothing loaded. Bytes are of all ranks together."""
-
-    path: str
-    format: str
-    family: str | None
-    layout: str
-    num_prompts: int
-    num_prompt_tokens: int
-    most_tokens: int
-    at_once: int
-    weight_bytes: int
-    cache_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain data."""
-        return asdict(self)
-
-    def lines(self) -> Iterator[str]:
-        """The plan as a person reads it."""
-        yield f"{self.path} ({self.format})"
-        yield f"  family      {self.family or 'not named'}"
-        yield f"  layout      {self.layout}"
-        yield f"  prompts     {self.num_prompts:,}, {self.num_prompt_tokens:,} tokens"
-        yield f"  new tokens  {self.most_tokens:,} at most, {self.at_once} texts at once"
-        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
-        yield f"  cache       {format_bytes(self.cache_bytes)} at most"
+Conversation = str | tuple[Message, ...]
+"""A text to be continued as it stands, or messages to be answered."""
 
 
 def generate(
@@ -195,8 +85,7 @@ def generate(
         MegtoolError: the checkpoint, its tokenizer, the layout, a prompt or an option is no good.
     """
     from megtool.inference.batching import Request
-    from megtool.inference.generate import Meter, check_lengths
-    from megtool.inference.generate import generate as run
+    from megtool.inference.generate import check_lengths
     from megtool.inference.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -231,6 +120,47 @@ def generate(
     num_slots = min(len(requests), batch_size or _MOST_AT_ONCE)
     if dry_run:
         return _plan(runnable, requests, num_slots, manner)
+    return _run(
+        runnable,
+        spoken,
+        _Prompts(conversations=conversations, requests=requests, are_of_file=prompts is not None),
+        manner,
+        sampling,
+        stop=stop,
+        num_slots=num_slots,
+        on_text=on_text,
+        on_answer=on_answer,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompts:
+    """Prompts as they were given, and as tokens."""
+
+    conversations: list[Conversation]
+    requests: list[Request]
+    are_of_file: bool
+
+
+def _run(
+    runnable: Runnable,
+    spoken: Tokenizer,
+    prompts: _Prompts,
+    manner: Manner,
+    sampling: Sampling,
+    *,
+    stop: Sequence[str],
+    num_slots: int,
+    on_text: Callable[[str], None] | None,
+    on_answer: Callable[[Answer], None] | None,
+    progress: Progress,
+) -> GenerateReport:
+    """Load the model, have it continue every prompt, and say what came of it."""
+    from megtool.inference.generate import Meter
+    from megtool.inference.generate import generate as run
+
+    conversations, requests = prompts.conversations, prompts.requests
     began = time.monotonic()
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, progress)
@@ -250,7 +180,7 @@ def generate(
             eos_ids=frozenset(spoken.eos_ids),
             stop=stop,
             num_slots=num_slots,
-            graphed=groups.device.type == "cuda" and not on_demand,
+            graphed=groups.device.type == "cuda" and not manner.on_demand,
             shown=None if alone is None else lambda number, text: alone(text),
             meter=meter,
         ):
@@ -270,7 +200,7 @@ def generate(
         where, kind = str(groups.device), str(forward.decoder.dtype).removeprefix("torch.")
     ended = time.monotonic()
     report = GenerateReport(
-        path=str(source),
+        path=str(runnable.opened.path),
         format=runnable.format,
         family=runnable.family,
         device=where,
@@ -284,15 +214,11 @@ def generate(
         tokens_per_second=_rate(meter.step_tokens, meter.step_seconds),
         num_graphed=meter.num_graphed,
         shown=not first or alone is not None or on_answer is not None,
-        is_list=prompts is not None,
+        is_list=prompts.are_of_file,
     )
     if first:
         _LOG.info("%s", report.summary())
     return report
-
-
-Conversation = str | tuple[Message, ...]
-"""A text to be continued as it stands, or messages to be answered."""
 
 
 def _conversations(

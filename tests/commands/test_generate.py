@@ -14,7 +14,8 @@ import pytest
 
 from megtool.cli import main
 from megtool.commands.demo import demo_weights
-from megtool.commands.generate import Answer, GeneratePlan, GenerateReport, generate
+from megtool.commands.generate import generate
+from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.commands.reshard import reshard
 from megtool.errors import MegtoolError
 from megtool.log import printable

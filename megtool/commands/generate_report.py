@@ -1,0 +1,124 @@
+"""Reports of `generate`: the answers to prompts and what they took, or what a run would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megtool.log import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What followed one prompt. `finish` is `eos`, `stop` (a stop string) or `length`."""
+
+    number: int
+    prompt: str
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain data."""
+        return {
+            "number": self.number,
+            "prompt": self.prompt,
+            "text": self.text,
+            "prompt_tokens": self.num_prompt_tokens,
+            "tokens": self.num_tokens,
+            "finish": self.finish,
+        }
+
+    def line(self) -> str:
+        """The answer as one line of JSON."""
+        return json.dumps(self.to_json(), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateReport:
+    """Answers in the order of the prompts, and what they took.
+
+    Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
+    batch together. `shown` says that the answers were handed on as they came, and are
+    not to be printed again; `is_list` that they are lines of JSON.
+    """
+
+    path: str
+    format: str
+    family: str | None
+    device: str
+    dtype: str
+    answers: tuple[Answer, ...]
+    num_prompt_tokens: int
+    num_tokens: int
+    load_seconds: float
+    seconds: float
+    prompt_tokens_per_second: float
+    tokens_per_second: float
+    num_graphed: int = 0
+    shown: bool = False
+    is_list: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        own = asdict(self)
+        for key in ("answers", "shown", "is_list"):
+            del own[key]
+        own["prompt_tokens"] = own.pop("num_prompt_tokens")
+        own["tokens"] = own.pop("num_tokens")
+        return own | {"answers": [a.to_json() for a in self.answers]}
+
+    def lines(self) -> Iterator[str]:
+        """The texts: one alone as it is, several under their prompts, those of a file as JSON."""
+        if self.shown:
+            return
+        if self.is_list:
+            yield from (a.line() for a in self.answers)
+        elif len(self.answers) == 1:
+            yield self.answers[0].text
+        else:
+            for answer in self.answers:
+                yield f"{'' if answer.number == 0 else chr(10)}> {answer.prompt}"
+                yield answer.text
+
+    def summary(self) -> str:
+        """What it took, in one line."""
+        texts = "1 text" if len(self.answers) == 1 else f"{len(self.answers)} texts"
+        return (
+            f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
+            f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "
+            f"at {self.prompt_tokens_per_second:.1f} tokens/s; loaded in {self.load_seconds:.1f} s)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratePlan:
+    """What a run would do, with nothing loaded. Bytes are of all ranks together."""
+
+    path: str
+    format: str
+    family: str | None
+    layout: str
+    num_prompts: int
+    num_prompt_tokens: int
+    most_tokens: int
+    at_once: int
+    weight_bytes: int
+    cache_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The plan as a person reads it."""
+        yield f"{self.path} ({self.format})"
+        yield f"  family      {self.family or 'not named'}"
+        yield f"  layout      {self.layout}"
+        yield f"  prompts     {self.num_prompts:,}, {self.num_prompt_tokens:,} tokens"
+        yield f"  new tokens  {self.most_tokens:,} at most, {self.at_once} texts at once"
+        yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
+        yield f"  cache       {format_bytes(self.cache_bytes)} at most"

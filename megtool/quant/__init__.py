@@ -1,0 +1,1 @@
+"""Quantization: recipes, and which rule of a recipe decides about which module of a model."""

@@ -1,0 +1,156 @@
+"""Source text: a YAML or JSON file as values that know their lines, whatever its author intends."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megtool.errors import MissingPackageError, RecipeError
+
+MOST_BYTES, MOST_NODES, MOST_DEPTH = 1 << 20, 20_000, 40
+"""A recipe is written by hand: more than this is a mistake, or an attack on our memory."""
+
+_PLAIN = ("str", "int", "float", "bool", "null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One value of a file and the line (from 1) where it begins.
+
+    `value` is a str, int, float, bool or None, a list of nodes, or a dict from keys to nodes;
+    `keys` are the lines of a dict's keys.
+    """
+
+    value: Any
+    line: int
+    keys: dict[str, int] | None = None
+
+    def plain(self) -> Any:
+        """The value without lines."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+    def get(self, key: str) -> Node | None:
+        """The value of a key; None where this is no mapping or has no such key."""
+        return self.value.get(key) if isinstance(self.value, dict) else None
+
+
+def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
+    """The YAML documents of a file (JSON is YAML), safely: no tag builds anything.
+
+    Anchors are expanded up to `MOST_NODES` values in all, so a small file cannot grow without end.
+
+    Raises:
+        RecipeError: too large, too deep, a key twice, a tag of another language, or no YAML.
+        MissingPackageError: PyYAML is not installed.
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as e:
+        raise MissingPackageError(
+            "reading a recipe needs PyYAML", file=file, hint="pip install 'megtool[quant]'"
+        ) from e
+    if len(text) > MOST_BYTES:
+        raise RecipeError(
+            f"a recipe of {len(text):,} bytes", file=file, hint=f"at most {MOST_BYTES:,}"
+        )
+    loader: Any = None
+    try:
+        loader = yaml.SafeLoader(text)
+        tree = _Tree(yaml, loader, str(file))
+        found = []
+        while loader.check_node():
+            found.append(tree.node(loader.get_node(), 0))
+        return found
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise RecipeError(f"{where}no YAML: {e.problem or e.context}", file=file) from e
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        told = " ".join(str(e).split())[:120]
+        raise RecipeError(f"no readable YAML: {told}", file=file) from e
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Tree:
+    """Nodes of PyYAML as ours, counted."""
+
+    def __init__(self, yaml: Any, loader: Any, file: str) -> None:
+        self._yaml, self._loader, self._file = yaml, loader, file
+        self._left = MOST_NODES
+
+    def node(self, node: Any, depth: int) -> Node:
+        self._left -= 1
+        line = node.start_mark.line + 1
+        if self._left < 0 or depth > MOST_DEPTH:
+            raise RecipeError(
+                f"line {line}: more than {MOST_NODES:,} values, or nested more than "
+                f"{MOST_DEPTH} deep",
+                file=self._file,
+                hint="an anchor that repeats itself grows without end",
+            )
+        if isinstance(node, self._yaml.MappingNode):
+            return self._mapping(node, depth)
+        if isinstance(node, self._yaml.SequenceNode):
+            return Node(value=[self.node(n, depth + 1) for n in node.value], line=line)
+        kind = node.tag.rpartition(":")[2]
+        if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
+            raise RecipeError(f"line {line}: tag {node.tag!r}", file=self._file, hint="remove it")
+        if kind not in _PLAIN:  # a date is text
+            return Node(value=node.value, line=line)
+        return Node(value=self._loader.construct_object(node), line=line)
+
+    def _mapping(self, node: Any, depth: int) -> Node:
+        values: dict[str, Node] = {}
+        lines: dict[str, int] = {}
+        merged: list[Node] = []
+        for key_node, value_node in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise RecipeError(f"line {line}: a key that is no text", file=self._file)
+            if key_node.tag.endswith(":merge"):
+                merged += _listed(self.node(value_node, depth + 1))
+                continue
+            if key in values:
+                raise RecipeError(
+                    f"line {line}: {key!r} stands twice, first at line {lines[key]}",
+                    file=self._file,
+                    hint="YAML would silently take the last",
+                )
+            values[key], lines[key] = self.node(value_node, depth + 1), line
+        for other in merged:
+            for key, value in other.value.items() if isinstance(other.value, dict) else ():
+                if key not in values:
+                    values[key], lines[key] = value, (other.keys or {}).get(key, value.line)
+        return Node(value=values, line=node.start_mark.line + 1, keys=lines)
+
+
+def _listed(node: Node) -> list[Node]:
+    return node.value if isinstance(node.value, list) else [node]
+
+
+def from_plain(value: Any) -> Node:
+    """Plain data, such as a configuration out of another program, as nodes without a line (0)."""
+    if isinstance(value, dict):
+        held = {str(key): from_plain(item) for key, item in value.items()}
+        return Node(value=held, line=0, keys=dict.fromkeys(held, 0))
+    if isinstance(value, list | tuple):
+        return Node(value=[from_plain(item) for item in value], line=0)
+    return Node(value=value, line=0)
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """A node and all below it."""
+    yield node
+    inner = node.value.values() if isinstance(node.value, dict) else node.value
+    if isinstance(node.value, dict | list):
+        for item in inner:
+            yield from walk(item)
