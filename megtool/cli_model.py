@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from megtool.log import Bar, Progress, printable
 if TYPE_CHECKING:
     from megtool.commands.generate_report import Answer
 
+_LOG = logging.getLogger(__name__)
 _TEXT, _RUN = "Text", "Running"
 
 Tokenizer = Annotated[
@@ -143,6 +145,7 @@ def _generate(
 
     def work(progress: Progress) -> Report:
         from megtool.commands.generate import generate
+        from megtool.commands.generate_report import GenerateReport
 
         if not as_json and not dry_run:
             screen = _Screen(progress)
@@ -153,6 +156,8 @@ def _generate(
         report = generate(**given, progress=progress)
         if "on_text" in given and is_first_rank():
             put("")
+        if isinstance(report, GenerateReport):
+            _LOG.info("%s", report.summary())
         return report
 
     return run(work, **_of_rank(manners))

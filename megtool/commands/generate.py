@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from megtool.inference.sampling import Sampling
     from megtool.kernels.choice import Implementation
 
-_LOG = logging.getLogger(__name__)
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
 _MOST_AT_ONCE = 16
@@ -199,7 +197,7 @@ def _run(
                 on_answer(answer)
         where, kind = str(groups.device), str(forward.decoder.dtype).removeprefix("torch.")
     ended = time.monotonic()
-    report = GenerateReport(
+    return GenerateReport(
         path=str(runnable.opened.path),
         format=runnable.format,
         family=runnable.family,
@@ -216,9 +214,6 @@ def _run(
         shown=not first or alone is not None or on_answer is not None,
         is_list=prompts.are_of_file,
     )
-    if first:
-        _LOG.info("%s", report.summary())
-    return report
 
 
 def _conversations(

@@ -44,12 +44,14 @@ class Model:
     """What a checkpoint is a checkpoint of.
 
     `family` is None for a Megatron checkpoint that names none; `hf_config` is the config.json the
-    configuration was read from, if it was one.
+    configuration was read from, if it was one. `assumed` are keys of a config.json that nothing
+    says, and for which the family's defaults stand: forward passes alone depend on them.
     """
 
     family: Family | None
     config: ModelConfig
     hf_config: Mapping[str, Any] | None = None
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,7 +255,10 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
     if isinstance(args, dict) and args.get("num_attention_heads") is not None:
         if catalogue.format == "deepspeed":
             args = core_args(args)
-        return Model(family=named, config=config_from_args(args))
+        config, assumed = config_from_args(args), tuple[str, ...]()
+        if named is not None:
+            config, assumed = named.completed(config)
+        return Model(family=named, config=config, assumed=assumed)
     return None
 
 

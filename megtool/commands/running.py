@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megtool.kernels.choice import Implementation
     from megtool.parallel.groups import Groups
 
+_LOG = logging.getLogger(__name__)
 _ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -137,6 +139,12 @@ def open_runnable(source: Source) -> Runnable:
         )
     if config.num_token_types or config.position_embedding == "relative":
         raise MappingError("an encoder, which generates no text", file=source.path, hint=_ENCODERS)
+    if opened.model is not None and opened.model.assumed:
+        _LOG.warning(
+            "nothing in the checkpoint says %s: the family's defaults are taken, which may not be "
+            "this model's; --like HF_FOLDER says them",
+            ", ".join(opened.model.assumed),
+        )
     return Runnable(opened=opened, config=config)
 
 

@@ -5,17 +5,40 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megtool.config import ModelConfig
 from megtool.convert.canonical import Weight
 from megtool.convert.expression import Expression
 from megtool.convert.mapping import Table
-from megtool.convert.settings import Setting, read_settings, write_settings
+from megtool.convert.moe_settings import Assumed, Noted
+from megtool.convert.settings import OneOf, Setting, read_settings, write_settings
 from megtool.errors import MappingError, UnknownFamilyError
 
 _PACKAGE = "megtool.converters"
+
+_FORWARD = (
+    "activation_limit",
+    "attn_chunk_size",
+    "attn_softcap",
+    "attn_temperature_floor",
+    "attn_temperature_scale",
+    "embedding_scale",
+    "glu_offset",
+    "logit_scale",
+    "logit_softcap",
+    "post_norms",
+    "qk_l2_norm",
+    "residual_scale",
+    "router_fp32",
+    "router_group_best",
+    "router_scales_input",
+    "softmax_scale",
+)
+"""Fields that only a forward pass asks for."""
+
+_DEFAULTS = {f.name: f.default for f in fields(ModelConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +72,26 @@ class Family:
             MappingError: a key is missing, or has a value this family does not know.
         """
         return read_settings(self.config, stored, self.traits)
+
+    def completed(self, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+        """A configuration that Megatron's args gave, with what they cannot say of a forward pass.
+
+        Also the keys of a config.json that would have said it: the family's defaults stand for them.
+        """
+        values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+        unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
+        values |= {n: v for n, v in self.traits.items() if n in unsaid}
+        keys = []
+        for setting in self.config:
+            if isinstance(setting, Noted | Assumed) and setting.field in unsaid:
+                setting.read({}, values)
+                if isinstance(setting, Noted):
+                    keys.append(setting.key)
+            elif isinstance(setting, OneOf) and setting.field == "activation" and config.gated:
+                if "gelu" in config.activation and "gelu" in setting.values[0]:
+                    values["activation"] = setting.values[0]  # args have one word for all of them
+        made = {n: values[n] for n in (*unsaid, "activation")}
+        return replace(config, **made), tuple(keys)
 
     def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
         """The keys of a config.json; what it was once read from is kept."""
