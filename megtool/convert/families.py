@@ -76,7 +76,8 @@ class Family:
     def completed(self, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
         """A configuration that Megatron's args gave, with what they cannot say of a forward pass.
 
-        Also the keys of a config.json that would have said it: the family's defaults stand for them.
+        Also the keys of a config.json that would have said it; the family's defaults stand for
+        them.
         """
         values: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
         unsaid = {n for n in _FORWARD if values[n] == _DEFAULTS[n]}
@@ -87,9 +88,8 @@ class Family:
                 setting.read({}, values)
                 if isinstance(setting, Noted):
                     keys.append(setting.key)
-            elif isinstance(setting, OneOf) and setting.field == "activation" and config.gated:
-                if "gelu" in config.activation and "gelu" in setting.values[0]:
-                    values["activation"] = setting.values[0]  # args have one word for all of them
+            elif isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
+                values["activation"] = setting.values[0]  # args have one word for all of them
         made = {n: values[n] for n in (*unsaid, "activation")}
         return replace(config, **made), tuple(keys)
 
@@ -103,6 +103,11 @@ class Family:
         if dtype is not None:
             out["dtype" if "dtype" in out else "torch_dtype"] = dtype
         return out
+
+
+def _is_gated_gelu(setting: OneOf, config: ModelConfig) -> bool:
+    kinds = (config.activation, *setting.values)
+    return setting.field == "activation" and config.gated and all("gelu" in str(k) for k in kinds)
 
 
 def family_names() -> tuple[str, ...]:
