@@ -75,6 +75,12 @@ class StorageError(CheckpointError):
     """The operating system refused a read or a write: full disk, quota, I/O error."""
 
 
+class RecipeError(MegtoolError):
+    """A recipe that says something impossible; the message lists every problem with its line."""
+
+    exit_status = 4
+
+
 class MappingError(MegtoolError):
     """Tensors cannot be mapped: unknown family, missing or left-over names, wrong shapes."""
 

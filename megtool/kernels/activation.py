@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megtool.errors import MappingError
 from megtool.kernels import activation_triton, transformer_engine
@@ -84,6 +88,8 @@ def _activate(x_TF: Tensor, kind: str, bias: Tensor | None) -> Tensor:
 
 def _gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: float) -> Tensor:
     x = x_T2F if bias is None else x_T2F + bias
+    if x.requires_grad and kind in _BACKWARD and not limit and not offset:
+        return cast(Tensor, _GatedProduct.apply(x, kind))  # type: ignore[no-untyped-call]
     gate, up = x.chunk(2, -1)
     if limit:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -93,6 +99,49 @@ def _gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: 
     # In place where no backward pass needs the factor: a large fresh tensor costs more than the
     # product on a CPU.
     return out * up if out.requires_grad or up.requires_grad else out.mul_(up)
+
+
+def _silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=out)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=out)
+
+
+def _tanh_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=out)
+
+
+_BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "silu": _silu_backward,
+    "gelu": _gelu_backward,
+    "gelu_pytorch_tanh": _tanh_backward,
+}
+"""The activation's gradient written where it is wanted."""
+
+
+class _GatedProduct(torch.autograd.Function):
+    """A gated activation whose backward fills one buffer: autograd would join two halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x_T2F: Tensor, kind: str) -> Tensor:
+        gate, up = x_T2F.chunk(2, -1)
+        active = _activate(gate, kind, None)
+        ctx.save_for_backward(x_T2F, active)
+        ctx.kind = kind
+        return active * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None]:
+        x_T2F, active = ctx.saved_tensors
+        gate, up = x_T2F.chunk(2, -1)
+        out = torch.empty_like(x_T2F)
+        for_gate, for_up = out.chunk(2, -1)
+        torch.mul(grad_TF, active, out=for_up)
+        _BACKWARD[ctx.kind](grad_TF * up, gate, for_gate)
+        return out, None
 
 
 _ACTIVATE = Kernel(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megtool.packing.floats import looked_up
 from megtool.packing.parts import Index, Part, Span
+from megtool.packing.rounding import integer_codes
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -58,3 +59,30 @@ def _offset_pairs() -> NDArray[np.uint64]:
     byte = np.arange(256)
     both = np.stack([(byte & 15) - 8, (byte >> 4) - 8], axis=1).astype(np.float32)
     return np.ascontiguousarray(both).view(np.uint64).reshape(256)
+
+
+def encoded(scaled: NDArray[np.float32], part: Part) -> NDArray[np.int32]:
+    """Values divided by their scales, as integers in int32 words along the last axis; what a last
+    word has left over is zero."""
+    per = part.spans[-1].per
+    half = 1 << (32 // per - 1)
+    whole = integer_codes(scaled, -half, half - 1).view(np.uint8)
+    whole += np.uint8(half)
+    if over := -whole.shape[-1] % per:
+        whole = np.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, over)])
+    return (whole if per == 4 else paired(whole)).view("<i4")
+
+
+def encoded_row_pairs(scaled: NDArray[np.float32], part: Part) -> NDArray[np.uint8]:
+    """Values divided by their scales, as integers two rows a byte: `[..., 2r, c]` to
+    `[..., r, c]`."""
+    whole = integer_codes(scaled, -8, 7).view(np.uint8)
+    out = np.left_shift(whole[..., 1::2, :], 4)
+    out |= whole[..., 0::2, :] & np.uint8(15)
+    return out
+
+
+def paired(nibbles: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two codes of four bits a byte along the last axis, the first in the low bits."""
+    both = np.ascontiguousarray(nibbles).view("<u2")
+    return (both | both >> 4).astype(np.uint8)

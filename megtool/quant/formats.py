@@ -1,0 +1,249 @@
+"""Formats: what a weight becomes, under the names engines know it by, and what it then weighs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from megtool.errors import UsageError
+
+Scaling = Literal["tensor", "channel", "group", "block"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """How one linear module is stored and run: the `quant_algo` of Hugging Face checkpoints.
+
+    `weights` and `inputs` say it for people. A weight [out, in] takes `bits` an element; scales of
+    `scale_bytes` lie one a tensor, one a row (`channel`), one for every `group` columns of a row,
+    or one for every `group` x `group` block. `extra_bytes` are float32 scalars beside them (the
+    scale of scales, the input's scale). `groups` are the sizes engines know, the first by default;
+    empty where there is no group. `smooths` says that a factor for each input column may be stored
+    (`pre_quant_scale`). `calibrates` says that input scales come from data.
+    """
+
+    algo: str
+    weights: str
+    inputs: str
+    bits: int
+    scaling: Scaling
+    scale_bytes: int
+    extra_bytes: int = 0
+    groups: tuple[int, ...] = ()
+    smooths: bool = False
+    calibrates: bool = False
+
+    def num_bytes(self, shape: Sequence[int], group: int, *, smoothed: bool = False) -> int:
+        """Bytes of a weight [out, in] with its scales; partial groups count as whole ones."""
+        rows, columns = shape
+        scales = {
+            "tensor": 1,
+            "channel": rows,
+            "group": rows * math.ceil(columns / (group or 1)),
+            "block": math.ceil(rows / (group or 1)) * math.ceil(columns / (group or 1)),
+        }[self.scaling]
+        smooth = 2 * columns if smoothed and self.smooths else 0
+        codes = math.ceil(rows * columns * self.bits / 8)
+        return codes + scales * self.scale_bytes + self.extra_bytes + smooth
+
+
+_E4M3, _FP4 = "FP8 (e4m3)", "FP4 (e2m1)"
+
+_LIST = (
+    NumberFormat(
+        algo="FP8",
+        weights=f"{_E4M3}, a scale a tensor",
+        inputs=f"{_E4M3}, a calibrated scale a tensor",
+        bits=8,
+        scaling="tensor",
+        scale_bytes=4,
+        extra_bytes=4,
+        calibrates=True,
+    ),
+    NumberFormat(
+        algo="FP8_PER_CHANNEL_PER_TOKEN",
+        weights=f"{_E4M3}, a scale a row",
+        inputs=f"{_E4M3}, scaled token by token as they come",
+        bits=8,
+        scaling="channel",
+        scale_bytes=4,
+    ),
+    NumberFormat(
+        algo="FP8_PB_WO",
+        weights=f"{_E4M3}, a scale for 128 x 128 elements",
+        inputs="as they are, or scaled by the engine",
+        bits=8,
+        scaling="block",
+        scale_bytes=4,
+        groups=(128,),
+    ),
+    NumberFormat(
+        algo="W8A8_SQ_PER_CHANNEL",
+        weights="INT8, a scale a row",
+        inputs="INT8, a calibrated scale a tensor",
+        bits=8,
+        scaling="channel",
+        scale_bytes=4,
+        extra_bytes=4,
+        smooths=True,
+        calibrates=True,
+    ),
+    NumberFormat(
+        algo="W8A16",
+        weights="INT8, a scale a row",
+        inputs="as they are",
+        bits=8,
+        scaling="channel",
+        scale_bytes=4,
+    ),
+    NumberFormat(
+        algo="W4A16_AWQ",
+        weights="INT4, a scale a group of columns",
+        inputs="as they are",
+        bits=4,
+        scaling="group",
+        scale_bytes=4,
+        groups=(128, 64, 32, 256),
+        smooths=True,
+    ),
+    NumberFormat(
+        algo="W4A8_AWQ",
+        weights="INT4, a scale a group of columns, and one more in FP8",
+        inputs=f"{_E4M3}, a calibrated scale a tensor",
+        bits=4,
+        scaling="group",
+        scale_bytes=4,
+        extra_bytes=8,
+        groups=(128, 64, 32, 256),
+        smooths=True,
+        calibrates=True,
+    ),
+    NumberFormat(
+        algo="MXFP8",
+        weights=f"{_E4M3}, a power of two for 32 columns",
+        inputs="MXFP8, scaled as they come",
+        bits=8,
+        scaling="group",
+        scale_bytes=1,
+        groups=(32,),
+    ),
+    NumberFormat(
+        algo="MXFP4",
+        weights=f"{_FP4}, a power of two for 32 columns",
+        inputs="MXFP4, scaled as they come",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        groups=(32,),
+    ),
+    NumberFormat(
+        algo="W4A8_MXFP4_FP8",
+        weights=f"{_FP4}, a power of two for 32 columns",
+        inputs=f"{_E4M3}",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        groups=(32,),
+    ),
+    NumberFormat(
+        algo="NVFP4",
+        weights=f"{_FP4}, a scale in FP8 for 16 columns, and one more a tensor",
+        inputs="NVFP4, with a calibrated scale a tensor",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        extra_bytes=8,
+        groups=(16,),
+        smooths=True,
+        calibrates=True,
+    ),
+    NumberFormat(
+        algo="W4A16_NVFP4",
+        weights=f"{_FP4}, a scale in FP8 for 16 columns, and one more a tensor",
+        inputs="as they are",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        extra_bytes=4,
+        groups=(16, 32),
+    ),
+    NumberFormat(
+        algo="W4A8_NVFP4_FP8",
+        weights=f"{_FP4}, a scale in FP8 for 32 columns, and one more a tensor",
+        inputs=f"{_E4M3}, a calibrated scale a tensor",
+        bits=4,
+        scaling="group",
+        scale_bytes=1,
+        extra_bytes=8,
+        groups=(32,),
+        calibrates=True,
+    ),
+)
+
+FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.algo: f for f in _LIST})
+"""By `quant_algo`; MXFP4 is `mxfp4` and FP8_PB_WO `fp8_pb_wo` in files ModelOpt writes."""
+
+KV_BITS: Mapping[str, float] = MappingProxyType({"FP8": 8.0, "NVFP4": 4.5})
+"""Bits an element of the KV cache, by `kv_cache_quant_algo`; NVFP4 has a byte for every 16."""
+
+SMOOTHING = ("smoothquant", "awq", "awq_lite", "awq_full")
+"""Algorithms that leave a factor for each input column where no norm before it can take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format as a recipe names it: for linear modules, for the KV cache, or to be chosen.
+
+    Exactly one of `algo` (of `FORMATS`), `kv_algo` (of `KV_BITS`) and `choose` (names of formats of
+    the recipe, `keep` among them) is set. `group_size` is 0 where the format has none; `bits` is
+    the budget a choice has, on average over what it decides. `constant` says that the scale of a KV
+    cache is 1, not calibrated. `method` is the algorithm, where it is not the recipe's own.
+    """
+
+    name: str
+    algo: str = ""
+    kv_algo: str = ""
+    choose: tuple[str, ...] = ()
+    group_size: int = 0
+    bits: float = 0.0
+    constant: bool = False
+    method: str = ""
+    line: int = 0
+
+    @property
+    def label(self) -> str:
+        """What engines call it."""
+        if self.choose:
+            return "of " + ", ".join(self.choose)
+        return f"KV {self.kv_algo}" if self.kv_algo else self.algo
+
+    @property
+    def number(self) -> NumberFormat:
+        """The entry of `FORMATS`."""
+        return FORMATS[self.algo]
+
+
+def number_format(algo: str) -> NumberFormat:
+    """The format called `algo`.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if algo not in FORMATS:
+        raise UsageError(f"unknown format {algo!r}", hint="known: " + ", ".join(FORMATS))
+    return FORMATS[algo]
+
+
+def largest_group(columns: Sequence[int], most: int) -> int:
+    """The largest power of two that is at most `most` and divides all of `columns` (0: none).
+
+    Engines know powers of two alone, so a divisor such as 96 would be of no use.
+    """
+    common = math.gcd(*columns)
+    best = 1 << max(most.bit_length() - 1, 0)
+    while best > 1 and common % best:
+        best //= 2
+    return best if best > 1 else 0

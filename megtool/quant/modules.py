@@ -1,0 +1,225 @@
+"""Modules: what a recipe can decide about, by names that no parallel layout changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from megtool.config import ModelConfig
+from megtool.convert.dialects import Side, write_side
+from megtool.errors import MappingError
+
+Kind = Literal["linear", "embedding", "norm", "kv_cache"]
+KINDS: tuple[Kind, ...] = ("linear", "embedding", "norm", "kv_cache")
+ROLES = (
+    "qkv",
+    "proj",
+    "fc1",
+    "fc2",
+    "router",
+    "expert",
+    "shared_expert",
+    "embedding",
+    "lm_head",
+    "kv",
+    "mtp",
+)
+SCHEMES = ("canonical", "hf", "megatron")
+"""Whose names a pattern is held against."""
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_BY_LAST = {
+    **dict.fromkeys(("q", "k", "v", "q_down", "q_up", "kv_down", "kv_up"), "qkv"),
+    "o": "proj",
+    "gate": "fc1",
+    "up": "fc1",
+    "down": "fc2",
+    "router": "router",
+    "head": "lm_head",
+}
+_EMBEDDINGS = ("embed", "positions", "token_types")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One module of the model under its canonical name, `layers.3.attn.q`.
+
+    `layer` is counted over the whole model, and `num_layers` is that of the model; layers of
+    multi-token prediction have none. `shape` is the weight's, [out, in]. `num_bytes` is what it
+    weighs now. The KV cache of a layer is a module too, `layers.3.attn.kv`, whose `shape` is that
+    of what it holds for a token. `names` are the names others give it.
+    """
+
+    name: str
+    kind: Kind
+    roles: frozenset[str]
+    layer: int | None
+    num_layers: int
+    shape: tuple[int, ...]
+    num_bytes: int
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return prod(self.shape)
+
+    def called(self, scheme: str) -> tuple[str, ...]:
+        """The names in one of `SCHEMES`."""
+        return (self.name,) if scheme == "canonical" else tuple(self.names.get(scheme, ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """All modules of a model, in its order; `other_bytes` are biases and what else has no rule."""
+
+    modules: tuple[Module, ...]
+    other_bytes: int
+    schemes: tuple[str, ...]
+
+
+def list_modules(side: Side) -> Modules:
+    """The modules of a model that was read as canonical tensors, optimizer state left out.
+
+    Raises:
+        MappingError: the checkpoint is of no known model, so nothing has a canonical name.
+    """
+    config = side.config
+    if side.dialect == "identity" or config is None:
+        raise MappingError(
+            "a recipe needs the names of a known model",
+            hint="--family NAME says what it is, --like FOLDER takes its config.json",
+        )
+    stored = {s: _stored_names(side, s) for s in ("hf", "megatron")}
+    found: list[Module] = []
+    other = 0
+    for name, tensor in side.canonical.items():
+        if ":" in name:  # optimizer state
+            continue
+        module, _, last = name.rpartition(".")
+        if last != "weight" or len(tensor.shape) > 2:
+            other += tensor.num_bytes
+            continue
+        kind, roles = _what(module, len(tensor.shape))
+        names = {s: _spelled(held[name], s, module) for s, held in stored.items() if name in held}
+        found.append(
+            Module(
+                name=module,
+                kind=kind,
+                roles=roles,
+                layer=_layer(module),
+                num_layers=config.num_layers,
+                shape=tuple(tensor.shape),
+                num_bytes=tensor.num_bytes,
+                names=names,
+            )
+        )
+        if last_of_keys(module):
+            found.append(_cache(found[-1], config))
+    return Modules(
+        modules=tuple(found),
+        other_bytes=other,
+        schemes=("canonical", *(s for s, held in stored.items() if held)),
+    )
+
+
+def last_of_keys(module: str) -> bool:
+    """The module that makes what the KV cache holds: values, or the latent of latent attention."""
+    return module.endswith((".attn.v", ".attn.kv_down"))
+
+
+def _cache(after: Module, config: ModelConfig) -> Module:
+    """The KV cache of the layer whose last projection of keys or values is `after`."""
+    latent = after.name.endswith("kv_down")
+    rows = after.shape[0] if latent else 2 * after.shape[0]
+    hf = tuple(n.rpartition(".")[0] for n in after.called("hf"))
+    return Module(
+        name=after.name.rpartition(".")[0] + ".kv",
+        kind="kv_cache",
+        roles=frozenset({"kv"} | (after.roles & {"mtp"})),
+        layer=after.layer,
+        num_layers=config.num_layers,
+        shape=(rows,),
+        num_bytes=2 * rows,
+        names={"hf": hf},
+    )
+
+
+def _what(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
+    """The kind of a module and its roles, by its canonical name."""
+    parts = module.split(".")
+    extra = {"mtp"} if parts[0] == "mtp" else set()
+    if num_dims < 2:
+        return "norm", frozenset(extra)
+    if parts[-1] in _EMBEDDINGS:
+        return "embedding", frozenset(extra | {"embedding"})
+    role = _BY_LAST.get(parts[-1])
+    if parts[-2:] == ["attn", "gate"]:  # Megatron holds it with queries, keys and values
+        role = "qkv"
+    roles = extra | ({role} if role else set())
+    if "experts" in parts:
+        roles.add("expert")
+    elif "shared" in parts and role != "router":
+        roles.add("shared_expert")
+    return "linear", frozenset(roles)
+
+
+def _layer(module: str) -> int | None:
+    found = _LAYER.match(module)
+    return int(found[1]) if found else None
+
+
+def _stored_names(side: Side, dialect: str) -> dict[str, str]:
+    """Stored names by canonical ones in a dialect; nothing where the family has none in it."""
+    if dialect == "hf" and side.family is None:
+        return {}
+    try:
+        target = write_side(side, dialect=dialect, per_layer=True)
+    except MappingError:
+        return {}
+    return {name: p.stored for name, p in target.placements.items()}
+
+
+_MEGATRON_EXPERTS = re.compile(r"\.experts\.experts\.")
+
+
+def _spelled(stored: str, scheme: str, module: str) -> tuple[str, ...]:
+    """The module names of a stored tensor.
+
+    Megatron builds experts as one grouped layer or one by one; both names are given, the latter
+    with the expert's number in the whole model.
+    """
+    name = stored.removesuffix(".weight")
+    if scheme == "megatron" and ".experts." in module:
+        expert = module.split(".experts.")[1].split(".")[0]
+        return (
+            _MEGATRON_EXPERTS.sub(".experts.", name),
+            _MEGATRON_EXPERTS.sub(f".experts.local_experts.{expert}.", name),
+        )
+    return (name,)
+
+
+def fused_with(module: Module) -> str:
+    """What engines run as one with this module: siblings have the same answer."""
+    parent, _, last = module.name.rpartition(".")
+    if module.roles & {"qkv"} and last in ("q", "k", "v"):
+        return f"{parent}.qkv"
+    if module.roles & {"qkv"} and last in ("q_down", "kv_down"):
+        return f"{parent}.down"
+    if "fc1" in module.roles:
+        return f"{parent}.fc1"
+    return module.name
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint with the most similar of the known words, or a few of them."""
+    from difflib import get_close_matches
+
+    listed = sorted(set(known))
+    close = get_close_matches(word, listed, n=3, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "known: " + ", ".join(listed[:12]) + (" ..." if len(listed) > 12 else "")

@@ -1,0 +1,100 @@
+"""Generate, family by family: caches of windows, latents and experts, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.inference.batching import Request
+from megtool.inference.generate import generate
+from megtool.inference.sampling import Sampling
+from megtool.log import silent
+
+COMMON = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "eos_token_id": None,
+}
+GPT2 = {"vocab_size": 120, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma2Config": COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8},
+    "GPT2Config": GPT2,
+    "Qwen3Config": COMMON,
+    "MixtralConfig": COMMON | {"num_local_experts": 4},
+    "GptOssConfig": COMMON
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "DeepseekV3Config": {k: v for k, v in COMMON.items() if k != "head_dim"} | LATENT,
+}
+
+
+class Silent:
+    """Tokens without a text."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**FAMILIES[name])
+    peer = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    for weight in peer.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    peer.save_pretrained(tmp_path)
+    prompts = [torch.randint(2, 120, (size,)).tolist() for size in (3, 9, 17)]
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(12):
+            with torch.no_grad():
+                tokens.append(int(peer(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(tuple(tokens[len(prompt) :]))
+    requests = [
+        Request(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
+    ]
+    manner = Manner(device="cpu", dtype="float32")
+    runnable = open_runnable(Source(path=tmp_path))
+    with on_ranks(manner) as groups:
+        forward = load_forward(runnable, manner, groups, silent)
+        for slots, graphed in ((2, False), (9, False), (9, True)):
+            found = generate(
+                forward,
+                requests,
+                spelling=Silent,
+                sampling=Sampling(),
+                num_slots=slots,
+                graphed=graphed,
+            )
+            assert [one.tokens for one in found] == expected, (slots, graphed)
