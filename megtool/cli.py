@@ -62,6 +62,7 @@ from megtool.cli_options import (
     place,
     source_option,
 )
+from megtool.cli_recipe import recipe_app
 from megtool.cli_run import Report, put, run
 from megtool.errors import MegtoolError
 from megtool.log import Progress, say
@@ -331,6 +332,7 @@ def _demo(
 
 app.command("generate")(_generate)
 app.command("evaluate")(_evaluate)
+app.add_typer(recipe_app)
 
 
 def main(args: Sequence[str] | None = None) -> int:

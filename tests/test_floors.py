@@ -18,7 +18,7 @@ FLOORS = (
     {"train", "export"},
     {"commands"},
     {"cli_options", "cli_run"},
-    {"cli_model"},
+    {"cli_model", "cli_recipe"},
     {"cli"},
     {"__main__"},
 )

@@ -302,14 +302,14 @@ def _from_folder(folder: Path, place: str) -> Any:
         raise MissingPackageError(
             "tokenizers need the transformers package", hint="pip install 'megtool[hf]'"
         ) from e
-    reason: Exception | None = None
+    reason: BaseException | None = None
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         if reason is not None and not (folder / "tokenizer.json").is_file():
             break  # else it is complete by itself, whatever class its folder names
         try:
             return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except Exception as e:  # the tokenizers package raises bare ones
-            if type(e) is not Exception and not isinstance(e, _REFUSALS):
+        except BaseException as e:
+            if not _is_refusal(e):
                 raise
             reason = e
     said = " ".join(str(reason).split()).replace(str(folder), place)
@@ -327,6 +327,12 @@ def _from_folder(folder: Path, place: str) -> Any:
 
 _REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises on files that it cannot use."""
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """The files are to blame: tokenizers raises bare exceptions, huggingface_hub its own."""
+    own = type(error).__module__.partition(".")[0] == "huggingface_hub"
+    return isinstance(error, _REFUSALS) or type(error) is Exception or own
 
 
 def _stop_ids(folder: Path, place: str) -> list[int]:

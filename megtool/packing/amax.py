@@ -20,9 +20,7 @@ SHORT = 64
 """Blocks of fewer columns are handled with the columns of all blocks side by side."""
 
 
-def amax(
-    values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index
-) -> NDArray[np.float32]:
+def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> NDArray[np.float32]:
     """The largest magnitudes of a box, as float32 in the shape of `part`'s window of it.
 
     `values` are the elements `lo:hi` of type `dtype` (torch's; float32, float16 or bfloat16) as
@@ -48,7 +46,8 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
     shape = sizes.shape
     if lo % per or (hi - lo) % per:
         borders = [0, *range(per - lo % per, hi - lo, per)]
-        return np.maximum.reduceat(sizes, borders, axis=dim)
+        cut: NDArray[Any] = np.maximum.reduceat(sizes, borders, axis=dim)
+        return cut
     if dim == len(shape) - 1 and per < SHORT:
         lanes = np.ascontiguousarray(sizes.reshape(-1, per).T)
         return np.maximum.reduce(lanes, axis=0).reshape(*shape[:-1], shape[-1] // per)

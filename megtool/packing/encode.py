@@ -71,21 +71,176 @@ def encode(
         known = ", ".join([*FORMATS, *LANES])
         raise FormatError(f"unknown packing {packing!r}", hint=f"known: {known}")
     by_role = {p.role: p for p in parts}
-    shape = _shape(by_role[CODES], by_role[SCALE], hi)
+    codes, scale = by_role[CODES], by_role[SCALE]
     for part in parts:
-        _check_borders(part, lo, hi, shape)
+        _check_borders(part, lo, hi)
     out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
-    codes = by_role[CODES]
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
     if not math.prod(window):
         return {CODES: np.empty(window, dtype_of(codes.dtype).view), **out}
-    divide = [_factor(by_role, out, lo, hi)]
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+    by = _factor(by_role, out)
+    # A quotient may overflow to infinity, which is saturated; zero is never divided by.
+    with np.errstate(over="ignore", invalid="ignore"):
         if name in LANES:
-            stored = _encoded_lanes(name, values, dtype, divide[0], codes, style)
+            stored = _encoded_lanes(name, values, dtype, by, codes, style)
         else:
-            scaled = _divided(values, dtype, divide[0], by_role[SCALE], lo, hi)
-            scaled = rounded(scaled, quotient_dtype(name, dtype, by_role, style))
+            scaled = _divided(values, dtype, by, scale, lo, hi)
+            scaled = rounded(scaled, quotient_dtype(name, dtype, scale, style))
+            if name != "fp8":
+                _refuse_nan(scaled)
             stored = FORMATS[name](scaled, codes)
     return {CODES: stored.reshape(window), **out}
+
+
+def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
+    """What a quotient is rounded to before it is encoded.
+
+    torch divides elements by a scale of the same type in that type, and by a tensor without
+    dimensions in the type of the elements: so modelopt's FP8 per tensor, of bfloat16, is rounded
+    twice, and so is all that compressed-tensors makes with scales in the weight's own type.
+    """
+    if style == "modelopt":
+        return dtype if name == "fp8" and scale.shape == () else "float32"
+    return dtype if scale.dtype == dtype else "float32"
+
+
+def _scales(
+    name: str,
+    parts: Mapping[str, Part],
+    values: NDArray[Any],
+    dtype: str,
+    lo: Index,
+    hi: Index,
+    given: Mapping[str, NDArray[Any]],
+    style: Style,
+) -> dict[str, NDArray[Any]]:
+    """The windows of all scales: those given, the others from the box."""
+    out = {role: given[role] for role in parts if role in given}
+    rules = RULES[style]
+    for role in (SCALE_2, DIVISOR):
+        if role in parts and role not in out:
+            out[role] = rules.second(_found(parts, role, values, dtype, lo, hi))
+    if SCALE in out:
+        return out
+    scale = parts[SCALE]
+    found = _found(parts, SCALE, values, dtype, lo, hi)
+    if name == "nvfp4":
+        second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
+        out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
+    elif scale.dtype == "float8_e8m0fnu":
+        out[SCALE] = rules.exponent(found, E4M3 if name == "mxfp8" else E2M1)
+    else:
+        largest = _LARGEST.get(name) or SMALL[parts[CODES].dtype].largest
+        out[SCALE] = _stored(rules.scale(found, largest, scale.dtype), scale.dtype)
+    return out
+
+
+def _found(
+    parts: Mapping[str, Part],
+    role: str,
+    values: NDArray[Any],
+    dtype: str,
+    lo: Index,
+    hi: Index,
+) -> NDArray[np.float32]:
+    part, codes = parts[role], parts[CODES]
+    served = {s.dim for s in part.spans}
+    first, end = codes.window(lo, hi)
+    for axis, span in enumerate(codes.spans):
+        if span.dim not in served and (first[axis], end[axis]) != (0, codes.shape[axis]):
+            raise UsageError(
+                f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
+                hint="gather amax over all boxes first, and give the scale",
+            )
+    found = amax(values, dtype, part, lo, hi)
+    if not np.isfinite(found).all():
+        raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+    return found
+
+
+def _stored(scale: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Scales as they lie in files."""
+    if dtype == "bfloat16":
+        return (scale.view(np.uint32) >> 16).astype("<u2")
+    return scale.astype(dtype_of(dtype).view)
+
+
+def _check_borders(part: Part, lo: Index, hi: Index) -> None:
+    for n, s in zip(part.shape, part.spans, strict=True):
+        if s.dim == WHOLE or s.per == 1:
+            continue
+        if lo[s.dim] % s.per or (hi[s.dim] % s.per and -(-hi[s.dim] // s.per) != n):
+            raise UsageError(
+                f"a box {list(lo)} to {list(hi)} cuts {part.role} of {s.per} in dimension {s.dim}",
+                hint=f"begin and end it at multiples of {s.per}",
+            )
+
+
+def _factor(parts: Mapping[str, Part], scales: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """What elements are divided by, in the shape of the scale's window."""
+    out = single(np.asarray(scales[SCALE]), parts[SCALE].dtype)
+    for role, divides in ((SCALE_2, False), (DIVISOR, True)):
+        if role in parts:
+            more = single(np.asarray(scales[role]), parts[role].dtype).reshape(())
+            out = out / more if divides else out * more
+    return out
+
+
+def _fresh(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Elements as float32, in memory of their own."""
+    if dtype == "bfloat16":
+        out = np.empty(values.shape, np.uint32)
+        np.left_shift(values, np.uint32(16), out=out, dtype=np.uint32, casting="unsafe")
+        return out.view(np.float32)
+    return np.array(values, np.float32, order="C")
+
+
+def _divided(
+    values: NDArray[Any],
+    dtype: str,
+    by: NDArray[np.float32],
+    scale: Part,
+    lo: Index,
+    hi: Index,
+) -> NDArray[np.float32]:
+    """The elements over their scales, one quotient an element."""
+    named = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
+    out = _fresh(values, dtype)
+    whole: list[int] = []
+    served: list[int] = []
+    for d, n in enumerate(out.shape):
+        per = named.get(d, 0)
+        if per > 1:
+            whole += [n // per, per]
+            served += [n // per, 1]
+        else:
+            whole.append(n)
+            served.append(n if per else 1)
+    view = out.reshape(whole)
+    np.divide(view, by.reshape(served), out=view)
+    return out
+
+
+def _encoded_lanes(
+    name: str,
+    values: NDArray[Any],
+    dtype: str,
+    by: NDArray[np.float32],
+    codes: Part,
+    style: Style,
+) -> NDArray[Any]:
+    blocks = by.reshape(-1)
+    lanes = _fresh(np.ascontiguousarray(values.reshape(blocks.size, -1).T), dtype)
+    np.divide(lanes, blocks, out=lanes)
+    if name == "mxfp8":
+        return np.ascontiguousarray(small_codes(lanes, SMALL[codes.dtype]).T)
+    _refuse_nan(lanes)
+    if name == "nvfp4":
+        return nvfp4.encoded_lanes(lanes)
+    return mxfp4.encoded_lanes(lanes, modelopt=style == "modelopt")
+
+
+def _refuse_nan(scaled: NDArray[np.float32]) -> None:
+    if np.isnan(scaled.max()):
+        raise FormatError("elements are NaN", hint="they cannot be quantised")

@@ -77,7 +77,7 @@ def encoded_row_pairs(scaled: NDArray[np.float32], part: Part) -> NDArray[np.uin
     """Values divided by their scales, as integers two rows a byte: `[..., 2r, c]` to
     `[..., r, c]`."""
     whole = integer_codes(scaled, -8, 7).view(np.uint8)
-    out = np.left_shift(whole[..., 1::2, :], 4)
+    out: NDArray[np.uint8] = np.left_shift(whole[..., 1::2, :], 4)
     out |= whole[..., 0::2, :] & np.uint8(15)
     return out
 
@@ -85,4 +85,5 @@ def encoded_row_pairs(scaled: NDArray[np.float32], part: Part) -> NDArray[np.uin
 def paired(nibbles: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two codes of four bits a byte along the last axis, the first in the low bits."""
     both = np.ascontiguousarray(nibbles).view("<u2")
-    return (both | both >> 4).astype(np.uint8)
+    out: NDArray[np.uint8] = (both | both >> 4).astype(np.uint8)
+    return out

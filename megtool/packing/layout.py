@@ -1,4 +1,4 @@
-"""The parts that a tensor is encoded to: shapes of codes and scales, as each project stores them."""
+"""Layout: the parts a tensor is encoded to, with the shapes each project gives them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layout(
         UsageError: blocks do not divide the tensor (with the largest that do), it has an odd number
             of rows for row pairs or of columns for pairs of these.
     """
-    name, _, how = packing.partition(":")
+    name = packing.partition(":")[0]
     if name not in _CODES:
         raise FormatError(f"unknown packing {packing!r}", hint=f"known: {', '.join(_CODES)}")
     if len(shape) < 2:
@@ -65,11 +65,7 @@ def layout(
         if per == 2 and shape[-1] % 2:
             raise UsageError(f"{shape[-1]} columns cannot be stored two a byte")
         held[-1], spans[-1] = -(-shape[-1] // per), Span(last, per)
-    parts = [
-        Part(
-            role=CODES, dtype=codes or _CODES[name], shape=tuple(held), spans=tuple(spans)
-        )
-    ]
+    parts = [Part(role=CODES, dtype=codes or _CODES[name], shape=tuple(held), spans=tuple(spans))]
     kind = {"mxfp8": "float8_e8m0fnu", "mxfp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
     parts.append(_scale(packing, shape, style, kind.get(name, scale)))
     if name == "nvfp4":
@@ -98,9 +94,7 @@ def _scale(packing: str, shape: Index, style: Style, dtype: str) -> Part:
     check_divides(shape[-1], per, "columns", even=name == "nvfp4")
     if len(sizes) == 1:
         spans = (*rows, Span(last, per))
-        return Part(
-            role=SCALE, dtype=dtype, shape=(*shape[:-1], shape[-1] // per), spans=spans
-        )
+        return Part(role=SCALE, dtype=dtype, shape=(*shape[:-1], shape[-1] // per), spans=spans)
     high = int(sizes[0])
     check_divides(shape[-2], high, "rows")
     counts = shape[-2] // high, shape[-1] // per

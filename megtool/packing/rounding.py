@@ -55,7 +55,9 @@ def small_codes(
     scratch = [np.empty(size, np.int32) for _ in range(3)]
     for begin in range(0, flat.size, size):
         part = flat[begin : begin + size]
-        _round(part, codes[begin : begin + size], kind, half_down, *(s[: part.size] for s in scratch))
+        _round(
+            part, codes[begin : begin + size], kind, half_down, *(s[: part.size] for s in scratch)
+        )
     return out
 
 
@@ -105,15 +107,14 @@ def _round(
             out[nans] = kind.nan | ((bits[nans] >> 24) & 0x80)
 
 
-def _ties_rounded_up(
-    value: NDArray[np.float32], power: NDArray[np.float32]
-) -> NDArray[np.bool_]:
+def _ties_rounded_up(value: NDArray[np.float32], power: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Which of `value` lie midway between two steps and go to the upper one by the even rule."""
     upward = value + power
     upward -= power
     upward -= value
     upward *= np.float32(1 << 24)  # half a step is this much smaller than the power
-    return upward == power
+    ties: NDArray[np.bool_] = np.equal(upward, power)
+    return ties
 
 
 def to_bfloat16(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -29,11 +29,13 @@ def modelopt_scale(amax: Floats, largest: float, dtype: str = "float32") -> Floa
 
     Source: modelopt `export/quant_utils.py` get_scaling_factor, and `TensorQuantizer.export_amax`,
     which takes the largest code for an amax of zero. (Its FP8 per tensor leaves zero, and so
-    divides zero by zero.)
+    divides zero by zero; and float16 rows below 2^-14 have the scale of that.)
     """
     tiny = np.finfo(np.float32).tiny
     out = np.maximum(np.where(amax == 0, np.float32(largest), amax), tiny) / np.float32(largest)
-    return np.maximum(rounded(out.astype(np.float32), dtype), np.finfo(np.float32).smallest_subnormal)
+    return np.maximum(
+        rounded(out.astype(np.float32), dtype), np.finfo(np.float32).smallest_subnormal
+    )
 
 
 def compressed_scale(amax: Floats, largest: float, dtype: str = "float32") -> Floats:
@@ -92,11 +94,12 @@ def modelopt_block(amax: Floats, second: Floats) -> Bytes:
 def compressed_divisor(amax: Floats) -> Floats:
     """NVFP4's global scale, by which is divided: `448 * 6 / amax`; 1 where that overflows.
 
-    Source: compressed-tensors `quantization/utils/helpers.py` generate_gparam.
+    Source: compressed-tensors `quantization/utils/helpers.py` generate_gparam. torch divides a
+    number by a tensor by multiplying with the reciprocal, which is off by a last place for many.
     """
     with np.errstate(over="ignore"):
-        top = np.maximum(amax, np.finfo(np.float32).tiny)
-        out = (np.float32(E4M3.largest * E2M1.largest) / top).astype(np.float32)
+        share = np.float32(1) / np.maximum(amax, np.finfo(np.float32).tiny)
+        out = np.asarray(share * np.float32(E4M3.largest * E2M1.largest), np.float32)
     return np.where(np.isfinite(out), out, np.float32(1))
 
 

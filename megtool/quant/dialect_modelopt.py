@@ -8,25 +8,23 @@ the Hugging Face checkpoint, which differ from modules' names where transformers
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import RecipeError
 from megtool.quant.formats import Format
-from megtool.quant.modules import Module, nearest
+from megtool.quant.modelopt_imports import Imports
+from megtool.quant.modules import Module
 from megtool.quant.recipe import Recipe, check_keys
 from megtool.quant.rules import KEEP, Problems, Rule
-from megtool.quant.source_text import Node, read_documents
+from megtool.quant.source_text import Node
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")
 _FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
 _CLASSES = {"nn.Linear": "linear", "nn.Embedding": "embedding"}
-_MOST_IMPORTS = 64
 
 # What the settings of a weight and of its inputs are together; group sizes are kept apart.
 _ALGOS: Mapping[tuple[str, str], str] = {
@@ -88,15 +86,13 @@ class Setting:
     rule: int
 
 
-def read_modelopt(
-    node: Node, name: str, problems: Problems, *, root: Path | None = None
-) -> Recipe:
+def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | None = None) -> Recipe:
     """A recipe file or a `quant_cfg` of ModelOpt's.
 
     `root` is the folder of the file: imports are looked for in it, in the folders above, and in the
     installed package `modelopt_recipes`, without running any of it.
     """
-    node = _Imports(root, problems).resolved(node)
+    node = Imports(root, problems).resolved(node)
     check_keys(node, _TOP, "ModelOpt recipe", problems)
     metadata = node.get("metadata")
     described = metadata.get("description") if metadata else None
@@ -180,7 +176,7 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
             Rule(
                 condition=condition,
                 format=said if on else KEEP,
-                label=f"entry {len(rules) + 1}: {condition.words()}",
+                label=condition.words(),
                 line=one.line,
                 optional=True,
             )
@@ -288,8 +284,10 @@ def _decide(
     if not (first[1] or second[1]):
         return None, numbers, f"switched off: {why}"
     groups: list[int] = []
-    kinds = [_kind(s[0], groups if i == 0 else []) if s[1] else ("", "")
-             for i, s in enumerate((first, second))]
+    kinds = [
+        _kind(s[0], groups if i == 0 else []) if s[1] else ("", "")
+        for i, s in enumerate((first, second))
+    ]
     if module.kind == "kv_cache":
         kv = {"fp8": "FP8", "nvfp4": "NVFP4"}.get(kinds[0][0])
         if kv is None or kinds[0][0] != kinds[1][0]:
@@ -361,80 +359,3 @@ def _bits(value: Any) -> Any:
     if isinstance(value, str):
         return _FLOATS.get(value, value)
     return tuple(value) if isinstance(value, list | tuple) else value
-
-
-class _Imports:
-    """`imports:` and `$import` replaced by what they name."""
-
-    def __init__(self, root: Path | None, problems: Problems) -> None:
-        self._roots = [root, *root.parents] if root else []
-        found = importlib.util.find_spec("modelopt_recipes")
-        self._roots += [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-        self._problems, self._left = problems, _MOST_IMPORTS
-
-    def resolved(self, node: Node, above: tuple[str, ...] = ()) -> Node:
-        """A document without imports."""
-        named = node.get("imports")
-        known: dict[str, Node] = {}
-        if named is not None and isinstance(named.value, dict):
-            for key, where in named.value.items():
-                if isinstance(where.value, str):
-                    known[key] = self._load(where, above)
-        return self._filled(node, known)
-
-    def _load(self, where: Node, above: tuple[str, ...]) -> Node:
-        name = where.value
-        self._left -= 1
-        if name in above or self._left < 0 or ".." in name or name.startswith("/"):
-            self._problems.add(where.line, f"import {name!r} goes round, up or on without end")
-            return Node(value={}, line=where.line)
-        for root in self._roots:
-            for path in (root / f"{name}.yaml", root / f"{name}.yml", root / name):
-                if path.is_file():
-                    return self._read(path, where, (*above, name))
-        self._problems.add(
-            where.line,
-            f"import {name!r} is not found",
-            "it is looked for beside the recipe and in the installed modelopt_recipes",
-        )
-        return Node(value={}, line=where.line)
-
-    def _read(self, path: Path, where: Node, above: tuple[str, ...]) -> Node:
-        try:
-            documents = read_documents(path.read_bytes(), file=path)
-        except (OSError, RecipeError) as e:
-            self._problems.add(where.line, f"import {where.value!r}: {e}")
-            return Node(value={}, line=where.line)
-        if len(documents) == 2 and documents[0].get("imports") is not None:
-            known = {
-                key: self._load(one, above)
-                for key, one in documents[0].value["imports"].value.items()
-                if isinstance(one.value, str)
-            }
-            return self._filled(documents[1], known)
-        return self.resolved(documents[0], above) if documents else Node(value={}, line=0)
-
-    def _filled(self, node: Node, known: Mapping[str, Node]) -> Node:
-        if isinstance(node.value, list):
-            out: list[Node] = []
-            for one in node.value:
-                alone = isinstance(one.value, dict) and set(one.value) == {"$import"}
-                new = self._filled(one, known)
-                out += new.value if alone and isinstance(new.value, list) else [new]
-            return Node(value=out, line=node.line)
-        if not isinstance(node.value, dict):
-            return node
-        asked = node.value.get("$import")
-        held: dict[str, Node] = {}
-        for one in (asked.value if isinstance(asked.value, list) else [asked]) if asked else ():
-            found = known.get(str(one.value))
-            if found is None:
-                hint = nearest(str(one.value), known) if known else "no imports are declared"
-                self._problems.add(one.line, f"unknown import {one.value!r}", hint)
-            elif isinstance(found.value, list) and len(node.value) == 1:
-                return found
-            elif isinstance(found.value, dict):
-                held |= found.value
-        held |= {k: self._filled(v, known) for k, v in node.value.items() if k != "$import"}
-        held.pop("imports", None)
-        return Node(value=held, line=node.line, keys=node.keys)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megtool.quant.dialect_modelopt import decide_by_quantizers
 from megtool.quant.formats import KV_BITS, SMOOTHING, Format, largest_group
 from megtool.quant.modules import Module
 from megtool.quant.recipe import Recipe
 from megtool.quant.rules import KEEP, Problems, Rule
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +51,12 @@ class Matched:
     notes: tuple[str, ...]
 
 
-def match(recipe: Recipe, modules: Sequence[Module], problems: Problems) -> Matched:
+def match(
+    recipe: Recipe, modules: Sequence[Module], problems: Problems, *, group_size: int = 0
+) -> Matched:
     """Decide about every module.
+
+    `group_size` replaces that of all formats that have several to choose from (0: their own).
 
     Adds to `problems` rules without effect, groups that do not divide, and formats that do not suit
     a module.
@@ -67,6 +69,12 @@ def match(recipe: Recipe, modules: Sequence[Module], problems: Problems) -> Matc
             decisions.append(_decision(recipe, module, *decided))
         else:
             decisions.append(_by_rules(recipe, module, holds, problems))
+    if group_size:
+        decisions = [_regrouped(recipe, d, group_size) for d in decisions]
+        if not any(d.format and d.format.group_size == group_size for d in decisions):
+            sizes = {g for d in decisions for g in _sizes(d.format)}
+            known = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
+            problems.add(0, f"no format of this recipe takes groups of {group_size}", known)
     matches = [sum(h[i] for h in holding) for i in range(len(recipe.rules))]
     decides = [0] * len(recipe.rules)
     for d in decisions:
@@ -88,6 +96,19 @@ def match(recipe: Recipe, modules: Sequence[Module], problems: Problems) -> Matc
         decides=tuple(decides),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _sizes(found: Format | None) -> tuple[int, ...]:
+    """The group sizes that a format may have, where there is a choice."""
+    known = found.number.groups if found is not None and found.algo else ()
+    return known if len(known) > 1 else ()
+
+
+def _regrouped(recipe: Recipe, decision: Decision, size: int) -> Decision:
+    if decision.format is None or size not in _sizes(decision.format):
+        return decision
+    found = replace(decision.format, group_size=size)
+    return _decision(recipe, decision.module, found, decision.rules, decision.why)
 
 
 def _by_rules(

@@ -96,7 +96,7 @@ def list_modules(side: Side) -> Modules:
     stored = {s: _stored_names(side, s) for s in ("hf", "megatron")}
     found: list[Module] = []
     other = 0
-    for name, tensor in side.canonical.items():
+    for name, tensor in sorted(side.canonical.items(), key=lambda item: _place(item[0])):
         if ":" in name:  # optimizer state
             continue
         module, _, last = name.rpartition(".")
@@ -123,6 +123,23 @@ def list_modules(side: Side) -> Modules:
         modules=tuple(found),
         other_bytes=other,
         schemes=("canonical", *(s for s, held in stored.items() if held)),
+    )
+
+
+_ORDER = (
+    "embed positions token_types layers norm head mtp "
+    "attn_norm attn q k v gate q_down q_up kv_down kv_up o "
+    "mlp_norm mlp router shared experts up down"
+).split()
+
+
+def _place(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Where a tensor stands in its model, however it is stored."""
+    parts = name.split(".")
+    known = ((_ORDER.index(p) if p in _ORDER else len(_ORDER)) for p in parts)
+    return tuple(
+        (0, int(p), "") if p.isdecimal() else (1, rank, p)
+        for p, rank in zip(parts, known, strict=True)
     )
 
 

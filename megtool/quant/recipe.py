@@ -197,9 +197,7 @@ def _named(node: Node | None, what: str, known: Mapping[str, Any], problems: Pro
     if node is None:
         return ""
     if not isinstance(node.value, str) or node.value not in known:
-        problems.add(
-            node.line, f"unknown {what} {node.plain()!r}", nearest(str(node.value), known)
-        )
+        problems.add(node.line, f"unknown {what} {node.plain()!r}", nearest(str(node.value), known))
         return ""
     return node.value
 
@@ -223,7 +221,7 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
         problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MOST_RULES}")
         return ()
     found = []
-    for number, one in enumerate(listed.value, 1):
+    for one in listed.value:
         if not check_keys(one, _RULE, "rule", problems):
             continue
         match, chosen, optional = one.get("match"), one.get("format"), one.get("optional")
@@ -241,7 +239,7 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
             Rule(
                 condition=condition,
                 format=str(chosen.value),
-                label=str(name.value) if name else f"rule {number}: {condition.words()}",
+                label=str(name.value) if name else condition.words(),
                 line=one.line,
                 optional=bool(optional and optional.value),
                 why=" ".join(str(why.value).split()) if why else "",

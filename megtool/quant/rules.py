@@ -308,9 +308,7 @@ def _leaf(key: str, node: Node, scheme: str, problems: Problems) -> Condition:
     return Role(found) if key == "role" else OfKind(found)
 
 
-def compiled(
-    found: Sequence[str], line: int, problems: Problems
-) -> tuple[re.Pattern[str], ...]:
+def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pattern[str], ...]:
     """Regular expressions, ready."""
     out = []
     for text in found:
