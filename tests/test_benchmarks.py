@@ -36,6 +36,7 @@ OPTIONS = {
         "1",
     ],
     "forward_memory.py": ["--gib", "0.5", "--rounds", "1"],
+    "packing_speed.py": ["--mib", "2", "--rounds", "1", "--tile", "128"],
 }
 
 pytestmark = pytest.mark.slow
@@ -129,6 +130,14 @@ def test_opening_and_planning_read_headers_alone(measure: Measure) -> None:
     assert max(by_phase["open"]["read"]) < 64 * MIB
     assert max(by_phase["plan"]["read"]) < 8 * MIB
     assert max(f["peak_bytes"] for f in figures) < 512 * MIB
+
+
+def test_every_number_format_is_timed(measure: Measure) -> None:
+    _, figures = measure("packing_speed.py")
+    timed = [f for f in figures if "job" in f]
+    assert {f["threads"] for f in timed} == {1, 2}
+    assert len({f["job"] for f in timed}) == 9
+    assert min(f["gbs"] for f in timed) > 0
 
 
 def test_help_imports_nothing_heavy(measure: Measure) -> None:

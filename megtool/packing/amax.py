@@ -32,14 +32,14 @@ def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> 
     named = {s.dim: s.per for s in part.spans if s.dim != WHOLE}
     if not named:
         top = np.maximum.reduce(sizes, axis=None, initial=0)
-        return _values(np.asarray(top, sizes.dtype), dtype).reshape(window)
+        return values_of(np.asarray(top, sizes.dtype), dtype).reshape(window)
     for d in reversed(range(sizes.ndim)):
         per = named.get(d)
         if per is None:
             sizes = np.maximum.reduce(sizes, axis=d, keepdims=True, initial=0)
         elif per > 1:
             sizes = _by_block(sizes, d, per, lo[d], hi[d])
-    return _values(sizes, dtype).reshape(window)
+    return values_of(sizes, dtype).reshape(window)
 
 
 def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDArray[Any]:
@@ -50,7 +50,8 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
         return cut
     if dim == len(shape) - 1 and per < SHORT:
         lanes = np.ascontiguousarray(sizes.reshape(-1, per).T)
-        return np.maximum.reduce(lanes, axis=0).reshape(*shape[:-1], shape[-1] // per)
+        found: NDArray[Any] = np.maximum.reduce(lanes, axis=0)
+        return found.reshape(*shape[:-1], shape[-1] // per)
     whole = sizes.reshape(*shape[:dim], shape[dim] // per, per, *shape[dim + 1 :])
     out: NDArray[Any] = np.maximum.reduce(whole, axis=dim + 1)
     return out
@@ -71,7 +72,8 @@ def magnitudes(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     )
 
 
-def _values(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+def values_of(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """What bits without signs mean."""
     if dtype == "float32":
         return bits.view(np.float32)
     return single(bits.view(np.float16) if dtype == "float16" else bits, dtype)

@@ -7,6 +7,7 @@ them. Boxes of a few hundred KiB stay in the processor's cache from the first pa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +18,11 @@ from numpy.typing import NDArray
 from megtool.dtypes import dtype as dtype_of
 from megtool.errors import FormatError, UsageError
 from megtool.packing import fp8, int4, int8, mxfp4, nvfp4
-from megtool.packing.amax import amax
+from megtool.packing.amax import amax, magnitudes, values_of
 from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.packing.floats import single
 from megtool.packing.layout import Style
-from megtool.packing.parts import WHOLE, Index, Part
+from megtool.packing.parts import WHOLE, Index, Part, Span
 from megtool.packing.rounding import E2M1, E4M3, SMALL, rounded, small_codes
 from megtool.packing.scales import RULES
 
@@ -39,6 +40,9 @@ FORMATS: Mapping[str, Encoder] = {
 LANES = ("mxfp8", "mxfp4", "nvfp4")
 """Those of short blocks: handled with the first columns of all blocks side by side, then the second
 ones, and so on, as each pass then runs over long rows that need one scale each."""
+
+_SHORT = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Types of which all values fit a table, with the bits of infinity."""
 
 _LARGEST = {"int8": 127.0, "int8words": 127.0, "int4": 7.0, "int4rows": 7.0}
 
@@ -74,6 +78,9 @@ def encode(
     codes, scale = by_role[CODES], by_role[SCALE]
     for part in parts:
         _check_borders(part, lo, hi)
+    if name in LANES:
+        per = scale.spans[-1].per
+        values = np.ascontiguousarray(values.reshape(-1, per).T)
     out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
@@ -85,11 +92,13 @@ def encode(
         if name in LANES:
             stored = _encoded_lanes(name, values, dtype, by, codes, style)
         else:
-            scaled = _divided(values, dtype, by, scale, lo, hi)
-            scaled = rounded(scaled, quotient_dtype(name, dtype, scale, style))
-            if name != "fp8":
-                _refuse_nan(scaled)
-            stored = FORMATS[name](scaled, codes)
+            quotient = quotient_dtype(name, dtype, scale, style)
+            if by.size == 1 and dtype in _SHORT and name in ("fp8", "int8"):
+                table = _table(name, codes.dtype, dtype, by.item(), quotient)
+                stored = _looked_up(name, table, values, dtype)
+            else:
+                scaled = _divided(values, dtype, by, scale, lo, hi)
+                stored = FORMATS[name](rounded(scaled, quotient), codes)
     return {CODES: stored.reshape(window), **out}
 
 
@@ -120,11 +129,11 @@ def _scales(
     rules = RULES[style]
     for role in (SCALE_2, DIVISOR):
         if role in parts and role not in out:
-            out[role] = rules.second(_found(parts, role, values, dtype, lo, hi))
+            out[role] = rules.second(_found(name, parts, role, values, dtype, lo, hi))
     if SCALE in out:
         return out
     scale = parts[SCALE]
-    found = _found(parts, SCALE, values, dtype, lo, hi)
+    found = _found(name, parts, SCALE, values, dtype, lo, hi)
     if name == "nvfp4":
         second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
         out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
@@ -137,6 +146,7 @@ def _scales(
 
 
 def _found(
+    name: str,
     parts: Mapping[str, Part],
     role: str,
     values: NDArray[Any],
@@ -153,7 +163,12 @@ def _found(
                 f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
                 hint="gather amax over all boxes first, and give the scale",
             )
-    found = amax(values, dtype, part, lo, hi)
+    if name in LANES and role == SCALE:
+        first, end = part.window(lo, hi)
+        top = values_of(np.maximum.reduce(magnitudes(values, dtype), axis=0), dtype)
+        found = top.reshape([b - a for a, b in zip(first, end, strict=True)])
+    else:
+        found = amax(values, dtype, part, lo, hi)
     if not np.isfinite(found).all():
         raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
     return found
@@ -231,16 +246,40 @@ def _encoded_lanes(
     style: Style,
 ) -> NDArray[Any]:
     blocks = by.reshape(-1)
-    lanes = _fresh(np.ascontiguousarray(values.reshape(blocks.size, -1).T), dtype)
+    lanes = _fresh(values, dtype)
     np.divide(lanes, blocks, out=lanes)
+    short = dtype == "bfloat16"  # over powers of two
     if name == "mxfp8":
-        return np.ascontiguousarray(small_codes(lanes, SMALL[codes.dtype]).T)
-    _refuse_nan(lanes)
+        return np.ascontiguousarray(small_codes(lanes, SMALL[codes.dtype], short=short).T)
     if name == "nvfp4":
         return nvfp4.encoded_lanes(lanes)
-    return mxfp4.encoded_lanes(lanes, modelopt=style == "modelopt")
+    return mxfp4.encoded_lanes(lanes, modelopt=style == "modelopt", short=short)
 
 
-def _refuse_nan(scaled: NDArray[np.float32]) -> None:
-    if np.isnan(scaled.max()):
+@functools.lru_cache(maxsize=16)
+def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArray[np.uint8]:
+    """The codes of all elements of 16 bits, by their bits, where one scale serves them all."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = single(bits.view(np.float16) if dtype == "float16" else bits, dtype)
+    if name == "int8":
+        x = np.nan_to_num(x)  # NaN is looked for in the elements themselves
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = rounded(x / np.float32(by), quotient)
+    part = Part(role=CODES, dtype=codes, shape=bits.shape, spans=(Span(0),))
+    return FORMATS[name](scaled, part).view(np.uint8)
+
+
+def _looked_up(
+    name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str
+) -> NDArray[Any]:
+    if name == "int8" and magnitudes(values, dtype).max() > _SHORT[dtype]:
         raise FormatError("elements are NaN", hint="they cannot be quantised")
+    bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1)
+    found = np.empty(values.shape, np.uint8)
+    into, size = found.reshape(-1), 1 << 15
+    index = np.empty(size, np.intp)
+    for begin in range(0, bits.size, size):
+        part = bits[begin : begin + size]
+        np.copyto(index[: part.size], part)
+        np.take(table, index[: part.size], out=into[begin : begin + size], mode="clip")
+    return found.view(np.int8) if name == "int8" else found

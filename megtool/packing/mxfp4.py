@@ -20,16 +20,15 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return four_bit_pairs(values)
 
 
-def encoded_lanes(lanes: NDArray[np.float32], *, modelopt: bool = False) -> NDArray[np.uint8]:
+def encoded_lanes(
+    lanes: NDArray[np.float32], *, modelopt: bool = False, short: bool = False
+) -> NDArray[np.uint8]:
     """Divided values as codes, two a byte: `[32, blocks]` to `[blocks, 16]`.
 
     `modelopt` rounds ties towards zero and stores zero as minus zero, as that project's exporter
-    does; otherwise ties go to even, as OCP's specification has it.
+    does; otherwise ties go to even, as OCP's specification has it. `short`: of bfloat16.
     """
-    codes = small_codes(lanes, E2M1, half_down=modelopt)
-    if modelopt:
-        codes |= np.equal(lanes, np.float32(0)).view(np.uint8) << np.uint8(3)
-    return paired_lanes(codes)
+    return paired_lanes(small_codes(lanes, E2M1, half_down=modelopt, short=short))
 
 
 def paired_lanes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:

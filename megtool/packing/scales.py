@@ -58,18 +58,20 @@ def modelopt_exponent(amax: Floats, kind: SmallFloat) -> Bytes:
     share, exponent = np.frexp(amax / np.float32(kind.largest))
     exponent = np.where(share == 0.5, exponent - 1, exponent)
     exponent = np.where(share == 0, -127, exponent)
-    return (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
+    out: Bytes = (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
+    return out
 
 
 def compressed_exponent(amax: Floats, kind: SmallFloat) -> Bytes:
     """The power of two nearest below `amax`, or above it from 1.75 times on, over that of the
-    largest code: the top of a block is cut off by at most an eighth, and steps are finer.
+    largest code: of FP4, the top of a block is cut by up to a seventh, and its steps are finer.
 
     Source: compressed-tensors `quantization/utils/mxfp_utils.py` generate_mx_scales.
     """
     bits = np.ascontiguousarray(amax).view(np.uint32).astype(np.int64)
     exponent = ((bits + (1 << 21)) >> 23) - int(np.log2(kind.largest))
-    return np.clip(exponent, 0, 254).astype(np.uint8)
+    out: Bytes = np.clip(exponent, 0, 254).astype(np.uint8)
+    return out
 
 
 def modelopt_second(amax: Floats) -> Floats:

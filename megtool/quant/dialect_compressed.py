@@ -24,7 +24,7 @@ from megtool.quant.rules import (
     compiled,
     texts,
 )
-from megtool.quant.source_text import Node
+from megtool.quant.source_text import Node, as_key
 
 _TOP = (
     "config_groups",
@@ -80,14 +80,13 @@ def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
         ):
             problems.add(cache.line, f"KV cache as {plain!r}", "only FP8 has a format")
         formats["kv_cache_scheme"] = Format(name="kv_cache_scheme", kv_algo="FP8", line=cache.line)
-        rules.append(
-            Rule(
-                condition=OfKind(("kv_cache",)),
-                format="kv_cache_scheme",
-                label="kv_cache_scheme",
-                line=cache.line,
-            )
+        cached = Rule(
+            condition=OfKind(("kv_cache",)),
+            format="kv_cache_scheme",
+            label="kv_cache_scheme",
+            line=cache.line,
         )
+        rules.insert(0, cached)  # a scheme for the whole model, whatever is ignored
     return Recipe(
         name=name,
         description="",
@@ -198,8 +197,8 @@ def _weights(args: Mapping[str, Any]) -> tuple[str, int] | None:
     """Settings of weights as a word and a group size."""
     if args.get("symmetric") is False or args.get("dynamic"):
         return None
-    kind = (args.get("type", "int"), args.get("num_bits", 8))
-    strategy, size = args.get("strategy"), args.get("group_size") or 0
+    kind = as_key((args.get("type", "int"), args.get("num_bits", 8)))
+    strategy, size = as_key((args.get("strategy"), args.get("group_size") or 0))
     if strategy is None:
         strategy = "group" if size else "tensor"
     if kind == ("float", 8):
@@ -224,8 +223,8 @@ def _inputs(args: Any) -> str:
     """Settings of inputs as a word; the empty one where they stay as they are."""
     if not isinstance(args, dict):
         return ""
-    kind = (args.get("type", "int"), args.get("num_bits", 8))
-    strategy, size = args.get("strategy") or "tensor", args.get("group_size") or 0
+    kind = as_key((args.get("type", "int"), args.get("num_bits", 8)))
+    strategy, size = as_key((args.get("strategy") or "tensor", args.get("group_size") or 0))
     if kind == ("float", 8) and strategy == "group":
         return {32: "mxfp8", 128: "fp8_group"}.get(size, "other")
     if kind == ("float", 4):

@@ -14,12 +14,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megtool.quant.formats import Format
+from megtool.quant.formats import FORMATS, Format
 from megtool.quant.modelopt_imports import Imports
 from megtool.quant.modules import Module
 from megtool.quant.recipe import Recipe, check_keys
 from megtool.quant.rules import KEEP, Problems, Rule
-from megtool.quant.source_text import Node
+from megtool.quant.source_text import Node, as_key
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")
@@ -119,7 +119,7 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
         plain = method.plain() if method else "gradient"
     return Recipe(
         name=name,
-        description=" ".join(str(described.value).split()) if described else "",
+        description=" ".join(described.text.split()) if described else "",
         dialect="modelopt",
         scheme="hf",
         first_wins=False,
@@ -167,7 +167,7 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
         on = bool(enable.value) if enable is not None and enable.value is not None else True
         parent = one.get("parent_class")
         condition = Quantizers(
-            pattern=name.value, parent_class=str(parent.value) if parent and parent.value else ""
+            pattern=name.value, parent_class=parent.text if parent and parent.value else ""
         )
         out.append(Setting(quantizers=condition, cfg=plain, enable=on, rule=len(rules)))
         kind = _kind(plain, [])[0] if plain else ""
@@ -296,11 +296,11 @@ def _decide(
         constant = bool(isinstance(first[0], dict) and first[0].get("use_constant_amax"))
         return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, why
     algo = _ALGOS.get((kinds[0][0], kinds[1][0]))
-    if algo is None:
-        _refuse(module, kinds, recipe, numbers, problems)
+    size = groups[0] if groups else 0
+    if algo is None or size not in (FORMATS[algo].groups or (0,)):
+        _refuse(module, kinds, recipe, numbers, problems, size)
         return None, numbers, why
     line = recipe.rules[numbers[0]].line
-    size = groups[0] if groups else 0
     return Format(name=f"{algo} {size}", algo=algo, group_size=size, line=line), numbers, why
 
 
@@ -310,8 +310,10 @@ def _refuse(
     recipe: Recipe,
     numbers: tuple[int, ...],
     problems: Problems,
+    size: int = 0,
 ) -> None:
     told = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
+    told += f" in groups of {size}" if size else ""
     problems.add(
         recipe.rules[numbers[0]].line,
         f"no engine format has {told}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
@@ -329,7 +331,7 @@ def _kind(cfg: Any, groups: list[int]) -> tuple[str, str]:
         return "", "INT8 by default"
     bits = _bits(cfg.get("num_bits", 8))
     blocks = cfg.get("block_sizes") or {}
-    sizes = {str(k): v for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
+    sizes = {str(k): as_key(v) for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
     scale = _bits(sizes.get("scale_bits"))
     size, axis = sizes.get("-1"), cfg.get("axis")
     told = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
@@ -349,7 +351,7 @@ def _kind(cfg: Any, groups: list[int]) -> tuple[str, str]:
             ((2, 1), (8, 0)): "mxfp4" if size == 32 else "",
             ((2, 1), (4, 3)): "nvfp4",
         }.get((bits, scale), "")
-    if isinstance(size, int) and sizes:
+    if isinstance(size, int) and sizes and not isinstance(size, bool):
         groups.append(size)
     return word, "" if word else told
 
@@ -358,4 +360,4 @@ def _bits(value: Any) -> Any:
     """`num_bits`: an integer, or exponent and mantissa, however it is spelled."""
     if isinstance(value, str):
         return _FLOATS.get(value, value)
-    return tuple(value) if isinstance(value, list | tuple) else value
+    return as_key(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.resources
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megtool.errors import RecipeError
 from megtool.quant.dialect_compressed import read_compressed
@@ -154,13 +154,15 @@ def _read_megatron(node: Node, name: str, problems: Problems) -> Recipe:
     check_keys(node, ("configs", "matchers"), "Megatron recipe", problems)
     configs, matchers = node.get("configs"), node.get("matchers")
     formats: dict[str, Format | None] = {}
-    for key, payload in (configs.value or {}).items() if configs else ():
+    if configs is not None and not isinstance(configs.value, dict):
+        problems.add(configs.line, f"configs is {configs.plain()!r}", "a mapping")
+    for key, payload in configs.value.items() if _is_mapping(configs) else ():
         formats[key] = _payload(key, payload, problems)
     rules = []
     off = 0
-    if matchers is None or not isinstance(matchers.value, dict):
+    if not _is_mapping(matchers):
         problems.add(node.line, "no matchers", "a mapping from names to matchers")
-    for key, one in matchers.value.items() if matchers and isinstance(matchers.value, dict) else ():
+    for key, one in matchers.value.items() if _is_mapping(matchers) else ():
         if not check_keys(one, _MATCHER, "matcher", problems):
             continue
         enabled = one.get("enabled")
@@ -183,6 +185,10 @@ def _read_megatron(node: Node, name: str, problems: Problems) -> Recipe:
     )
 
 
+def _is_mapping(node: Node | None) -> TypeGuard[Node]:
+    return node is not None and isinstance(node.value, dict)
+
+
 def _matcher(
     key: str, node: Node, formats: Mapping[str, Format | None], problems: Problems
 ) -> Rule | None:
@@ -192,10 +198,10 @@ def _matcher(
         return None
     if kind.value != "glob":
         problems.add(kind.line, f"matcher {key!r} is of type {kind.plain()!r}", "Megatron has glob")
-    if config.value not in formats:
-        known = nearest(str(config.value), formats)
+    if config.text not in formats:
+        known = nearest(config.text, formats)
         problems.add(config.line, f"matcher {key!r} names no config: {config.plain()!r}", known)
-    found = formats.get(str(config.value))
+    found = formats.get(config.text)
     return Rule(
         condition=All((Glob((pattern.value,), "megatron"), _ASKED)),
         format=found.name if found else KEEP,
@@ -220,7 +226,7 @@ def _payload(key: str, node: Node, problems: Problems) -> Format | None:
     if not training.value:
         return None
     check_keys(training, _PAYLOAD, "training_recipe", problems)
-    names = [n.value if (n := training.get(k)) else None for k in _PAYLOAD[:2]]
+    names = [n.text if (n := training.get(k)) else None for k in _PAYLOAD[:2]]
     algo = _BY_TRAINING.get((names[0], names[1]))
     if algo is None:
         problems.add(

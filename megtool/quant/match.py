@@ -223,11 +223,11 @@ def _check_groups(decisions: Sequence[Decision], problems: Problems) -> None:
             wrong[f.name, "odd"].append(m)
     for (name, what), modules in wrong.items():
         f, first = formats[name], modules[0]
-        more = f" (and of {len(modules) - 1} more)" if len(modules) > 1 else ""
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         if what == "odd":
             problems.add(
                 f.line,
-                f"{f.algo} packs two rows a byte, and {first.name}{more} has {first.shape[0]}",
+                f"{f.algo} packs two rows a byte, and {first.name}{more} have {first.shape[0]}",
                 "keep them with a rule of their own",
             )
             continue
@@ -235,7 +235,7 @@ def _check_groups(decisions: Sequence[Decision], problems: Problems) -> None:
         fitting = largest_group(suited[name], f.group_size)
         hint = "keep them with a rule of their own, or take another format"
         if fitting in f.number.groups:
-            hint = f"the largest that does is {fitting}: group_size: {fitting}, or --group-size"
+            hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
         problems.add(
             f.line,
             f"group size {f.group_size} of {f.algo} does not divide the {size} {what} of "

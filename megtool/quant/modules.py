@@ -126,11 +126,33 @@ def list_modules(side: Side) -> Modules:
     )
 
 
-_ORDER = (
-    "embed positions token_types layers norm head mtp "
-    "attn_norm attn q k v gate q_down q_up kv_down kv_up o "
-    "mlp_norm mlp router shared experts up down"
-).split()
+_ORDER = [
+    "embed",
+    "positions",
+    "token_types",
+    "layers",
+    "norm",
+    "head",
+    "mtp",
+    "attn_norm",
+    "attn",
+    "q",
+    "k",
+    "v",
+    "gate",
+    "q_down",
+    "q_up",
+    "kv_down",
+    "kv_up",
+    "o",
+    "mlp_norm",
+    "mlp",
+    "router",
+    "shared",
+    "experts",
+    "up",
+    "down",
+]
 
 
 def _place(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -80,7 +80,7 @@ def read_recipe(node: Node, name: str, problems: Problems) -> Recipe:
     formats = _formats(node.get("formats"), problems)
     return Recipe(
         name=name,
-        description=" ".join(str(described.value).split()) if described else "",
+        description=" ".join(described.text.split()) if described else "",
         algorithm=_algorithm(node.get("algorithm"), problems),
         formats=formats,
         rules=_rules(node, formats, problems),
@@ -110,9 +110,9 @@ def _algorithm(node: Node | None, problems: Problems) -> dict[str, Any]:
     else:
         problems.add(node.line, "algorithm needs a method", "one of " + ", ".join(METHODS))
         return {"method": "none"}
-    method = given["method"]
+    method = str(given["method"])
     if method not in METHODS:
-        problems.add(lines["method"], f"unknown method {method!r}", nearest(str(method), METHODS))
+        problems.add(lines["method"], f"unknown method {method!r}", nearest(method, METHODS))
         return {"method": "none"}
     options = METHODS[method]
     for key, value in given.items():
@@ -196,10 +196,10 @@ def group_of(algo: str, node: Node | None, problems: Problems) -> int:
 def _named(node: Node | None, what: str, known: Mapping[str, Any], problems: Problems) -> str:
     if node is None:
         return ""
-    if not isinstance(node.value, str) or node.value not in known:
-        problems.add(node.line, f"unknown {what} {node.plain()!r}", nearest(str(node.value), known))
+    if node.text not in known:
+        problems.add(node.line, f"unknown {what} {node.plain()!r}", nearest(node.text, known))
         return ""
-    return node.value
+    return node.text
 
 
 def _number(node: Node | None, what: str, default: float, problems: Problems) -> float:
@@ -228,8 +228,8 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
         if match is None or chosen is None:
             problems.add(one.line, "a rule needs match and format")
             continue
-        if chosen.value != KEEP and chosen.value not in formats:
-            known = nearest(str(chosen.value), [*formats, KEEP])
+        if chosen.text != KEEP and chosen.text not in formats:
+            known = nearest(chosen.text, [*formats, KEEP])
             problems.add(chosen.line, f"unknown format {chosen.plain()!r}", known)
         if optional is not None and not isinstance(optional.value, bool):
             problems.add(optional.line, f"optional is {optional.plain()!r}", "true or false")
@@ -238,11 +238,11 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
         found.append(
             Rule(
                 condition=condition,
-                format=str(chosen.value),
-                label=str(name.value) if name else condition.words(),
+                format=chosen.text,
+                label=name.text if name else condition.words(),
                 line=one.line,
                 optional=bool(optional and optional.value),
-                why=" ".join(str(why.value).split()) if why else "",
+                why=" ".join(why.text.split()) if why else "",
             )
         )
     used = {r.format for r in found} | {c for f in formats.values() for c in f.choose}

@@ -220,12 +220,13 @@ class Problems:
         """
         if not self.found:
             return
-        lines = []
-        for line, text, hint in sorted(self.found, key=lambda p: p[0]):
-            told = f"{text} ({hint})" if hint else text
-            lines.append(f"line {line}: {told}" if line else told)
-        if len(lines) == 1:
-            raise RecipeError(lines[0], file=self.file)
+        found = sorted(self.found, key=lambda p: p[0])
+        told = [f"line {line}: {text}" if line else text for line, text, _ in found]
+        if len(found) == 1:
+            raise RecipeError(told[0], file=self.file, hint=found[0][2] or None)
+        lines = [
+            f"{t} ({hint})" if hint else t for t, (_, _, hint) in zip(told, found, strict=True)
+        ]
         raise RecipeError(
             f"{len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
         )
@@ -271,10 +272,10 @@ _KEYS = (*_LEAVES, *_GROUPS, "names")
 def _scheme(node: Node | None, problems: Problems) -> str:
     if node is None:
         return "canonical"
-    if node.value not in SCHEMES:
-        problems.add(node.line, f"unknown names {node.value!r}", nearest(str(node.value), SCHEMES))
+    if node.text not in SCHEMES:
+        problems.add(node.line, f"unknown names {node.plain()!r}", nearest(node.text, SCHEMES))
         return "canonical"
-    return str(node.value)
+    return node.text
 
 
 def texts(node: Node, what: str, problems: Problems) -> tuple[str, ...]:

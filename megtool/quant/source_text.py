@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,11 @@ class Node:
         if isinstance(self.value, list):
             return [item.plain() for item in self.value]
         return self.value
+
+    @property
+    def text(self) -> str:
+        """The value, if it is text, and how anything else would be written."""
+        return self.value if isinstance(self.value, str) else repr(self.plain())
 
     def get(self, key: str) -> Node | None:
         """The value of a key; None where this is no mapping or has no such key."""
@@ -97,13 +101,13 @@ class _Tree:
                 file=self._file,
                 hint="an anchor that repeats itself grows without end",
             )
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == node.tag or kind.startswith("python/"):
+            raise RecipeError(f"line {line}: tag {node.tag!r}", file=self._file, hint="remove it")
         if isinstance(node, self._yaml.MappingNode):
             return self._mapping(node, depth)
         if isinstance(node, self._yaml.SequenceNode):
             return Node(value=[self.node(n, depth + 1) for n in node.value], line=line)
-        kind = node.tag.rpartition(":")[2]
-        if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
-            raise RecipeError(f"line {line}: tag {node.tag!r}", file=self._file, hint="remove it")
         if kind not in _PLAIN:  # a date is text
             return Node(value=node.value, line=line)
         return Node(value=self._loader.construct_object(node), line=line)
@@ -137,6 +141,13 @@ def _listed(node: Node) -> list[Node]:
     return node.value if isinstance(node.value, list) else [node]
 
 
+def as_key(value: Any) -> Any:
+    """Plain data that can be looked up: lists as tuples, mappings as what they would be written."""
+    if isinstance(value, list | tuple):
+        return tuple(as_key(item) for item in value)
+    return repr(value) if isinstance(value, dict) else value
+
+
 def from_plain(value: Any) -> Node:
     """Plain data, such as a configuration out of another program, as nodes without a line (0)."""
     if isinstance(value, dict):
@@ -145,12 +156,3 @@ def from_plain(value: Any) -> Node:
     if isinstance(value, list | tuple):
         return Node(value=[from_plain(item) for item in value], line=0)
     return Node(value=value, line=0)
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """A node and all below it."""
-    yield node
-    inner = node.value.values() if isinstance(node.value, dict) else node.value
-    if isinstance(node.value, dict | list):
-        for item in inner:
-            yield from walk(item)

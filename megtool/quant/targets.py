@@ -174,7 +174,8 @@ def check_target(
     caches: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
         if d.module.kind == "kv_cache":
-            caches[d.format.kv_algo if d.format else ""].append(d)
+            if "mtp" not in d.module.roles:  # what drafts has a cache of its own
+                caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
             for algo in _algos(d.format, recipe.formats):
                 used[algo].append(d)
@@ -223,10 +224,10 @@ def _check_siblings(target: Target, decisions: Sequence[Decision], problems: Pro
         return
     name, some = wrong[0]
     told = ", ".join(f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct(some))
-    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    more = f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
     problems.add(
         _line([d for d in some if d.format] or some),
-        f"{target.name} runs {name}{more} as one, and its parts differ: {told}",
+        f"{target.name} runs {name} as one, and its parts differ: {told}{more}",
         "give them one format",
     )
 

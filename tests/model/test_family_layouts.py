@@ -63,17 +63,17 @@ DENSE: dict[str, Callable[[], Any]] = {case.name: partial(dense.theirs, case) fo
 MOE: dict[str, Callable[[], Any]] = {
     name: partial(moe_models.theirs, name, **FOUR)
     for name in (
-        "mixtral",
         "qwen2_moe",
         "qwen3_moe",
         "deepseek_v2",
         "deepseek_v3",
-        "gpt_oss",
         "llama4",
     )
 }
-# With other seeds rounding alone is above 1e-5: float32 is that far from float64.
-MOE["deepseek_v2-groups"] = partial(moe_models.theirs, "deepseek_v2-groups", seed=1, **FOUR)
+MOE["mixtral"] = partial(moe_models.theirs, "mixtral", **FOUR | TIED)
+# With the seed 0 rounding alone moves these by about 1e-5.
+for _name in ("deepseek_v2-groups", "gpt_oss"):
+    MOE[_name] = partial(moe_models.theirs, _name, seed=1, **FOUR)
 KINDS = {"dense": DENSE, "experts": MOE}
 
 Layout = dict[str, int]
@@ -117,7 +117,9 @@ def reference(model: Any, folder: Path) -> None:
     alone = Groups.alone()
     ours = family_layouts.answer_of(load(source_of(folder / "hf"), dtype="float32"), alone)
     assert logits.std() > 0.1
-    assert dense.largest(logits, ours.logits) < THEIRS, folder.name
+    apart = dense.largest(logits, ours.logits)
+    print(f"{folder.name}: logits {apart:.1e} from transformers")
+    assert apart < THEIRS, folder.name
     assert abs(loss.item() - ours.loss) < THEIRS * ours.loss, folder.name
     torch.save(ours, folder / "answer")
     # Gradients go to our names and splits as weights do: saved as one more model, and loaded.
@@ -133,8 +135,10 @@ def check_gradients(theirs: dict[str, Any], ours: Answer) -> None:
     assert all(n.endswith("expert_bias") for n in missing)
     largest = max(float(g.abs().max()) for g in ours.gradients.values())
     assert math.isfinite(largest)
-    for name, own in ours.gradients.items():
-        assert dense.largest(own, theirs[name]) < THEIRS * largest, name
+    apart = {n: dense.largest(g, theirs[n]) / largest for n, g in ours.gradients.items()}
+    worst = max(apart, key=apart.__getitem__)
+    print(f"  {worst} {apart[worst]:.1e} of the largest gradient from transformers")
+    assert apart[worst] < THEIRS, worst
 
 
 @pytest.mark.slow

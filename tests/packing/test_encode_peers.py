@@ -162,7 +162,7 @@ FORMATS = {
 
 
 def _compressed(packing: str, weight: torch.Tensor, kind: torch.dtype) -> dict[str, torch.Tensor]:
-    """What compressed-tensors makes of a weight: its rule for scales (in `kind`), its compressor."""
+    """What compressed-tensors makes of a weight: its scales (in `kind`), its compressor."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -189,23 +189,22 @@ def _compressed(packing: str, weight: torch.Tensor, kind: torch.dtype) -> dict[s
     return BaseCompressor.load_from_registry(form).compress(state, scheme)
 
 
+TYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),
-    ],
+    ("packing", "dtype", "kind"),
+    [(p, *pair) for p in FORMATS for pair in TYPES[: 2 if p[:2] in ("nv", "mx") else 4]],
     ids=str,
 )
-@pytest.mark.parametrize("packing", FORMATS)
 def test_as_compressed_tensors_compresses(
     packing: str, dtype: torch.dtype, kind: torch.dtype
 ) -> None:
-    fixed = packing[:2] in ("nv", "mx")
-    if fixed and kind != torch.float32:
-        pytest.skip("scales of a fixed type are computed in float32")
     torch.manual_seed(1)
     columns = 370 if packing == "int4:channel" else 384
     weight = (torch.randn(256, columns) * 0.02).to(dtype)
