@@ -48,7 +48,7 @@ RunDtype = Annotated[
     str | None,
     option(
         _RUN,
-        "bfloat16, float16 or float32; default: as the weights are stored.",
+        "bfloat16, float16 or float32; default: float32 on a CPU, elsewhere as stored.",
         "--dtype",
         metavar="NAME",
     ),

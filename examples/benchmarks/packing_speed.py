@@ -3,9 +3,9 @@
 python examples/benchmarks/packing_speed.py [--mib 64] [--rounds 5] [--threads 1,2] [--tile 256]
 
 A matrix is encoded tile by tile, as it would be between reading and writing: scales that are of
-more than a tile are given, all others are found in the same pass. The copy is numpy's, of the same
-tiles by the same threads into as many bytes as were read, `cp` that of a file in the page cache; `amax` is the search that scales of whole
-tensors and channels need before.
+more than a tile are given, all others are found in the same pass. `copy` is numpy's, of the same
+tiles by the same threads into as many bytes as were read, `cp` that of a file in the page cache;
+`amax` is the search that scales of whole tensors and channels need before.
 """
 
 from __future__ import annotations

@@ -259,6 +259,8 @@ def _texts(
     from megtool.data.text import documents
     from megtool.inference.windows import Document
 
+    if Path(data).suffix in (".bin", ".idx"):
+        return _indexed(data, tokenizer, max_tokens)
     found = documents(data, field=field, split=split)
     if join:
         text = "\n\n".join(_plain(d, data) for d in found)
@@ -269,6 +271,25 @@ def _texts(
         ids, learned = one.ids.tolist()[:left], one.learned
         counted = None if learned is None else learned.tolist()[:left]
         out.append(Document(tokens=ids, counted=counted))
+        if left is not None and (left := left - len(ids)) <= 0:
+            break
+    return out
+
+
+def _indexed(data: str | Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[Document]:
+    """The documents of a Megatron data set, which are tokens already."""
+    from megtool.data.indexed import IndexedDataset
+    from megtool.inference.windows import Document
+
+    dataset, out, left = IndexedDataset(data), list[Document](), max_tokens
+    for number in range(dataset.num_documents):
+        ids = dataset.document(number).tolist()[:left]
+        if ids and max(ids) >= tokenizer.vocab_size:
+            raise UsageError(
+                f"{data} holds the token {max(ids)}, and the tokenizer has {tokenizer.vocab_size}",
+                hint="it was made with another tokenizer: tokenize the text again",
+            )
+        out.append(Document(tokens=ids))
         if left is not None and (left := left - len(ids)) <= 0:
             break
     return out

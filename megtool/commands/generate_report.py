@@ -86,7 +86,7 @@ class GenerateReport:
 
     def summary(self) -> str:
         """What it took, in one line."""
-        texts = "1 text" if len(self.answers) == 1 else f"{len(self.answers)} texts"
+        texts = _texts(len(self.answers))
         return (
             f"{texts}: {self.num_tokens:,} tokens in {self.seconds:.1f} s "
             f"({self.tokens_per_second:.1f} tokens/s; prompts of {self.num_prompt_tokens:,} tokens "
@@ -118,7 +118,11 @@ class GeneratePlan:
         yield f"{self.path} ({self.format})"
         yield f"  family      {self.family or 'not named'}"
         yield f"  layout      {self.layout}"
-        yield f"  prompts     {self.num_prompts:,}, {self.num_prompt_tokens:,} tokens"
-        yield f"  new tokens  {self.most_tokens:,} at most, {self.at_once} texts at once"
+        yield f"  prompts     {self.num_prompts:,}, of {self.num_prompt_tokens:,} tokens in all"
+        yield f"  new tokens  {self.most_tokens:,} at most, {_texts(self.at_once)} at once"
         yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
         yield f"  cache       {format_bytes(self.cache_bytes)} at most"
+
+
+def _texts(number: int) -> str:
+    return "1 text" if number == 1 else f"{number:,} texts"

@@ -18,7 +18,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.own_tokenizer import find_tokenizer
 from megtool.commands.pair import Pair
 from megtool.data.text import Document, documents, source_bytes
-from megtool.errors import FormatError, UsageError
+from megtool.errors import UsageError
 from megtool.log import Progress, format_bytes, silent
 
 if TYPE_CHECKING:
@@ -227,10 +227,12 @@ class _Work:
         """Refuse sources that hold no text at all.
 
         Raises:
-            FormatError: they do.
+            UsageError: they do.
         """
         if not self.documents:
-            raise FormatError("no document with any text", file=str(sources[0]))
+            raise UsageError(
+                f"no document with any text in {sources[0]}", hint="name a file with some text"
+            )
 
 
 def _text_bytes(document: Document) -> int:

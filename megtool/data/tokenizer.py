@@ -169,7 +169,7 @@ class Tokenizer:
                 hint="a base model continues plain text; or put a chat_template.jinja beside it",
             )
         try:
-            from jinja2.exceptions import TemplateError
+            from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
         except ModuleNotFoundError as e:
             raise MissingPackageError(
                 "chat templates need the jinja2 package", hint="pip install 'megtool[data]'"
@@ -183,6 +183,13 @@ class Tokenizer:
             )
         except ImportError as e:
             raise MissingPackageError(str(e), hint="pip install 'megtool[data]'") from e
+        except (SecurityError, TemplateSyntaxError, *_BROKEN) as e:
+            raise MappingError(
+                f"the chat template cannot be used: {' '.join(str(e).split())[:200]}",
+                file=self._place,
+                hint="chat_template.jinja, or chat_template in tokenizer_config.json, is at fault; "
+                "without --chat the text is continued as it stands",
+            ) from e
         except (TemplateError, KeyError, TypeError, ValueError) as e:
             raise MappingError(
                 f"the chat template refuses these messages: {e}",
@@ -324,6 +331,9 @@ def _from_folder(folder: Path, place: str) -> Any:
         f"transformers cannot read the tokenizer: {said}", file=place, hint=_GIVE
     ) from reason
 
+
+_BROKEN = (OverflowError, SyntaxError, MemoryError, RecursionError)
+"""What a template runs into that asks for more than the sandbox, or the machine, gives."""
 
 _REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError)
 """What transformers raises on files that it cannot use."""

@@ -81,10 +81,12 @@ def match(
         for i in d.rules:
             decides[i] += 1
     notes = list(recipe.notes)
+    faulty = {line for line, _, _ in problems.found}
     for i, rule in enumerate(recipe.rules):
         if told := _without_effect(recipe, i, matches[i], decides[i], modules, holding):
             if recipe.strict:
-                problems.add(rule.line, *told)
+                if rule.line not in faulty:  # what it asks for is no condition: told already
+                    problems.add(rule.line, *told)
             elif matches[i]:
                 notes.append(told[0])
     if idle := sum(1 for n in matches if not n) if not recipe.strict else 0:
@@ -187,7 +189,7 @@ def _without_effect(
     if not matches:
         return (
             f"{rule.label!r} matches nothing in this model",
-            "`optional: true` where that is right; `megtool recipe explain` lists the names",
+            "`optional: true` where that is right; `explain` with recipe fp8 lists the names",
         )
     shadows: dict[str, None] = {}
     for holds in holding:

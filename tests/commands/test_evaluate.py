@@ -14,6 +14,7 @@ from megtool.commands.demo import demo_weights
 from megtool.commands.evaluate import evaluate
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
 from megtool.commands.reshard import reshard
+from megtool.commands.tokenize import tokenize
 from megtool.errors import MegtoolError, MissingPackageError
 from tests.commands.test_generate import torchrun
 from tests.inference import tiny_text
@@ -62,6 +63,14 @@ def test_records_are_scored_one_by_one_or_joined(folder: Path) -> None:
     assert (apart.documents, apart.tokens) == (3, 3 * (length - 1))
     assert (joined.documents, joined.tokens) == (1, 3 * length + 2 * 2 - 1)
     assert score(folder, lines, max_tokens=100).tokens == 98
+
+
+def test_a_data_set_of_tokens_has_the_score_of_its_text(folder: Path, tmp_path: Path) -> None:
+    lines = folder.parent / "lines.jsonl"
+    tokenize(lines, tmp_path / "lines", tokenizer=folder)
+    one, other = score(folder, lines), score(folder, tmp_path / "lines.bin")
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert other.tokens == one.tokens
 
 
 def test_of_a_chat_the_assistant_counts(folder: Path) -> None:

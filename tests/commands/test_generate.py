@@ -122,7 +122,7 @@ def test_a_dry_run_loads_nothing(folder: Path) -> None:
     plan = generate(folder, prompt=PROMPTS, max_new_tokens=5, dry_run=True, tp=2)
     assert isinstance(plan, GeneratePlan)
     assert (plan.num_prompts, plan.most_tokens, plan.layout) == (2, 10, "tp=2")
-    assert "prompts     2, 12 tokens" in "\n".join(plan.lines())
+    assert "prompts     2, of 12 tokens in all" in "\n".join(plan.lines())
 
 
 def without_tokenizer(folder: Path) -> None:

@@ -455,3 +455,10 @@ def test_the_report(tmp_path: Path, hf: Path) -> None:
     text = "\n".join(report.lines())
     for part in (str(hf), "torch_dist", "llama", "tp=2 pp=1", "digests"):
         assert part in text
+
+
+def test_a_checkpoint_is_named_by_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama.save(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    reshard("hf", "plain", to="dcp")
+    assert open_checkpoint(Path("plain")).format == "dcp"

@@ -159,7 +159,7 @@ def test_an_interrupted_run_leaves_nothing(corpus: Path, folder: Path, tmp_path:
 
 def test_nothing_to_write(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(FormatError, match="no document with any text"):
+    with pytest.raises(UsageError, match="no document with any text"):
         tokenize(tmp_path / "a.txt", tmp_path / "out", tokenizer=folder)
     with pytest.raises(UsageError, match="no source"):
         tokenize([], tmp_path / "out", tokenizer=folder)

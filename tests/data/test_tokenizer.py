@@ -134,6 +134,20 @@ def test_code_of_a_tokenizer_never_runs(folder: Path, tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(999999999) %}x{% endfor %}",
+        "{% if %}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_a_template_that_is_broken_or_hostile_is_to_blame(tmp_path, template):
+    tokenizer = Tokenizer.from_folder(tiny_tokenizer.save(tmp_path, template=template))
+    with pytest.raises(MappingError, match="the chat template cannot be used"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
 def test_chat_without_a_template_or_with_wrong_messages(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

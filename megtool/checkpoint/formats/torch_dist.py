@@ -111,7 +111,8 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 def _check_finished(folder: Path, asked: Path) -> bool:
     """Whether the save is Megatron's; an error unless it is complete."""
-    marker = folder.parent.with_name(folder.parent.name + _UNFINISHED)
+    save = folder.absolute().parent
+    marker = save.parent / (save.name + _UNFINISHED)
     if folder.name == WEIGHTS and marker.exists():
         raise FormatError(
             f"an unfinished save: {marker.name} lies beside it",
