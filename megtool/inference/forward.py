@@ -87,7 +87,7 @@ class Forward:
         likeliest token; no rank ever holds the logits of all rows."""
         return token_log_probs(
             x_TH,
-            self.decoder.output_weight,
+            self.decoder.output_weight_for(x_TH),
             labels_T,
             vocab_size=self.config.vocab_size,
             softcap=self.config.logit_softcap,

@@ -171,10 +171,8 @@ def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 def find_nan(decoder: Decoder) -> str | None:
     """The first weight that holds a NaN or an infinity; None where all are numbers."""
-    for name, tensor in named_weights(decoder):
-        if _fault(tensor) is not None:
-            return name
-    return None
+    fault = _first_fault(decoder)
+    return None if fault is None else fault[0]
 
 
 def check_finite(decoder: Decoder, source: Source | None = None) -> None:
@@ -183,16 +181,25 @@ def check_finite(decoder: Decoder, source: Source | None = None) -> None:
     Raises:
         CheckpointError: one holds a NaN or an infinity; names it, and the element.
     """
+    fault = _first_fault(decoder)
+    if fault is not None:
+        name, tensor, at = fault
+        index = [int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]
+        raise CheckpointError(
+            f"element {index} of this rank's part is {float(tensor.flatten()[at])}",
+            file=source.catalogue.root if source else None,
+            tensor=name,
+            hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, "
+            "or one of an earlier iteration",
+        )
+
+
+def _first_fault(decoder: Decoder) -> tuple[str, Tensor, int] | None:
+    """The first weight with an element that is no finite number, and where that is."""
     for name, tensor in named_weights(decoder):
         if (at := _fault(tensor)) is not None:
-            index = [int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]
-            raise CheckpointError(
-                f"element {index} of this rank's part is {float(tensor.flatten()[at])}",
-                file=source.catalogue.root if source else None,
-                tensor=name,
-                hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, "
-                "or one of an earlier iteration",
-            )
+            return name, tensor, at
+    return None
 
 
 def _fault(tensor: Tensor) -> int | None:

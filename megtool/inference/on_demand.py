@@ -83,6 +83,7 @@ class OnDemand:
             ask(decoder.decoder.layers[str(number)], f"decoder.layers.{number}")
         if decoder.decoder.final_layernorm is not None:
             ask(decoder.decoder.final_layernorm, _END)
+            decoder.before_head = lambda: self.enter(_END)
 
     def enter(self, unit: str) -> None:
         """Have a unit's weights in memory, let go of the others, and begin to read what follows."""

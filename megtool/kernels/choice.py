@@ -35,7 +35,8 @@ def use(name: Implementation) -> Iterator[None]:
     where it has not, which is logged once for each.
 
     The choice holds for the calling thread, and for a forward pass: backward follows the forward
-    it belongs to. What autograd recomputes in a thread of its own is chosen anew, as `auto`.
+    it belongs to, wherever and whenever it runs. Only what is recomputed (activation checkpoints)
+    is chosen anew: by the block it is in, as `auto` in a thread of autograd's own.
 
     Raises:
         UsageError: no implementation is called so.
@@ -49,6 +50,11 @@ def use(name: Implementation) -> Iterator[None]:
         yield
     finally:
         _asked.reset(token)
+
+
+def asked() -> Implementation:
+    """The name asked for; a backward pass that chooses remembers it, for `use`."""
+    return _asked.get()
 
 
 def chosen(device: torch.device | str) -> Chosen:

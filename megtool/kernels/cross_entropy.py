@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megtool.kernels.choice import asked, use
 from megtool.kernels.gradients import accumulate_product
 from megtool.kernels.head import Softmax, Vocabulary, fold, logits, slope
 
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             fold(logits(x_TH, weight_VH, bias_V, at), at.start, column_T, vocabulary, found)
         losses_T, log_total_T = _finish(found, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(x_TH, weight_VH, bias_V, column_T, kept_T, log_total_T)
-        ctx.vocabulary, ctx.chunk = vocabulary, chunk
+        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, asked()
         return losses_T
 
     @staticmethod
@@ -133,7 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 g[vocabulary.held :].zero_()
         for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, ctx.chunk):
             raw_TB = logits(x_TH, weight_VH, bias_V, at)
-            slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
+            with use(ctx.asked):
+                slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
             g_TB = raw_TB
             if sum_TH is not None:
                 accumulate_product(sum_TH, g_TB, weight_VH[at])
@@ -163,7 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
             fold(logits_TV[:, at], at.start, column_T, vocabulary, found)
         losses_T, log_total_T = _finish(found, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(logits_TV, column_T, kept_T, log_total_T)
-        ctx.vocabulary, ctx.chunk = vocabulary, chunk
+        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, asked()
         return losses_T
 
     @staticmethod
@@ -176,5 +178,6 @@ class _CrossEntropy(torch.autograd.Function):
         g_TV[:, vocabulary.held :].zero_()
         for at in vocabulary.blocks(logits_TV.shape[0], logits_TV.device, ctx.chunk):
             raw_TB, out_TB = logits_TV[:, at], g_TV[:, at]
-            slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=out_TB)
+            with use(ctx.asked):
+                slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=out_TB)
         return g_TV, None, None, None, None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.kernels import experts_triton
-from megtool.kernels.choice import Kernel
+from megtool.kernels.choice import Kernel, asked, use
 
 
 def permute(x_TH: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ def grouped_linear(
     """`x @ weight[e].T + bias[e]` for rows sorted by expert e, counts_E of them each: y_RF."""
     offsets_E = counts_E.cumsum(0)
     y_RF: Tensor
-    if _multiplies_grouped(x_RH, weight_EFH):
+    if x_RH.shape[0] > 0 and x_RH.dtype == weight_EFH.dtype and multiplies_grouped(weight_EFH):
         ends_E = offsets_E.to(torch.int32)
         y_RF = _GroupedLinear.apply(x_RH, weight_EFH, ends_E)  # type: ignore[no-untyped-call]
     else:
@@ -107,15 +107,16 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, row_ids_R: Tensor, num: int) -> Tensor:
         ctx.save_for_backward(row_ids_R)
-        ctx.num = num
+        ctx.num, ctx.asked = num, asked()
         return _COPY_ROWS.on(x_TH.device)(x_TH, row_ids_R, num)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_RH: Tensor) -> tuple[Tensor, None, None]:
         (row_ids_R,) = ctx.saved_tensors
-        run = _SUM_ROWS.on(g_RH.device)
-        return run(g_RH.contiguous(), invert(row_ids_R), ctx.num, None), None, None
+        with use(ctx.asked):
+            run = _SUM_ROWS.on(g_RH.device)
+            return run(g_RH.contiguous(), invert(row_ids_R), ctx.num, None), None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -124,6 +125,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RH, row_ids_R, probs_TK)
+        ctx.asked = asked()
         run = _SUM_ROWS.on(rows_RH.device)
         return run(rows_RH.contiguous(), invert(row_ids_R), probs_TK.shape[1], probs_TK)
 
@@ -131,8 +133,9 @@ class _Unpermute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_TH: Tensor) -> tuple[Tensor, None, Tensor]:
         rows_RH, row_ids_R, probs_TK = ctx.saved_tensors
-        run = _SPREAD_ROWS.on(rows_RH.device)
-        g_rows_RH, g_probs_TK = run(g_TH.contiguous(), rows_RH, row_ids_R, probs_TK)
+        with use(ctx.asked):
+            run = _SPREAD_ROWS.on(rows_RH.device)
+            g_rows_RH, g_probs_TK = run(g_TH.contiguous(), rows_RH, row_ids_R, probs_TK)
         return g_rows_RH, None, g_probs_TK
 
 
@@ -156,17 +159,27 @@ class _GroupedLinear(torch.autograd.Function):
         return g_x_RH, g_weight_EFH, None
 
 
-def _multiplies_grouped(x_RH: Tensor, weight_EFH: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes these: bf16, off CUDA fp32 and fp16 too, rows of 16 bytes."""
-    takes = {torch.bfloat16} if x_RH.is_cuda else {torch.bfloat16, torch.float16, torch.float32}
+def waits_for_host(weight_EFH: Tensor) -> bool:
+    """Whether `grouped_linear` reads the counts on the host, and no graph can be captured of it.
+
+    So do the loop, and `F.grouped_mm` on GPUs that it has no kernel for (other than sm_90, sm_100).
+    """
+    if not multiplies_grouped(weight_EFH):
+        return True
+    on_gpu = weight_EFH.is_cuda
+    return on_gpu and torch.cuda.get_device_capability(weight_EFH.device)[0] not in (9, 10)
+
+
+def multiplies_grouped(weight_EFH: Tensor) -> bool:
+    """Whether `F.grouped_mm` takes it: bf16, off CUDA fp32 and fp16 too, rows of 16 bytes."""
+    wide = {torch.bfloat16, torch.float16, torch.float32}
+    takes = {torch.bfloat16} if weight_EFH.is_cuda else wide
     rows = (weight_EFH.shape[1], weight_EFH.shape[2])
     return (
         hasattr(F, "grouped_mm")
-        and x_RH.dtype == weight_EFH.dtype
-        and x_RH.dtype in takes
-        and all(n * x_RH.element_size() % 16 == 0 for n in rows)
+        and weight_EFH.dtype in takes
+        and all(n * weight_EFH.element_size() % 16 == 0 for n in rows)
         and weight_EFH.is_contiguous()
-        and x_RH.shape[0] > 0
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,7 @@ class Decoder(nn.Module):
         multiple = vocab_multiple * groups.tp.size
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
         self.rotary = Rotary(config, dtype=dtype)
+        self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.embedding = None
@@ -183,7 +185,7 @@ class Decoder(nn.Module):
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """What `loss` gives, from the states of `hidden`."""
-        config, tp, weight_VH = self.config, self.groups.tp, self.output_weight
+        config, tp, weight_VH = self.config, self.groups.tp, self.output_weight_for(x_TH)
         labels_T = labels_BS.flatten()
         if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
             logits_TV = vocab_logits(
@@ -237,6 +239,8 @@ class Decoder(nn.Module):
         if self.embedding is None or not self.stage.embedding:
             raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
         x_TH: Tensor = self.embedding.word_embeddings(batch.tokens_BS.flatten())
+        if not batch.tokens_BS.is_meta:
+            _require_values(self.embedding.word_embeddings.weight)
         if self.embedding_scale != 1:
             x_TH = x_TH * self.embedding_scale
         if self.config.position_embedding == "learned":
@@ -264,12 +268,25 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """This rank's rows of the output layer, or of the embedding where they are tied."""
-        holder = self.output_layer
+        holder: ColumnLinear | VocabEmbedding | None = self.output_layer
         if holder is None:
             if self.embedding is None or not self.stage.head:
                 raise UsageError("this stage has no output layer")
-            return self.embedding.word_embeddings.weight
+            holder = self.embedding.word_embeddings
+        if self.before_head is not None:
+            self.before_head()
         return holder.weight
+
+    def output_weight_for(self, x_TH: Tensor) -> Tensor:
+        """`output_weight`, to be multiplied by rows.
+
+        Raises:
+            UsageError: nothing is loaded, and the rows are no shapes alone.
+        """
+        weight_VH = self.output_weight
+        if not x_TH.is_meta:
+            _require_values(weight_VH)
+        return weight_VH
 
     def _gathered(self, x_TH: Tensor) -> Tensor:
         """All rows."""
@@ -279,7 +296,7 @@ class Decoder(nn.Module):
         config = self.config
         logits_TV = vocab_logits(
             x_TH,
-            self.output_weight,
+            self.output_weight_for(x_TH),
             self.groups.tp,
             vocab_size=config.vocab_size,
             sequence_parallel=sequence_parallel,
@@ -289,3 +306,16 @@ class Decoder(nn.Module):
         if config.logit_softcap:
             logits_TV = torch.tanh(logits_TV / config.logit_softcap) * config.logit_softcap
         return logits_TV
+
+
+def _require_values(weight: Tensor) -> None:
+    """A product with a weight on `meta` would give whatever is in memory, and no error.
+
+    Raises:
+        UsageError: the weight is on `meta`.
+    """
+    if weight.is_meta:
+        raise UsageError(
+            f"a weight of shape {list(weight.shape)} holds nothing yet",
+            hint="load a checkpoint into the decoder first: megtool.inference.load.load",
+        )

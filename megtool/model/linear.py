@@ -61,9 +61,9 @@ class ColumnLinear(nn.Module):
         self.weight = new(rows, in_features, split=True)
         self.bias = new(rows, split=True) if bias else None
 
-    def forward(self, x_TH: Tensor, *, add_bias: bool = True) -> Tensor:
-        """`[T, out/tp]`. Without `add_bias` the bias is left to whoever fuses it."""
-        return self.project(self.normalise(x_TH), add_bias=add_bias)
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """`[T, out/tp]`."""
+        return self.project(self.normalise(x_TH))
 
     def normalise(self, x_TH: Tensor) -> Tensor:
         """The rows after the norm that this layer carries, or as they are."""
@@ -71,10 +71,9 @@ class ColumnLinear(nn.Module):
             return x_TH
         return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
 
-    def project(self, x_TH: Tensor, *, add_bias: bool = True) -> Tensor:
+    def project(self, x_TH: Tensor) -> Tensor:
         """The product alone, of rows that are normalised already."""
-        bias = self.bias if add_bias else None
-        return column_product(x_TH, self.weight, bias, self.group, self.sequence_parallel)
+        return column_product(x_TH, self.weight, self.bias, self.group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""

@@ -130,13 +130,15 @@ class Groups:
         if world_size == 1 and not started:
             return cls(parallel=parallel, device=where)
         if not started:
-            store: dict[str, Any] = {"rank": rank, "world_size": world_size}
-            if where.type == "cuda":
-                store["device_id"] = where
+            timeout = timedelta(seconds=timeout_s)
+            on_cuda: dict[str, Any] = {"device_id": where} if where.type == "cuda" else {}
             dist.init_process_group(
                 "nccl" if where.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                **store,
+                store=_store(rank, world_size, timeout),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                **on_cuda,
             )
         axes = _make(mesh, rank)
         return cls(parallel=parallel, rank=rank, device=where, owns_world=not started, **axes)
@@ -182,6 +184,26 @@ def _can(parallel: ParallelConfig, tp: int, world_size: int) -> bool:
         return False
     ranks = world_size // parallel.pp
     return ranks % (etp * parallel.ep) == 0
+
+
+_stores: dict[tuple[Any, ...], tuple[dist.Store, int]] = {}
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Where the processes of a new world meet: a part of its own of a store that stays.
+
+    A store that ended with its world would be found by a process that is quicker to start the next
+    one than rank 0 is to end it, and be gone a moment later; and torchrun's own store, which lasts,
+    still holds the addresses of the world before.
+    """
+    key = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world_size)
+    if key not in _stores:
+        ways = dist.rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
+        _stores[key] = next(ways)[0], 0
+    store, worlds = _stores[key]
+    _stores[key] = store, worlds + 1
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"megtool/{worlds}", store)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
