@@ -63,7 +63,12 @@ OnDemand = Annotated[
 ]
 Kernels = Annotated[
     Literal["auto", "torch", "triton", "compile", "te"],
-    option(_RUN, "Which implementation of fused operations runs.", "--kernels"),
+    option(
+        _RUN,
+        "Which implementation of fused operations runs. te: Transformer Engine's norms and "
+        "activations without limit and offset; the rest is megtool's own.",
+        "--kernels",
+    ),
 ]
 RunThreads = Annotated[
     int | None,

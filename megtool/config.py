@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megtool.config_checks import check_layers, check_numbers, check_rope_scaling
 from megtool.errors import LayoutError, MappingError
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
@@ -155,6 +156,11 @@ class ModelConfig:
                 f"kv_lora_rank is {self.kv_lora_rank}, but query and value heads have {latent}",
                 hint="latent attention needs the sizes of its heads",
             )
+        check_numbers(self)
+        check_layers(self)
+        turning = self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+        share = 1.0 if self.kv_lora_rank else self.rotary_percent
+        check_rope_scaling(self.rope_scaling, int(turning * share))
         freq = self.moe_layer_freq
         if (isinstance(freq, int) and freq < 1) or (
             isinstance(freq, tuple) and len(freq) != self.num_layers

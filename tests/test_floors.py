@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    {"errors", "dtypes", "log"},
+    {"errors", "dtypes", "log", "config_checks"},
     {"config"},
     {"tensors", "packing", "parallel", "kernels"},
     {"model", "optim", "convert", "checkpoint", "data"},

@@ -155,7 +155,7 @@ def _evaluate(
     from megtool.inference.evaluate import Score, check_documents
     from megtool.inference.evaluate import evaluate as run
 
-    total = check_documents(texts) if data is not None else 0
+    total = check_documents(texts, runnable.config.vocab_size) if data is not None else 0
     began = time.monotonic()
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, progress)

@@ -83,7 +83,7 @@ def generate(
         MegtoolError: the checkpoint, its tokenizer, the layout, a prompt or an option is no good.
     """
     from megtool.inference.batching import Request
-    from megtool.inference.generate import check_lengths
+    from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -114,7 +114,7 @@ def generate(
         tokens = _tokens(one, spoken)
         new = max_new_tokens or max(1, min(_NEW_TOKENS, positions - len(tokens)))
         requests.append(Request(number=n, prompt=tokens, max_new_tokens=new))
-    check_lengths(requests, positions)
+    check_requests(requests, runnable.config)
     num_slots = min(len(requests), batch_size or _MOST_AT_ONCE)
     if dry_run:
         return _plan(runnable, requests, num_slots, manner)

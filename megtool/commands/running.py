@@ -156,11 +156,12 @@ def on_ranks(manner: Manner) -> Iterator[Groups]:
 
     Raises:
         LayoutError: there are too few processes, or too many.
-        MissingPackageError: the device is not there.
+        MissingPackageError: the device is not there, or the kernels.
         UsageError: there is no such kind of device.
     """
     import torch
 
+    from megtool.kernels import transformer_engine
     from megtool.kernels.choice import use
     from megtool.parallel.groups import Groups
 
@@ -174,6 +175,10 @@ def on_ranks(manner: Manner) -> Iterator[Groups]:
     device = _device(manner.device)
     if manner.threads:
         torch.set_num_threads(manner.threads)
+    if manner.kernels == "te":
+        transformer_engine.require(device.type)
+        if os.environ.get("RANK", "0") == "0":
+            _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
     groups = Groups.start(layout, device=device)
     try:
         with use(manner.kernels):

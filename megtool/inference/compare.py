@@ -111,7 +111,7 @@ def compare(
         UsageError: nothing to predict.
         CheckpointError: the logits of one hold a NaN, or vocabularies differ in size.
     """
-    check_documents(documents)
+    check_documents(documents, ours.config.vocab_size)
     sizes = ours.config.vocab_size, theirs.config.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(

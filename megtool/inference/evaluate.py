@@ -13,7 +13,7 @@ from megtool.errors import CheckpointError, UsageError
 from megtool.inference.forward import Forward
 from megtool.inference.graphed import GraphedHidden
 from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
-from megtool.model.batch import Batch
+from megtool.model.batch import Batch, check_ids
 
 MOST_LOGITS = 1 << 25
 """Logits held at a time: 32 M of fp32 are 128 MiB."""
@@ -50,12 +50,14 @@ class Score:
         return self.num_hits / self.num_tokens
 
 
-def check_documents(documents: Sequence[Document]) -> int:
+def check_documents(documents: Sequence[Document], vocab_size: int) -> int:
     """How many predictions count.
 
     Raises:
-        UsageError: none does.
+        UsageError: none does, or a text holds a token beyond the vocabulary.
     """
+    for number, document in enumerate(documents):
+        check_ids(document.tokens, vocab_size, f"text {number}")
     total = num_counted(documents)
     if not total:
         raise UsageError(
@@ -86,7 +88,7 @@ def evaluate(
         UsageError: nothing to predict, or sizes that make no sense.
         CheckpointError: the logits hold a NaN.
     """
-    check_documents(documents)
+    check_documents(documents, forward.config.vocab_size)
     hidden = hidden_of(forward, graphed=graphed)
     total = Score()
     for rows in batches(

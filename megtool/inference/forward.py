@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError
+from megtool.inference.on_demand import on_demand_of
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache, ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
+from megtool.model.moe import MoeMlp
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.groups import Groups
 from megtool.parallel.mesh import Mesh
@@ -71,8 +73,13 @@ class Forward:
 
     @property
     def is_graphable(self) -> bool:
-        """A step may be recorded and replayed: no rank waits for another one's rows in it."""
-        return self.groups.pp.size == 1
+        """A step may be recorded and replayed: nothing in it waits for another stage, for numbers
+        on the host (experts that are looped over, or on other ranks) or for the disk."""
+        return (
+            self.groups.pp.size == 1
+            and on_demand_of(self.decoder) is None
+            and all(m.is_graphable for m in self.decoder.modules() if isinstance(m, MoeMlp))
+        )
 
     def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor | None:
         """States after the final norm, x_TH; each stage hands its rows to the next."""

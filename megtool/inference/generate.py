@@ -9,12 +9,14 @@ from typing import Literal, Protocol
 
 import torch
 
+from megtool.config import ModelConfig
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import InOrder, Request, Running, Schedule
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import NO_NUMBER, Sampling, choose
 from megtool.inference.slots import Blocks, Rows, Slots
 from megtool.inference.stopping import Stops
+from megtool.model.batch import check_ids
 
 Finish = Literal["eos", "stop", "length"]
 """Why a text ended: an end-of-sequence token, a stop string, or no more tokens allowed."""
@@ -59,18 +61,20 @@ class Meter:
     num_graphed: int = 0
 
 
-def check_lengths(requests: Sequence[Request], max_positions: int) -> None:
-    """Refuse prompts that are empty, or that run beyond the model's positions.
+def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:
+    """Refuse prompts that are empty, run beyond the model's positions, or out of its vocabulary.
 
     Raises:
         UsageError: the first such prompt, with what would fit.
     """
+    max_positions = config.max_positions
     for request in requests:
         if not request.prompt:
             raise UsageError(
                 f"prompt {request.number} is empty, and the tokenizer adds no first token",
                 hint="give some text",
             )
+        check_ids(request.prompt, config.vocab_size, f"prompt {request.number}")
         length, new = len(request.prompt), request.max_new_tokens
         if new < 1:
             raise UsageError(f"max_new_tokens is {new}", hint="1 or more")
@@ -106,11 +110,12 @@ def generate(
     the same arguments, and gets the same tokens.
 
     Raises:
-        UsageError: a prompt is empty or too long for the model, or a stop string is empty.
+        UsageError: a prompt is empty, too long for the model or another tokenizer's, or a stop
+            string is empty.
         CheckpointError: the logits of a prompt hold a NaN.
     """
     meter = Meter() if meter is None else meter
-    check_lengths(requests, forward.config.max_positions)
+    check_requests(requests, forward.config)
     Stops(stop)
     if not requests:
         return

@@ -15,6 +15,7 @@ from megtool.inference.forward import Forward
 from megtool.inference.generate import generate
 from megtool.inference.sampling import Sampling
 from megtool.inference.windows import Document, batches
+from megtool.model.batch import check_ids
 
 _MOST_NEW_TOKENS = 256  # lm-eval's own default
 _MISSING = "pip install 'megtool[tasks]'"
@@ -170,6 +171,8 @@ def _sums(
 
     Long ones come first, so that a batch is little padded, and memory that does not do fails soon.
     """
+    for number, document in enumerate(documents):
+        check_ids(document.tokens, forward.config.vocab_size, f"text {number} of the task")
     order = sorted(range(len(documents)), key=lambda n: -len(documents[n].tokens))
     sums, hits = [0.0] * len(documents), [True] * len(documents)
     hidden: Callable[..., Any] = hidden_of(forward, graphed=False)

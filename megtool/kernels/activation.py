@@ -43,6 +43,9 @@ def formula(kind: str) -> str:
 def activate(x_TF: Tensor, kind: str, *, bias: Tensor | None = None) -> Tensor:
     """The activation of `x + bias`, in x's dtype; `quick_gelu` is `x * sigmoid(1.702 x)`.
 
+    `bias` is for products that cannot add it; `megtool.model`'s projections add theirs at no cost
+    in the product (cuBLAS's epilogue).
+
     Raises:
         MappingError: no activation is called `kind`.
     """

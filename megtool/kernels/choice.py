@@ -31,8 +31,8 @@ def use(name: Implementation) -> Iterator[None]:
 
     `auto` is Triton's kernels on a CUDA device where Triton is installed, and torch's own
     operations elsewhere. `compile` is torch.compile of the reference. `te` is Transformer Engine
-    where it has the operation (norms, activations without limit and offset) and what `auto` runs
-    where it has not, which is logged once for each.
+    where it has the operation (`transformer_engine.SCOPE`) and what `auto` runs where it has not,
+    which is logged once for each.
 
     The choice holds for the calling thread, and for a forward pass: backward follows the forward
     it belongs to, wherever and whenever it runs. Only what is recomputed (activation checkpoints)

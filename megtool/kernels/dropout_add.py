@@ -23,6 +23,8 @@ def bias_dropout_add(
 
     Dropout zeroes an element with probability `p` and divides the others by `1 - p`, while
     `training`. Which ones follows torch.manual_seed, but not alike in all implementations.
+
+    For models that are trained with dropout; `megtool.model` has none, so its layers add plainly.
     """
     run = _BIAS_DROPOUT_ADD.on(x.device)
     return run(x, bias, residual, p if training else 0.0, scale)

@@ -41,7 +41,9 @@ def accumulate_product(main_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 def accumulate_weight_gradient(main_grad_OI: Tensor, g_TO: Tensor, x_TI: Tensor) -> None:
     """Add a linear layer's weight gradient, `g_TO.T @ x_TI`, to `main_grad_OI` (fp32), in place.
 
-    Leading dimensions of g and x are flattened into T. Raises as `accumulate_product`.
+    For training that accumulates gradients over micro-batches in `main_grad`, as Megatron does; a
+    forward pass has no use for it. Leading dimensions of g and x are flattened into T. Raises as
+    `accumulate_product`.
     """
     g_TO, x_TI = g_TO.flatten(0, -2), x_TI.flatten(0, -2)
     accumulate_product(main_grad_OI, g_TO.t(), x_TI)

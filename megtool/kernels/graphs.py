@@ -7,23 +7,27 @@ tensors in any nest of tuples, lists and dicts.
 
 What a caller has to know: a function runs `warmups` times before it is captured, so that writes to
 a cache have to be repeatable; name what is not (a counter that advances) in `state`, which is put
-back after the warm-up. Gradients have to have their buffers before (`grad` is not None).
+back after the warm-up, also where the capture fails. Gradients have to have their buffers before
+(`grad` is not None), and to be zeroed by the function or named in `state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megtool.errors import MissingPackageError, UsageError
+from megtool.errors import GraphRuleError, MissingPackageError, UsageError
 from megtool.kernels.choice import chosen
 
 Function = Callable[..., Any]
 Input = Tensor | None
+is_rehearsed: ContextVar[bool] = ContextVar("is_rehearsed", default=False)
+"""A rehearsal watches the calls made now: they must not look into tensors, even on a CPU."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class Graphs:
     at the same time. A graph is chosen by shapes, strides aside, dtypes, grad mode and the kernels
     in use.
 
-    Raises MissingPackageError where there is no CUDA device, UsageError for inputs elsewhere.
+    Raises MissingPackageError where there is no CUDA device, UsageError for inputs elsewhere,
+    GraphRuleError where the function cannot be captured.
     """
 
     def __init__(
@@ -100,9 +105,18 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Other threads (data loading, collectives) may allocate while this one records.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            outputs = map_tensors(torch.Tensor.detach, self.function(*static))
-        copy_into(self.state, before)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                outputs = map_tensors(torch.Tensor.detach, self.function(*static))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what ran in the warm-up cannot be recorded
+            raise GraphRuleError(
+                f"the function cannot be captured: {str(error).strip().splitlines()[0]}",
+                hint="megtool.kernels.rehearsal names the operation",
+            ) from error
+        finally:
+            copy_into(self.state, before)
         return Captured(graph=graph, inputs=static, outputs=outputs)
 
     def _replay(self, captured: Any, inputs: Sequence[Input]) -> Any:

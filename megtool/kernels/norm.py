@@ -42,7 +42,11 @@ def layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
+    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes.
+
+    For layers that own the norm behind their residual. Those of `megtool.model` do not: it belongs
+    to the projection that follows (`layer_norm_weight`), as in Megatron's checkpoints.
+    """
     run = _ADD_RMS_NORM.on(x.device, without=_too_long(x))
     return run(x, residual, weight, eps, zero_centered)
 
@@ -56,7 +60,7 @@ def add_layer_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
+    """The same with a layer norm, for the same callers."""
     run = _ADD_LAYER_NORM.on(x.device, without=_too_long(x))
     return run(x, residual, weight, bias, eps, zero_centered)
 

@@ -2,8 +2,15 @@
 
 At the first call of a shape the function runs once unseen (the warm-up: it may build its tables),
 once watched (the capture: its operations are written down) and once more for the result; every
-later call of the shape has to do exactly the same. What is seen are operations as torch dispatches
-them; work that goes past torch is not.
+later call of the shape has to do exactly the same. What a call wrote into tensors from outside,
+the result's call has to write again: counters, sums of gradients and all else that advances belong
+into `state`.
+
+What is seen are operations as torch dispatches them, and calls of its functions by their names. Not
+seen are: work that goes past torch (compiled kernels, NumPy on a view, pickling); the destination
+of `.to(torch.device("cpu"))`, for here that is where everything is (`.to("cpu")` is seen);
+operations that wait inside of a CUDA kernel and are not in `WAITING_INSIDE`; and a write that gives
+the same when it is repeated, but not when it is begun from another state.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megtool.errors import GraphRuleError
-from megtool.kernels.graphs import Graphs, Input, clone, copy_into, map_tensors
+from megtool.kernels.graphs import Graphs, Input, clone, copy_into, is_rehearsed, map_tensors
 
 Rule = Literal[
     "no waiting for the host",
@@ -47,8 +54,13 @@ HINTS: dict[Rule, str] = {
 T = torch.Tensor
 # Past torch's dispatcher, or told better by the name that was called.
 WAITING: set[Any] = {T.item, T.tolist, T.numpy, T.cpu, T.__bool__, T.__int__, T.__float__}
-WAITING |= {T.__index__, T.__array__, T.__contains__}
+WAITING |= {T.__index__, T.__array__, T.__contains__, T.__complex__, T.__repr__, T.__format__}
 FROM_HOST: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
+# Operations, all their overloads, that read a result on the host inside: errors of a factorisation,
+# a number of steps, a sum that has to be positive. The first is what inv, solve, cholesky ... end in.
+WAITING_INSIDE = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd"}
+WAITING_INSIDE |= {"aten::linalg_eig", "aten::linalg_pinv", "aten::linalg_matrix_exp"}
+WAITING_INSIDE |= {"aten::multinomial", "aten::histc", "aten::embedding_renorm_"}
 # Tagged as shaped by data because a mask may index; plain numbers do not.
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
@@ -68,6 +80,7 @@ class Trace:
 
     operations: list[Operation] = field(default_factory=list)
     outside: dict[int, Any] = field(default_factory=dict)
+    written: dict[int, str] = field(default_factory=dict)  # which of them, by which operation
     random: bool = False
 
 
@@ -78,6 +91,7 @@ class Rehearsed:
     inputs: list[Input]
     trace: Trace
     outputs: Any
+    contents: dict[int, Tensor]  # of what was written outside of inputs and state, as bytes
     given: Any = None
 
 
@@ -94,15 +108,19 @@ class Rehearsal(Graphs):
     def _capture(self, inputs: Sequence[Input]) -> Rehearsed:
         static = [clone(x) for x in inputs]
         before = [t.clone() for t in self.state]
-        self.function(*static)
-        copy_into(self.state, before)
-        copy_into(static, inputs)
-        seed = torch.get_rng_state()
-        outputs, trace = self._watch(static, None)
-        copy_into(self.state, before)
+        try:
+            self.function(*static)
+            copy_into(self.state, before)
+            copy_into(static, inputs)
+            seed = torch.get_rng_state()
+            outputs, trace = self._watch(static, None)
+        finally:
+            copy_into(self.state, before)
         if trace.random:
             torch.set_rng_state(seed)
-        return Rehearsed(inputs=static, trace=trace, outputs=outputs)
+        known = {t.untyped_storage()._cdata for t in self.state}
+        contents = {n: _bytes(trace.outside[n]) for n in trace.written if n not in known}
+        return Rehearsed(inputs=static, trace=trace, outputs=outputs, contents=contents)
 
     def _replay(self, captured: Rehearsed, inputs: Sequence[Input]) -> Any:
         if captured.given is not None:
@@ -111,15 +129,24 @@ class Rehearsal(Graphs):
         outputs, _ = self._watch(captured.inputs, captured.trace)
         if captured.outputs is not None:
             _compare(captured.outputs, outputs)
+            for number, was in captured.contents.items():
+                if not torch.equal(was, _bytes(captured.trace.outside[number])):
+                    name = captured.trace.written[number]
+                    raise _broken("a repeatable result", name, "it advances a tensor from outside")
             captured.outputs = None
+            captured.contents.clear()
         captured.given = None if self.copies else outputs
         return outputs
 
     def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
         """Run once; returns copies of the outputs and what was done."""
         watch = _Watch(static, expected)
-        with _Host(), watch:
-            raw = self.function(*static)
+        token = is_rehearsed.set(True)
+        try:
+            with _Host(), watch:
+                raw = self.function(*static)
+        finally:
+            is_rehearsed.reset(token)
         watch.finish()
         outputs = map_tensors(lambda x: x.detach().clone(), raw)
         del raw
@@ -136,6 +163,11 @@ class _Host(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if func in WAITING:
             raise _broken("no waiting for the host", f"Tensor.{name}")
+        named = [*args[1:], *(kwargs or {}).values()]
+        if func is T.to and any(isinstance(x, str) and x.startswith("cpu") for x in named):
+            raise _broken("no waiting for the host", 'Tensor.to("cpu")')
+        if func in (torch.tensor_split, T.tensor_split) and any(isinstance(x, T) for x in named):
+            raise _broken("no waiting for the host", "torch.tensor_split", "by a tensor")
         if func in FROM_HOST and not (args and isinstance(args[0], Tensor)):
             raise _broken("no data from the host", f"torch.{name}")
         return func(*args, **(kwargs or {}))
@@ -167,6 +199,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (args, tuple(kwargs.items())), lambda x: storages.append(self._role(x)), numbers
         )
         self._note(Operation(func.name(), tuple(storages), tuple(numbers)))
+        self._note_writes(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.trace.random = True
         result = func(*args, **kwargs)
@@ -195,9 +228,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not reference.expired():
                 raise _broken("no memory of the graph kept outside", name)
 
+    def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Which tensors from outside the operation writes into."""
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else kwargs.get(argument.name)
+                _take_apart(value, lambda x: self._write(x, func.name()), [])
+
+    def _write(self, x: Tensor, name: str) -> None:
+        number = x.untyped_storage()._cdata
+        if number in self.trace.outside:
+            self.trace.written.setdefault(number, name)
+
     def _check(self, func: Any, name: str, args: Any) -> None:
         """Rules that one operation breaks by itself."""
-        if torch.Tag.data_dependent_output in func.tags:
+        if torch.Tag.data_dependent_output in func.tags or name in WAITING_INSIDE:
             raise _broken("no waiting for the host", func.name())
         if name in INDEXING:
             if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
@@ -276,6 +321,11 @@ def _values(nest: Any) -> Any:
     if isinstance(nest, tuple | list):
         return tuple(_values(value) for value in nest)
     return nest
+
+
+def _bytes(storage: Any) -> Tensor:
+    """A copy of what a storage holds."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
 
 
 def _spoil(x: Tensor) -> Tensor:

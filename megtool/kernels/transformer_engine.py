@@ -1,4 +1,7 @@
-"""Transformer Engine's kernels, where they are asked for: loading it, norms and activations."""
+"""Transformer Engine's kernels, where they are asked for: loading it, norms and activations.
+
+`SCOPE` says which operations it runs, and that all others are megtool's own.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ from megtool.errors import MissingPackageError
 
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 _LEAST = (2, 9)
+SCOPE = (
+    "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "
+    "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu); "
+    "rotary embedding, attention, dispatch to experts and cross entropy are megtool's own kernels, "
+    "and matrix products torch's"
+)
 
 # Our names of activations; its "gelu" is the tanh approximation, and it has no exact one.
 _PLAIN = {

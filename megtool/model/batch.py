@@ -7,6 +7,7 @@ N query heads (of this rank), K key and value heads (of this rank), D head size,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
+from megtool.kernels.graphs import is_rehearsed
 
 if TYPE_CHECKING:
     from megtool.model.cache import Cache
@@ -31,7 +33,7 @@ class Batch:
     `documents_BS` alone; positions do not start again by themselves where a document does.
 
     Raises:
-        UsageError: a shape is not that of the tokens.
+        UsageError: there is no token, or a shape is not that of the tokens.
     """
 
     tokens_BS: Tensor
@@ -43,6 +45,10 @@ class Batch:
         if self.tokens_BS.dim() != 2:
             raise UsageError(
                 f"tokens have shape {list(self.tokens_BS.shape)}", hint="[batch, sequence]"
+            )
+        if not self.tokens_BS.numel():
+            raise UsageError(
+                f"tokens have shape {list(self.tokens_BS.shape)}", hint="one row and token at least"
             )
         for name in ("positions_BS", "valid_BS", "documents_BS"):
             value: Tensor | None = getattr(self, name)
@@ -63,6 +69,51 @@ class Batch:
     def shape(self) -> tuple[int, int]:
         """Rows and tokens of each."""
         return self.tokens_BS.shape[0], self.tokens_BS.shape[1]
+
+
+def check_ids(ids: Tensor | Sequence[int], vocab_size: int, where: str = "the batch") -> None:
+    """Refuse tokens that the model does not have, padding included.
+
+    A tensor elsewhere than on the CPU is not looked at, since that would wait for the device: who
+    puts tokens there checks them before.
+
+    Raises:
+        UsageError: an id is negative, or not less than `vocab_size`.
+    """
+    if (ends := _ends(ids)) is None:
+        return
+    if ends[0] < 0 or ends[1] >= vocab_size:
+        raise UsageError(
+            f"{where} holds token {ends[0] if ends[0] < 0 else ends[1]}, and the model has a "
+            f"vocabulary of {vocab_size}",
+            hint=f"ids go from 0 to {vocab_size - 1}: is the tokenizer another model's?",
+        )
+
+
+def check_positions(positions_BS: Tensor, max_positions: int) -> None:
+    """Refuse places that no embedding was learned for; on the CPU alone, as `check_ids`.
+
+    Raises:
+        UsageError: a place is negative, or not less than `max_positions`.
+    """
+    if (ends := _ends(positions_BS)) is None:
+        return
+    if ends[0] < 0 or ends[1] >= max_positions:
+        raise UsageError(
+            f"a token stands at position {ends[0] if ends[0] < 0 else ends[1]}, and the model has "
+            f"learned {max_positions} positions",
+            hint=f"at most {max_positions} tokens a row, with those in the cache",
+        )
+
+
+def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
+    """The smallest and the largest; None where there is none, or where it cannot be seen."""
+    if not isinstance(values, Tensor):
+        return (min(values), max(values)) if len(values) else None
+    if values.device.type != "cpu" or is_rehearsed.get() or not values.numel():
+        return None
+    low, high = values.aminmax()
+    return int(low), int(high)
 
 
 @dataclass(slots=True, kw_only=True)

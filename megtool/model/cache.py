@@ -197,7 +197,6 @@ class ContiguousCache(Cache):
         self.length += 0 if self.graphable else tokens
         self.offset.add_(tokens)
         self.counts_B.add_(tokens if self._valid_BS is None else self._valid_BS.sum(1))
-        self._slots_S, self._valid_BS = self.slots_L[:0], None
         self._slots_S, self._valid_BS = self.slots_L[:0], None  # a graph's memory is not ours
 
     def reset(self) -> None:
@@ -316,7 +315,10 @@ class PagedCache(Cache):
         # Padding goes to block 0, which no sequence reads.
         written = torch.where(new_S < real_B[:, None], slots_BL.gather(1, places), 0)
         self._write_T, self._read_BL = written.flatten(), slots_BL[:, :num_keys]
-        positions = queries_BS if batch.positions_BS is None else batch.positions_BS
+        # Padding stands where the row's last token does, so that no place is beyond the row's own.
+        last_B1 = (past_B + real_B - 1).clamp_min(0)[:, None]
+        positions = batch.positions_BS
+        positions = torch.minimum(queries_BS, last_B1) if positions is None else positions
         keys_L = torch.arange(num_keys, device=device)
         return Span(
             num_keys=num_keys,

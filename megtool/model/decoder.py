@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
-from megtool.errors import UsageError
+from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from megtool.model.batch import Batch, Frame
+from megtool.model.batch import Batch, Frame, check_ids, check_positions
 from megtool.model.cache import Cache, Span
 from megtool.model.layer import Layer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
@@ -19,7 +19,7 @@ from megtool.model.masks import Masks
 from megtool.model.norm import Norm, NormLayer
 from megtool.model.rotary import Rotary
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
-from megtool.parallel.groups import Groups
+from megtool.parallel.groups import Group, Groups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 # Logits of one pass and rank that are kept for the backward pass, which saves one product of four;
@@ -37,6 +37,36 @@ class Stage:
     layers: tuple[int, ...]
     embedding: bool = True
     head: bool = True
+
+
+def rows_of_rank(tokens: int, tp: Group) -> int:
+    """How many of so many tokens are a rank's rows with sequence parallelism.
+
+    Raises:
+        LayoutError: tp does not divide them.
+    """
+    if tokens % tp.size:
+        raise LayoutError(
+            f"sequence parallelism over tp={tp.size} cannot share out B*S = {tokens} tokens",
+            hint=f"B*S has to be a multiple of tp: pad to {tokens + -tokens % tp.size} tokens, "
+            "or turn sequence parallelism off",
+        )
+    return tokens // tp.size
+
+
+def check_kind(config: ModelConfig) -> None:
+    """Refuse what only encoders have.
+
+    Raises:
+        MappingError: relative positions, or types of tokens.
+    """
+    hint = "a Decoder runs decoder-only models; other models are only converted"
+    if config.position_embedding == "relative":
+        raise MappingError("position_embedding is 'relative', which encoders have", hint=hint)
+    if config.num_token_types:
+        raise MappingError(
+            f"num_token_types is {config.num_token_types}, which encoders have", hint=hint
+        )
 
 
 class Embedding(nn.Module):
@@ -90,7 +120,7 @@ class Decoder(nn.Module):
 
     Raises:
         LayoutError: sizes do not go evenly over the ranks.
-        MappingError: the configuration asks for something unknown.
+        MappingError: the configuration asks for something unknown, or is an encoder's.
     """
 
     def __init__(
@@ -105,6 +135,7 @@ class Decoder(nn.Module):
         vocab_multiple: int = VOCAB_MULTIPLE,
     ) -> None:
         super().__init__()
+        check_kind(config)
         groups = Groups.alone() if groups is None else groups
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
@@ -221,9 +252,20 @@ class Decoder(nn.Module):
         return x_TH
 
     def frame(self, batch: Batch, cache: Cache | None = None) -> Frame:
-        """What all layers share in a pass over the batch; takes the cache's slots for it."""
+        """What all layers share in a pass over the batch; takes the cache's slots for it.
+
+        Raises:
+            UsageError: tokens on the CPU that are not in the vocabulary, or at places that no
+                embedding was learned for.
+            LayoutError: sequence parallelism does not divide the tokens.
+        """
         rows, tokens = batch.shape
+        check_ids(batch.tokens_BS, self.config.vocab_size)
+        if self.sequence_parallel:
+            rows_of_rank(rows * tokens, self.groups.tp)
         span = Span.fresh(batch) if cache is None else cache.begin(batch)
+        if self.config.position_embedding == "learned":
+            check_positions(span.positions_BS, self.config.max_positions)
         self.rotary.forget()
         return Frame(
             num_rows=rows,

@@ -113,17 +113,16 @@ class RowLinear(nn.Module):
             made = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
             self.bias = mark(made, partial=self.sequence_parallel)
 
-    def forward(self, x_TF: Tensor, *, add_bias: bool = True) -> Tensor:
-        """`[T, out]`, or `[T/tp, out]`. Without `add_bias` the bias is left to whoever fuses it."""
-        bias = self.bias if add_bias else None
+    def forward(self, x_TF: Tensor) -> Tensor:
+        """`[T, out]`, or `[T/tp, out]`."""
         if self.group.size == 1:
-            return F.linear(x_TF, self.weight, bias)
+            return F.linear(x_TF, self.weight, self.bias)
         part = F.linear(x_TF, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_rows(part, self.group)
         else:
             y = reduce_from(part, self.group, in_place=True)
-        return y if bias is None else y + bias
+        return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""

@@ -18,7 +18,7 @@ class Mask:
 
     All of them where `allowed` is None, or, with `is_causal`, those up to the query's own number;
     else `allowed` is true for them, bool [B, 1, S, L] (batch may be 1). A query always may attend
-    to its own key, so that no row is empty.
+    to its own key, so that no row is empty. Padding takes no place in a window.
     """
 
     allowed: Tensor | None = None
@@ -77,7 +77,7 @@ class Masks:
         key = torch.arange(span.num_keys, device=query.device)
         allowed = key <= query
         if window:
-            allowed &= key > query - window
+            allowed = allowed & self._near(window)
         if chunk:
             allowed = allowed & (
                 span.positions_BS[:, :, None] // chunk == span.key_positions_BL[:, None] // chunk
@@ -88,3 +88,13 @@ class Masks:
             allowed = allowed & span.valid_BL[:, None]
             allowed |= key == query
         return Mask(allowed[:, None])
+
+    def _near(self, window: int) -> Tensor:
+        """Keys less than `window` tokens before a query, or behind it, [B, S, L]: padding between
+        them does not count."""
+        span = self.span
+        query_BS, key_BL = span.queries_BS, torch.arange(span.num_keys, device=span.queries_BS.device)[None]
+        if span.valid_BL is not None:
+            key_BL = span.valid_BL.cumsum(1)
+            query_BS = key_BL.gather(1, query_BS.expand(key_BL.shape[0], -1))
+        return key_BL[:, None] > query_BS[:, :, None] - window

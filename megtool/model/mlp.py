@@ -12,6 +12,14 @@ from megtool.model.norm import Norm
 from megtool.parallel.groups import Groups
 
 
+def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
+    """What stands between an MLP's two projections: its activation, gated or not."""
+    kind = config.activation
+    if not config.gated:
+        return activate(x_TF, kind)
+    return gated(x_TF, kind, limit=config.activation_limit, offset=config.glu_offset)
+
+
 class Mlp(nn.Module):
     """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up."""
 
@@ -49,11 +57,5 @@ class Mlp(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """What the MLP adds to the residual x_TH (before its scale), in x_TH's rows."""
-        config = self.config
-        x = self.linear_fc1(x_TH)
-        if config.gated:
-            x = gated(x, config.activation, limit=config.activation_limit, offset=config.glu_offset)
-        else:
-            x = activate(x, config.activation)
-        out: Tensor = self.linear_fc2(x)
+        out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
         return out

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
-from megtool.kernels.activation import activate, gated
-from megtool.kernels.experts import grouped_linear, invert, permute, unpermute
+from megtool.kernels.experts import grouped_linear, invert, permute, unpermute, waits_for_host
+from megtool.model.mlp import activated
 from megtool.model.parameters import mark
 from megtool.model.router import Router
 from megtool.model.shared_experts import SharedExperts
@@ -65,11 +65,24 @@ class MoeMlp(nn.Module):
                 config, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
 
+    @property
+    def is_in_place(self) -> bool:
+        """Tokens stay on their ranks: every rank has a part of every expert."""
+        groups = self.groups
+        return groups.ep.size == 1 and groups.etp.ranks == groups.tp.ranks
+
+    @property
+    def is_graphable(self) -> bool:
+        """A pass reads no counts on the host: tokens stay, and experts are multiplied at once."""
+        experts = self.experts["experts"]
+        linears = (m for m in experts.modules() if isinstance(m, ExpertLinear))
+        return self.is_in_place and not any(waits_for_host(m.weight) for m in linears)
+
     def forward(self, x_TH: Tensor) -> Tensor:
         """The sum of each token's experts by their shares, and of the shared ones."""
         experts_TK, probs_TK = self.router(x_TH)
         groups = self.groups
-        if groups.ep.size == 1 and groups.etp.ranks == groups.tp.ranks:
+        if self.is_in_place:
             out_TH = self._in_place(x_TH, experts_TK, probs_TK)
         elif self.sequence_parallel or groups.tp.size == 1:
             out_TH = self._dispatched(x_TH, experts_TK, probs_TK)
@@ -150,13 +163,7 @@ class Experts(nn.Module):
 
     def forward(self, rows_RH: Tensor, counts_E: Tensor) -> Tensor:
         """The part of each row's result that this rank's columns give; rows sorted by expert."""
-        inner, config = self.linear_fc1(rows_RH, counts_E), self.config
-        if config.gated:
-            inner = gated(
-                inner, config.activation, limit=config.activation_limit, offset=config.glu_offset
-            )
-        else:
-            inner = activate(inner, config.activation)
+        inner = activated(self.linear_fc1(rows_RH, counts_E), self.config)
         out: Tensor = self.linear_fc2(inner, counts_E)
         return out
 

@@ -13,7 +13,7 @@ from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache
-from megtool.model.decoder import Decoder, Stage
+from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.model.parameters import mark
 from megtool.parallel.groups import Groups
 from megtool.parallel.pipeline import Pipeline, divisors, near
@@ -256,7 +256,7 @@ def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = No
         LayoutError: sequence parallelism does not divide the tokens.
     """
     tokens = batch.tokens_BS.numel()
-    rows = decoder.groups.tp.part(tokens, "tokens") if decoder.sequence_parallel else tokens
+    rows = rows_of_rank(tokens, decoder.groups.tp) if decoder.sequence_parallel else tokens
     where = decoder.groups.device if device is None else device
     return torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=where)
 

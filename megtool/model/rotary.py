@@ -2,6 +2,12 @@
 
 Formulas as in transformers' `modeling_rope_utils.py`, whose names of the kinds these are: `linear`,
 `dynamic` (NTK), `yarn`, `longrope` (also `su`) and `llama3`.
+
+`dynamic` and `longrope` depend on how long a row is: here by the largest position of the row itself
+in the pass (transformers takes the largest of the whole batch, so that a row's numbers depend on
+its neighbours there). As in transformers, keys in a cache keep the rotation of the pass that wrote
+them: a text that is read in portions, and grows past the length at which these two change, gets
+other numbers than in one pass.
 """
 
 from __future__ import annotations
@@ -50,7 +56,8 @@ def rotary_size(config: ModelConfig) -> int:
 
 
 class Frequencies(NamedTuple):
-    """Angles per position, float32 `[R / 2]`, and what cosines and sines are multiplied by."""
+    """Angles per position, float32 `[R / 2]` (or a row's, `[B, 1, R / 2]`), and what cosines and
+    sines are multiplied by."""
 
     per_position: Tensor
     scale: float
@@ -74,6 +81,7 @@ class Rotary:
         self._made: tuple[Tensor | None, dict[bool, Rotation]] = (None, {})
         if config.position_embedding == "rope":
             self.frequencies(self.original_length, is_local=False)
+            self.frequencies(self.original_length + 1, is_local=False)
 
     @property
     def original_length(self) -> int:
@@ -103,10 +111,11 @@ class Rotary:
 
     def rotation(self, positions_BS: Tensor, *, is_local: bool = False) -> Rotation:
         """Cosines and sines of positions, int64 `[B, S]`."""
-        length = self.original_length
+        device = positions_BS.device
         if not is_local and self.kind in ("dynamic", "longrope", "su"):
-            length = int(positions_BS.max()) + 1  # these two alone depend on the data
-        found = self.frequencies(length, is_local=is_local, device=positions_BS.device)
+            found = self._by_row(positions_BS.amax(1) + 1)
+        else:
+            found = self.frequencies(self.original_length, is_local=is_local, device=device)
         angles = positions_BS[..., None].float() * found.per_position
         if self.config.rope_interleaved:
             angles = angles.repeat_interleave(2, -1)
@@ -116,6 +125,20 @@ class Rotary:
         if found.scale != 1:
             cos, sin = cos * found.scale, sin * found.scale
         return Rotation(cos.to(self.dtype), sin.to(self.dtype))
+
+    def _by_row(self, lengths_B: Tensor) -> Frequencies:
+        """The frequencies of rows of so many tokens; nothing is read back from the device."""
+        device = lengths_B.device
+        if self.kind == "dynamic":
+            base = float(self.config.rope_base or 10000.0)
+            return Frequencies(_ntk(self, base, lengths_B)[:, None], 1.0)
+        short, long = (
+            self.frequencies(self.original_length + more, is_local=False, device=device)
+            for more in (0, 1)
+        )
+        is_long_B = lengths_B > self.original_length
+        chosen = torch.where(is_long_B[:, None, None], long.per_position, short.per_position)
+        return Frequencies(chosen, short.scale)
 
     def frequencies(
         self, length: int, *, is_local: bool, device: torch.device | str = "cpu"
@@ -160,10 +183,19 @@ def _linear(rotary: Rotary, base: float, length: int) -> Frequencies:
 
 
 def _dynamic(rotary: Rotary, base: float, length: int) -> Frequencies:
-    """NTK-aware: a larger base once a sequence is longer than the model's positions."""
-    factor, size = rotary.scaling["factor"], rotary.size
-    stretch = factor * length / rotary.config.max_positions - (factor - 1)
-    return Frequencies(1 / _powers(base * stretch ** (size / (size - 2)), size), 1.0)
+    return Frequencies(_ntk(rotary, base, torch.tensor(length)), 1.0)
+
+
+def _ntk(rotary: Rotary, base: float, length: Tensor) -> Tensor:
+    """NTK-aware: a larger base once a sequence is longer than the model's positions.
+
+    Frequencies `[..., R / 2]` for lengths `[...]`.
+    """
+    factor, size, most = float(rotary.scaling["factor"]), rotary.size, rotary.config.max_positions
+    stretch = factor * length.clamp_min(most).double() / most - (factor - 1)
+    grown = (base * stretch ** (size / (size - 2))).float()
+    exponents = torch.arange(0, size, 2, dtype=torch.int64, device=length.device).float() / size
+    return 1 / grown[..., None] ** exponents
 
 
 def _llama3(rotary: Rotary, base: float, length: int) -> Frequencies:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
-from megtool.kernels.activation import activate, gated
 from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.mlp import activated
 from megtool.model.parameters import mark
 from megtool.parallel.groups import Groups
 
@@ -55,13 +55,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The MLP of each token, times the sigmoid of its gate where there is one."""
-        inner = self.linear_fc1(x_TH)
-        kind, limit = self.config.activation, self.config.activation_limit
-        if self.config.gated:
-            inner = gated(inner, kind, limit=limit, offset=self.config.glu_offset)
-        else:
-            inner = activate(inner, kind)
-        out: Tensor = self.linear_fc2(inner)
+        out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
         if self.gate_weight is not None:
             out = out * F.linear(x_TH, self.gate_weight).sigmoid()
         return out

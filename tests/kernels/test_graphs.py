@@ -28,6 +28,16 @@ class Scene:
         self.calls = 0
         self.kept: list[Tensor] = []
 
+    def count_unseen(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x
+
+    def learn(self, x: Tensor) -> Tensor:
+        """A backward pass into a gradient that nobody has made before."""
+        self.weight.requires_grad_()
+        (x * self.weight).sum().backward()
+        return x
+
     def branch(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
@@ -63,6 +73,16 @@ BAD: dict[str, tuple[Function, str, str]] = {
     "tolist": (lambda s, x: x + sum(x.tolist()), "no waiting", "Tensor.tolist"),
     "numpy": (lambda s, x: x + float(x.numpy()[0]), "no waiting", "Tensor.numpy"),
     "cpu": (lambda s, x: x.cpu(), "no waiting", "Tensor.cpu"),
+    "to": (lambda s, x: x.to("cpu"), "no waiting", 'Tensor.to("cpu")'),
+    "to device": (lambda s, x: x.to(device="cpu"), "no waiting", 'Tensor.to("cpu")'),
+    "str": (lambda s, x: x * len(str(x)), "no waiting", "Tensor.__repr__"),
+    "format": (lambda s, x: x * len(f"{x}"), "no waiting", "Tensor.__format__"),
+    "inv": (lambda s, x: torch.linalg.inv(x.diag()), "no waiting", "_linalg_check_errors"),
+    "solve": (lambda s, x: torch.linalg.solve(x.diag(), x), "no waiting", "_linalg_check_errors"),
+    "eigh": (lambda s, x: torch.linalg.eigvalsh(x.diag()), "no waiting", "aten::_linalg_eigh"),
+    "split": (lambda s, x: x.tensor_split(s.count[None])[1], "no waiting", "tensor_split"),
+    "unseen count": (Scene.count_unseen, "a repeatable result", "aten::add_.Tensor"),
+    "no gradient": (Scene.learn, "a repeatable result", "aten::add_.Tensor"),
     "equal": (lambda s, x: x if torch.equal(x, x) else -x, "no waiting", "aten::equal"),
     "nonzero": (lambda s, x: x.nonzero(), "no shapes", "aten::nonzero"),
     "mask": (lambda s, x: x[x > 0], "no shapes", "aten::index"),
@@ -165,6 +185,24 @@ CHECKS = [check_layered, check_state, check_step]
 @pytest.mark.parametrize("check", CHECKS)
 def test_what_is_allowed_passes(check: Callable[[str], None]) -> None:
     check("cpu")
+
+
+def test_a_failed_capture_leaves_the_state_as_it_was() -> None:
+    scene = Scene()
+    run = Rehearsal(lambda x: scene.advance(x) * x.sum().item(), state=[scene.count])
+    with pytest.raises(GraphRuleError, match=r"Tensor\.item"):
+        run(torch.ones(1))
+    assert scene.count == 0
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_on_a_gpu_leaves_the_state_and_the_stream() -> None:
+    scene = Scene("cuda")
+    run = Graphs(lambda x: scene.advance(x) * x.sum().item(), state=[scene.count])
+    with pytest.raises(GraphRuleError, match="cannot be captured"):
+        run(torch.ones(1, device="cuda"))
+    assert scene.count == 0
+    assert scene.advance(torch.ones(1, device="cuda")) == 1
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ TOKENS = torch.ones(2, 5, dtype=torch.int64)
     ("fields", "said"),
     [
         ({"tokens_BS": TOKENS[0]}, r"tokens have shape \[5\]"),
+        ({"tokens_BS": TOKENS[:, :0]}, r"tokens have shape \[2, 0\]"),
         ({"positions_BS": TOKENS[:, :4]}, r"positions_BS has shape \[2, 4\], and the tokens"),
         ({"valid_BS": TOKENS[:1].bool()}, r"valid_BS has shape \[1, 5\]"),
         ({"documents_BS": TOKENS[:1]}, r"documents_BS has shape \[1, 5\]"),

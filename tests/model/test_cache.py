@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,10 +84,9 @@ def test_padding_on_the_right_leaves_a_gap_that_nobody_sees() -> None:
     rest = DECODER(Batch(tokens_BS=answers), cache)
     for row, length in ((0, 3), (1, 5)):
         alone = torch.cat((tokens[row, :length], answers[row]))[None]
-        want = DECODER(Batch(tokens_BS=alone)) if row else None
+        want = DECODER(Batch(tokens_BS=alone))
         assert (last[row] - whole(tokens[row : row + 1, :length])[0, -1]).abs().max() < TOLERANCE
-        if want is not None:
-            assert (rest[row] - want[0, length:]).abs().max() < TOLERANCE
+        assert (rest[row] - want[0, length:]).abs().max() < TOLERANCE
 
 
 def test_a_decoding_step_is_recorded_and_replayed() -> None:
@@ -138,6 +138,29 @@ def test_sequences_in_blocks(lengths: list[int], block: int) -> None:
         cache.release(i)
     assert len(cache.free) == free
     assert not cache.blocks
+
+
+@pytest.mark.parametrize("kind", ["longrope", "learned"])
+def test_padding_in_blocks_stands_at_no_place_beyond_its_row(kind: str) -> None:
+    """Neither does it make a short row a long one, nor does it need a learned position."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 8,
+    }
+    facts = {"rope_scaling": scaling} if kind == "longrope" else {"position_embedding": "learned"}
+    decoder = model(replace(CONFIG, max_positions=12, **facts))
+    tokens = text(2, 12)
+    cache = PagedCache(decoder.config, num_blocks=8, block_size=4)
+    cache.choose([(0, 12), (1, 5)])
+    out = decoder(Batch(tokens_BS=tokens), cache)
+    assert (out[1, :5] - decoder(Batch(tokens_BS=tokens[1:, :5]))[0]).abs().max() < TOLERANCE
+    cache.choose([(1, 2)])
+    decoder(Batch(tokens_BS=tokens[1:, 5:7]), cache)
+    cache.release(0)
+    cache.choose([(1, 1)])
+    decoder(Batch(tokens_BS=torch.full((1, 5), 7)), cache)  # room for 5 more, and 1 is real
 
 
 def test_blocks_run_out() -> None:

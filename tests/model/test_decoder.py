@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 
-from megtool.config import ModelConfig
+from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
-from megtool.errors import UsageError
+from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor
 
 torch = pytest.importorskip("torch")
 
 from megtool.model import decoder as module  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
+from megtool.model.cache import ContiguousCache  # noqa: E402
 from megtool.model.decoder import Decoder, Stage  # noqa: E402
+from megtool.parallel.groups import Group, Groups  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,
@@ -151,3 +153,54 @@ def test_layers_are_called_as_modules() -> None:
         layer.register_forward_hook(lambda *_, name=name: seen.append(f"out {name}"))
     decoder(Batch(tokens_BS=text(1, 3)))
     assert seen == [f"{way} {i}" for i in range(4) for way in ("in", "out")]
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        (-1, "holds token -1, and the model has a vocabulary of 101"),
+        (101, "holds token 101"),  # the embedding has 128 rows
+        (5000, "holds token 5000"),
+    ],
+)
+def test_tokens_beyond_the_vocabulary_are_refused(token: int, said: str) -> None:
+    tokens = text(2, 5)
+    tokens[1, 3] = token
+    with pytest.raises(UsageError, match=said) as caught:
+        made(ModelConfig(**SIZES))(Batch(tokens_BS=tokens))
+    assert caught.value.hint == "ids go from 0 to 100: is the tokenizer another model's?"
+
+
+def test_positions_that_were_not_learned_are_refused() -> None:
+    config = ModelConfig(**SIZES, position_embedding="learned")
+    decoder, tokens = made(config), text(1, 33)
+    with pytest.raises(UsageError, match="at position 32, and the model has learned 32 positions"):
+        decoder(Batch(tokens_BS=tokens))
+    padded = Batch(tokens_BS=tokens, valid_BS=torch.arange(33)[None] < 32)
+    assert decoder(padded).shape == (1, 33, 101)
+    cache = ContiguousCache(config, num_rows=1, max_tokens=64)
+    decoder(Batch(tokens_BS=tokens[:, :30]), cache)
+    with pytest.raises(UsageError, match="at position 32"):
+        decoder(Batch(tokens_BS=tokens[:, 30:]), cache)
+    assert made(ModelConfig(**SIZES))(Batch(tokens_BS=tokens)).shape == (1, 33, 101)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"position_embedding": "relative"}, "position_embedding is 'relative'"),
+        ({"num_token_types": 2}, "num_token_types is 2"),
+    ],
+)
+def test_encoders_are_refused(facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(MappingError, match=said):
+        Decoder(ModelConfig(**SIZES, **facts))
+
+
+def test_sequence_parallelism_says_what_it_shares_out() -> None:
+    groups = Groups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
+    decoder = Decoder(ModelConfig(**SIZES), groups, device="cpu", sequence_parallel=True)
+    with pytest.raises(LayoutError, match=r"over tp=2 cannot share out B\*S = 21 tokens") as caught:
+        decoder.frame(Batch(tokens_BS=text(3, 7)))
+    assert caught.value.hint is not None
+    assert "multiple of tp: pad to 22 tokens, or turn sequence parallelism off" in caught.value.hint

@@ -224,6 +224,32 @@ def forget(model: Any, case: Case) -> None:
             model(prompt(1, 4))
 
 
+def decoded(model: Any, case: Case, tokens: Any, valid: Any, sizes: Any) -> list[Any]:
+    """transformers' logits, portion by portion with its cache.
+
+    Where frequencies depend on the longest row of its batch, every row has a batch of its own.
+    """
+    alone = case.name in ("dynamic", "longrope")
+    rows = tokens.shape[0]
+    places = (valid.cumsum(1) - 1).clamp_min(0)
+    found: list[list[Any]] = [[] for _ in sizes]
+    for part in [slice(r, r + 1) for r in range(rows)] if alone else [slice(None)]:
+        kept, at = None, 0
+        forget(model, case)
+        for portion, size in enumerate(sizes):
+            with torch.no_grad():
+                out = model(
+                    tokens[part, at : at + size],
+                    attention_mask=valid[part, : at + size],
+                    position_ids=places[part, at : at + size],
+                    past_key_values=kept,
+                    use_cache=True,
+                )
+            kept, at = out.past_key_values, at + size
+            found[portion].append(out.logits)
+    return [torch.cat(portion) for portion in found]
+
+
 def prompt(rows: int = 2, length: int = LENGTH) -> Any:
     return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
 
@@ -255,13 +281,11 @@ def test_logits(case: Case, pair: Callable[..., Any], record_property: Any) -> N
 @cases
 def test_logits_with_padding_on_the_left(case: Case, pair: Callable[..., Any]) -> None:
     model, decoder = pair(case)
-    forget(model, case)
     tokens = prompt(3)
     valid = torch.ones_like(tokens)
     valid[0, :6], valid[2, :1] = 0, 0
-    places = (valid.cumsum(1) - 1).clamp_min(0)
+    (want,) = decoded(model, case, tokens, valid, [LENGTH])
     with torch.no_grad():
-        want = model(tokens, attention_mask=valid, position_ids=places).logits
         got = decoder(Batch(tokens_BS=tokens, valid_BS=valid.bool()))
     real = valid.bool()
     assert largest(want[real], got[real]) < TOLERANCE
@@ -271,32 +295,41 @@ def test_logits_with_padding_on_the_left(case: Case, pair: Callable[..., Any]) -
 def test_decoding_with_a_cache(case: Case, pair: Callable[..., Any]) -> None:
     """Prompt, then token by token, with and without padding, as transformers' own cache does."""
     model, decoder = pair(case)
-    tokens = prompt(3, LENGTH + 6)
+    tokens, sizes = prompt(3, LENGTH + 6), (LENGTH, 1, 1, 1, 3)
     for padded in (False, True):
         valid = torch.ones_like(tokens)
         if padded:
             valid[0, :3], valid[1, :1] = 0, 0
-        places = (valid.cumsum(1) - 1).clamp_min(0)
-        cache = ContiguousCache(decoder.config, num_rows=3, max_tokens=LENGTH + 8)
-        kept, at = None, 0
-        forget(model, case)
-        for size in (LENGTH, 1, 1, 1, 3):
+        cache, at = ContiguousCache(decoder.config, num_rows=3, max_tokens=LENGTH + 8), 0
+        wants = decoded(model, case, tokens, valid, sizes)
+        for size, want in zip(sizes, wants, strict=True):
             span = slice(at, at + size)
             with torch.no_grad():
-                out = model(
-                    tokens[:, span],
-                    attention_mask=valid[:, : at + size],
-                    position_ids=places[:, span],
-                    past_key_values=kept,
-                    use_cache=True,
-                )
-                kept = out.past_key_values
                 fresh = valid[:, span].bool() if padded and not at else None
                 got = decoder(Batch(tokens_BS=tokens[:, span], valid_BS=fresh), cache)
             real = valid[:, span].bool()
-            assert largest(out.logits[real], got[real]) < TOLERANCE
+            assert largest(want[real], got[real]) < TOLERANCE
             at += size
         assert cache.length == at
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "sliding_window" in c.keys], ids=str)
+def test_padding_on_the_right_takes_no_place_in_a_window(
+    case: Case, pair: Callable[..., Any]
+) -> None:
+    """Rows of unequal length, then more tokens for all, against each row alone, unpadded."""
+    model, decoder = pair(case)
+    lengths, more = (3, 9, 7), (3, 1, 4)
+    tokens, answers = prompt(3, max(lengths)), prompt(3, sum(more)).flip(1)
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    cache = ContiguousCache(decoder.config, num_rows=3, max_tokens=20)
+    with torch.no_grad():
+        got = [decoder(Batch(tokens_BS=tokens, valid_BS=valid), cache)]
+        got += [decoder(Batch(tokens_BS=part), cache) for part in answers.split(more, 1)]
+        for row, length in enumerate(lengths):
+            want = model(torch.cat((tokens[row, :length], answers[row]))[None]).logits[0]
+            out = torch.cat([g[row] for g in got])
+            assert largest(want, torch.cat((out[:length], out[max(lengths) :]))) < TOLERANCE
 
 
 @cases

@@ -36,7 +36,7 @@ def defined(
     """May the query of a row attend to the key? `places` are positions, of all keys."""
     if query == key:
         return True
-    near = not window or query - key < window
+    near = not window or sum(valid[row][key + 1 : query + 1]) < window  # padding takes no place
     same_chunk = not chunk or places[row][query] // chunk == places[row][key] // chunk
     return bool(
         key < query

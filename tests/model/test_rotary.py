@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
+from megtool.kernels.graphs import graphed  # noqa: E402
 from megtool.model.rotary import Rotary, has_rotation, has_window  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -110,19 +111,31 @@ def test_pairs_side_by_side() -> None:
         assert torch.equal(b[..., 0::2], b[..., 1::2])
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if k["rope_type"] in ("dynamic", "longrope")])
+def test_a_row_turns_by_its_own_length(kind: dict[str, Any]) -> None:
+    """Whatever its neighbours are, without a look at the host, so that a graph can hold it."""
+    rotary = Rotary(config(rope_scaling=kind, max_positions=512))
+    short, long = torch.arange(4)[None], torch.arange(600, 604)[None]
+    both = rotary.rotation(torch.cat((short, long)))
+    for row, positions in enumerate((short, long)):
+        alone = rotary.rotation(positions)
+        for one, many in zip(alone, both, strict=True):
+            assert torch.equal(one[0], many[row])
+    assert not torch.equal(rotary.rotation(long).cos_BSR, Rotary(config()).rotation(long).cos_BSR)
+    step = graphed(lambda positions: tuple(rotary.rotation(positions)), "cpu")
+    for positions in (short, long):  # one recorded graph, which has to choose anew
+        for one, many in zip(rotary.rotation(positions), step(positions), strict=True):
+            assert torch.equal(one, many)
+
+
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
         ({"rope_type": "strange"}, "of the kind 'strange'"),
         ({"rope_type": "linear"}, "'linear' lacks 'factor'"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 8}, None),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8}, "'longrope' lacks 'long_factor'"),
     ],
 )
-def test_what_is_missing_is_named(scaling: dict[str, Any], said: str | None) -> None:
-    if said is None:
-        rotary = Rotary(config(rope_scaling=scaling))
-        with pytest.raises(MappingError, match="lacks 'long_factor'"):
-            rotary.rotation(torch.tensor([[5000]]))
-        return
+def test_what_is_missing_is_named(scaling: dict[str, Any], said: str) -> None:
     with pytest.raises(MappingError, match=said):
         Rotary(config(rope_scaling=scaling))
