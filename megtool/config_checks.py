@@ -89,9 +89,7 @@ def check_rope_scaling(scaling: Mapping[str, Any] | None, rotary_size: int) -> N
 
 
 def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_list(value: object) -> bool:
@@ -100,6 +98,4 @@ def _is_list(value: object) -> bool:
 
 def _are_flags(value: object, counts: tuple[int, ...]) -> bool:
     """Zeros and ones (or false and true), as many as one of `counts`."""
-    return (
-        isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)
-    )
+    return isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)

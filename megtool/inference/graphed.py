@@ -82,9 +82,7 @@ class GraphedHidden:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._replayed = Replayed(
-            self._hidden, graphed(self._hidden, forward.device, copies=False)
-        )
+        self._replayed = Replayed(self._hidden, graphed(self._hidden, forward.device, copies=False))
 
     @property
     def num_replays(self) -> int:

@@ -92,8 +92,8 @@ class Masks:
     def _near(self, window: int) -> Tensor:
         """Keys less than `window` tokens before a query, or behind it, [B, S, L]: padding between
         them does not count."""
-        span = self.span
-        query_BS, key_BL = span.queries_BS, torch.arange(span.num_keys, device=span.queries_BS.device)[None]
+        span, query_BS = self.span, self.span.queries_BS
+        key_BL = torch.arange(span.num_keys, device=query_BS.device)[None]
         if span.valid_BL is not None:
             key_BL = span.valid_BL.cumsum(1)
             query_BS = key_BL.gather(1, query_BS.expand(key_BL.shape[0], -1))

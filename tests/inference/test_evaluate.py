@@ -98,3 +98,6 @@ def test_data_without_a_token_to_predict_is_refused(folder: Path) -> None:
         forward = load_forward(runnable, manner, groups, silent)
         with pytest.raises(UsageError, match="no token to predict"):
             evaluate(forward, [Document(tokens=[5])], window=8, stride=8)
+        foreign = [Document(tokens=[5, 6]), Document(tokens=[5, 10**6, 6])]
+        with pytest.raises(UsageError, match="text 1 holds token 1000000, and the model has"):
+            evaluate(forward, foreign, window=8, stride=8)

@@ -14,7 +14,7 @@ from megtool.data.tokenizer import Tokenizer
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import Request
 from megtool.inference.forward import Forward
-from megtool.inference.generate import Meter, generate
+from megtool.inference.generate import Meter, check_requests, generate
 from megtool.inference.sampling import Sampling
 from megtool.log import silent
 from tests.inference import tiny_text
@@ -122,6 +122,14 @@ def test_a_prompt_beyond_the_positions_is_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="the model has 128 positions") as caught:
         run(model, new=124)
     assert caught.value.hint == "--max-new-tokens 123 fits"
+
+
+def test_a_prompt_of_another_tokenizer_is_refused(model: Any) -> None:
+    size = model[0].config.vocab_size
+    prompt = Request(number=3, prompt=(1, size), max_new_tokens=2)
+    with pytest.raises(UsageError, match=f"prompt 3 holds token {size}, and the model has") as got:
+        check_requests([prompt], model[0].config)
+    assert "another model's" in str(got.value.hint)
 
 
 def test_a_nan_names_the_weight_it_comes_from(folder: Path) -> None:

@@ -17,6 +17,7 @@ from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CheckpointError, LayoutError, MappingError, UsageError
 from megtool.inference import load as loading
+from megtool.inference.forward import Forward
 from megtool.inference.load import Source, check_finite, find_nan, load, named_weights
 from megtool.inference.on_demand import on_demand_of
 from megtool.model.batch import Batch
@@ -112,6 +113,40 @@ def test_one_layer_is_in_memory_at_a_time(folder: Path) -> None:
         assert held == set(keeper.units[f"decoder.layers.{number}"])
     keeper.close()
     assert all(p.device.type == "meta" for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_comes_when_it_is_asked_for(tied: bool, tmp_path: Path) -> None:
+    """Logits and losses of rows from elsewhere, before any pass and after one was broken off."""
+    path = tiny_llama.save(tmp_path / "hf", dtype="float32", tie_word_embeddings=tied)
+    whole, decoder = load(source_of(path)), load(source_of(path), on_demand=True)
+    x_TH = torch.randn(18, 32, generator=torch.Generator().manual_seed(3))
+    found = decoder.logits(x_TH)
+    assert found.equal(whole.logits(x_TH))
+    assert not decoder.output_weight.is_meta
+    frame = decoder.frame(Batch(tokens_BS=TOKENS))
+    embedded = decoder.embed(Batch(tokens_BS=TOKENS), frame)  # the head is let go of
+    assert embedded.equal(whole.embed(Batch(tokens_BS=TOKENS), frame))
+    assert decoder.loss_of(x_TH, TOKENS)[0].equal(whole.loss_of(x_TH, TOKENS)[0])
+    labels_T = TOKENS.flatten()
+    decoder.embed(Batch(tokens_BS=TOKENS), frame)
+    scores = [Forward(d).token_log_probs(x_TH, labels_T)[0] for d in (decoder, whole)]
+    assert scores[0].equal(scores[1])
+
+
+def test_a_decoder_without_weights_says_so(folder: Path) -> None:
+    """torch multiplies by nothing without a word: the numbers are whatever memory held."""
+    decoder = Decoder(load(source_of(folder), on_demand=True).config)
+    x_TH = torch.ones(18, 32)
+    for call in (
+        lambda: decoder.logits(x_TH),
+        lambda: decoder.loss_of(x_TH, TOKENS),
+        lambda: Forward(decoder).token_log_probs(x_TH, TOKENS.flatten()),
+        lambda: decoder(Batch(tokens_BS=TOKENS)),
+    ):
+        with pytest.raises(UsageError, match="holds nothing yet"):
+            call()
+    assert decoder.logits(x_TH.to("meta")).shape == (18, 101), "shapes alone are fine"
 
 
 def test_it_goes_on_after_a_failure(folder: Path, expected: Tensor) -> None:

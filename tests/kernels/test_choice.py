@@ -15,6 +15,8 @@ from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels import launch, transformer_engine
 from megtool.kernels.activation import gated
 from megtool.kernels.choice import IMPLEMENTATIONS, Kernel, chosen, use
+from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from megtool.kernels.experts import permute, unpermute
 from megtool.kernels.norm import rms_norm
 
 
@@ -149,3 +151,30 @@ def test_compile_is_the_reference_compiled() -> None:
         results.append((out, grad))
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two)
+
+
+def test_a_backward_pass_has_the_kernels_of_its_forward_pass() -> None:
+    """Autograd runs it later, on a GPU in a thread of its own; `te`, asked anew, would fail."""
+    x = torch.randn(6, 8, requires_grad=True)
+    weight = torch.randn(16, 8, requires_grad=True)
+    probs = torch.rand(6, 2, requires_grad=True)
+    labels, chosen_TK = torch.arange(6), torch.arange(12).view(6, 2) % 4
+
+    def through_experts() -> torch.Tensor:
+        rows, row_ids, _ = permute(x, chosen_TK, 4)
+        return unpermute(rows, row_ids, probs)
+
+    for run in (
+        through_experts,
+        lambda: cross_entropy(x @ weight.t(), labels),
+        lambda: linear_cross_entropy(x, weight, labels, vocab_size=15),
+    ):
+        with use("torch"):
+            out = run().sum()
+        with use("te"):
+            out.backward()
+        assert x.grad is not None
+        found, x.grad = x.grad, None
+        with use("torch"):
+            (expected,) = torch.autograd.grad(run().sum(), x)
+        assert torch.equal(found, expected)

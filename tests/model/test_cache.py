@@ -160,7 +160,7 @@ def test_padding_in_blocks_stands_at_no_place_beyond_its_row(kind: str) -> None:
     decoder(Batch(tokens_BS=tokens[1:, 5:7]), cache)
     cache.release(0)
     cache.choose([(1, 1)])
-    decoder(Batch(tokens_BS=torch.full((1, 5), 7)), cache)  # room for 5 more, and 1 is real
+    decoder(Batch(tokens_BS=torch.full((1, 6), 7)), cache)  # room for 5 more, and 1 is real
 
 
 def test_blocks_run_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ def join(rank: int, size: int) -> list[dict[str, Any]]:
         all_sum(torch.ones(1), world.world)
     assert not dist.is_initialized()
     return out
+
+
+def again(rank: int, size: int) -> list[float]:
+    """Worlds one after the other; ranks reach the next one at different times."""
+    out = []
+    for turn in range(5):
+        groups = Groups.start(ParallelConfig(tp=size if turn % 2 else 1), timeout_s=30)
+        total = all_sum(torch.tensor(float(rank + turn)), groups.world)
+        out.append(total.item())
+        if turn % 2 == rank:
+            time.sleep(0.05)
+        groups.stop()
+    return out
+
+
+def test_a_world_may_follow_another() -> None:
+    expected = [1.0 + 2 * turn for turn in range(5)]
+    assert run_world(again, 2, timeout_s=60) == [expected, expected]
 
 
 @pytest.fixture(scope="module")
