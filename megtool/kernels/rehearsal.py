@@ -56,8 +56,8 @@ T = torch.Tensor
 WAITING: set[Any] = {T.item, T.tolist, T.numpy, T.cpu, T.__bool__, T.__int__, T.__float__}
 WAITING |= {T.__index__, T.__array__, T.__contains__, T.__complex__, T.__repr__, T.__format__}
 FROM_HOST: set[Any] = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
-# Operations, all their overloads, that read a result on the host inside: errors of a factorisation,
-# a number of steps, a sum that has to be positive. The first is what inv, solve, cholesky ... end in.
+# Operations, all their overloads, that read a result on the host inside: errors of a factorisation
+# (the first is what inv, solve, cholesky ... end in), a number of steps, a sum to be positive.
 WAITING_INSIDE = {"aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd"}
 WAITING_INSIDE |= {"aten::linalg_eig", "aten::linalg_pinv", "aten::linalg_matrix_exp"}
 WAITING_INSIDE |= {"aten::multinomial", "aten::histc", "aten::embedding_renorm_"}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
@@ -186,10 +188,10 @@ def _can(parallel: ParallelConfig, tp: int, world_size: int) -> bool:
     return ranks % (etp * parallel.ep) == 0
 
 
-_stores: dict[tuple[Any, ...], tuple[dist.Store, int]] = {}
+_stores: dict[tuple[Any, ...], tuple[Store, int]] = {}
 
 
-def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Where the processes of a new world meet: a part of its own of a store that stays.
 
     A store that ended with its world would be found by a process that is quicker to start the next
@@ -198,12 +200,12 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """
     key = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world_size)
     if key not in _stores:
-        ways = dist.rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
+        ways = rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
         _stores[key] = next(ways)[0], 0
     store, worlds = _stores[key]
     _stores[key] = store, worlds + 1
     store.set_timeout(timeout)
-    return dist.PrefixStore(f"megtool/{worlds}", store)
+    return PrefixStore(f"megtool/{worlds}", store)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -13,11 +15,12 @@ import torch
 
 from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels import launch, transformer_engine
-from megtool.kernels.activation import gated
+from megtool.kernels.activation import KINDS, gated
 from megtool.kernels.choice import IMPLEMENTATIONS, Kernel, chosen, use
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.kernels.experts import permute, unpermute
 from megtool.kernels.norm import rms_norm
+from megtool.kernels.transformer_engine import SCOPE
 
 
 def kernel() -> Kernel[[torch.Tensor], str]:
@@ -72,6 +75,31 @@ def test_a_missing_transformer_engine_is_an_error_and_no_fallback(device: str) -
             rms_norm(torch.ones(2, 4), None, 1e-5)
         with pytest.raises(MissingPackageError):
             gated(torch.ones(2, 4), "gelu")
+
+
+def test_what_transformer_engine_runs_is_said() -> None:
+    """The sentence that is shown where it is asked for names all that it runs, and only that."""
+    kernels = [
+        found
+        for module in pkgutil.iter_modules(megtool.kernels.__path__)
+        for found in vars(importlib.import_module(f"megtool.kernels.{module.name}")).values()
+        if isinstance(found, Kernel)
+    ]
+    by_te = {k.name for k in kernels if k._ways["te"] is not None}
+    assert by_te == {"rms_norm", "layer_norm", "activation", "gated activation"}
+    said = {"gelu_pytorch_tanh": "gelu by tanh", "gelu": "not exact gelu"}
+    for kind in KINDS:
+        assert (kind in transformer_engine.KINDS) == (kind != "gelu")
+        assert said.get(kind, kind) in SCOPE
+
+
+@pytest.mark.skipif(transformer_engine.find_spec("transformer_engine") is not None, reason="there")
+def test_a_command_asks_for_transformer_engine_before_it_starts() -> None:
+    with (
+        pytest.raises(MissingPackageError, match="not installed"),
+        on_ranks(Manner(device="cpu", kernels="te")),
+    ):
+        pytest.fail("it started")
 
 
 def test_a_transformer_engine_that_cannot_be_loaded_says_so(
