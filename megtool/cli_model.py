@@ -66,7 +66,7 @@ Kernels = Annotated[
     option(
         _RUN,
         "Which implementation of fused operations runs. te: Transformer Engine's norms and "
-        "activations without limit and offset; the rest is megtool's own.",
+        "activations without limit and offset (no exact gelu); the rest is megtool's own.",
         "--kernels",
     ),
 ]

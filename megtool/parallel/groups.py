@@ -200,7 +200,7 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     key = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, world_size)
     if key not in _stores:
-        ways = rendezvous("env://", rank, world_size, timeout=timeout)  # type: ignore[no-untyped-call]
+        ways = rendezvous("env://", rank, world_size, timeout=timeout)
         _stores[key] = next(ways)[0], 0
     store, worlds = _stores[key]
     _stores[key] = store, worlds + 1

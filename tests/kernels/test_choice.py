@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import megtool.kernels
+from megtool.commands.running import Manner, on_ranks
 from megtool.errors import MissingPackageError, UsageError
 from megtool.kernels import launch, transformer_engine
 from megtool.kernels.activation import KINDS, gated
