@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.model.attention import Attention
 from megtool.model.batch import Frame
+from megtool.model.latent_attention import LatentAttention
 from megtool.model.mlp import Mlp
+from megtool.model.moe import MoeMlp
 from megtool.model.norm import Norm, NormLayer
 from megtool.parallel.groups import Groups
 
@@ -50,16 +52,12 @@ class Layer(nn.Module):
 
         self.input_layernorm = norm_layer() if config.kv_lora_rank else None
         if config.kv_lora_rank:
-            from megtool.model.latent_attention import LatentAttention
-
             self.self_attention = build(LatentAttention)
         else:
             self.self_attention = build(Attention)
         is_moe = layer in config.moe_layers
         self.pre_mlp_layernorm = norm_layer() if is_moe else None
         if is_moe:
-            from megtool.model.moe import MoeMlp
-
             self.mlp = build(MoeMlp)
         else:
             self.mlp = build(Mlp)

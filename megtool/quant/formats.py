@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from megtool.errors import UsageError
-
 Scaling = Literal["tensor", "channel", "group", "block"]
 
 
@@ -224,17 +222,6 @@ class Format:
     def number(self) -> NumberFormat:
         """The entry of `FORMATS`."""
         return FORMATS[self.algo]
-
-
-def number_format(algo: str) -> NumberFormat:
-    """The format called `algo`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if algo not in FORMATS:
-        raise UsageError(f"unknown format {algo!r}", hint="known: " + ", ".join(FORMATS))
-    return FORMATS[algo]
 
 
 def largest_group(columns: Sequence[int], most: int) -> int:

@@ -26,6 +26,25 @@ from megtool.convert.megatron_args import args_from_config, config_from_args, me
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.tensors.sharded import GlobalTensor
+from tests.tiny_families import (
+    BIASED,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT2_SIZES,
+    GRANITE,
+    NEMOTRON,
+    NEOX,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SIZES,
+    SMOLLM3,
+    STARCODER2,
+    TIED,
+    UNTIED,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -45,42 +64,8 @@ class Case:
         return f"{self.model}({said})"
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
-GPT2_SIZES: dict[str, Any] = {
-    "n_embd": 32,
-    "n_inner": 48,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 101,
-    "n_positions": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-BIASED, WINDOWED = {"attention_bias": True}, {"use_sliding_window": True, "sliding_window": 16}
-QWEN2, QWEN3 = ("qwen2", "Qwen2ForCausalLM", "Qwen2"), ("qwen3", "Qwen3ForCausalLM", "Qwen3")
-GEMMA = ("gemma", "GemmaForCausalLM", "Gemma")
-GEMMA2, GEMMA3 = (
-    ("gemma2", "Gemma2ForCausalLM", "Gemma2"),
-    ("gemma3", "Gemma3ForCausalLM", "Gemma3Text"),
-)
-PHI3, GPT2 = ("phi3", "Phi3ForCausalLM", "Phi3"), ("gpt2", "GPT2LMHeadModel", "GPT2")
-NEOX, BERT = ("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoX"), "MegatronBert"
-GRANITE = ("granite", "GraniteForCausalLM", "Granite")
-SMOLLM3 = ("smollm3", "SmolLM3ForCausalLM", "SmolLM3")
-STARCODER2 = ("starcoder2", "Starcoder2ForCausalLM", "Starcoder2")
-NEMOTRON = ("nemotron", "NemotronForCausalLM", "Nemotron")
+WINDOWED = {"use_sliding_window": True, "sliding_window": 16}
+BERT = "MegatronBert"
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -23,19 +23,13 @@ pytest.importorskip("transformers")
 
 from megtool.inference.load import load  # noqa: E402
 from megtool.parallel.groups import Groups  # noqa: E402
+from tests import tiny_families as tiny  # noqa: E402
 from tests.inference.loading import source_of  # noqa: E402
 from tests.model import family_layouts, moe_models  # noqa: E402
 from tests.model import test_dense_families as dense  # noqa: E402
 from tests.model.family_layouts import Answer, Job  # noqa: E402
-from tests.model.test_dense_families import (  # noqa: E402
-    BIASED,
-    LLAMA3,
-    MULTIPLIED,
-    TIED,
-    UNTIED,
-    WINDOWED,
-    Case,
-)
+from tests.model.test_dense_families import LLAMA3, MULTIPLIED, WINDOWED, Case  # noqa: E402
+from tests.tiny_families import BIASED, TIED, UNTIED  # noqa: E402
 
 THEIRS, OURS = 1e-4, 1e-5
 NO_DECODERS = {"bert": "an encoder: only decoders have a forward pass"}
@@ -43,21 +37,21 @@ FOUR = {"num_hidden_layers": 4}
 THREE = {"num_hidden_layers": 3}
 HEAD, WINDOW = {"head_dim": 8}, {"sliding_window": 5}
 CASES = [
-    Case(*dense.LLAMA, TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
-    Case(*dense.QWEN2, UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
-    Case(*dense.QWEN3, TIED | {"head_dim": 16}, "qwen3"),
-    Case(*dense.GEMMA, TIED | {"head_dim": 16, "num_key_value_heads": 1}, "gemma"),
-    Case(*dense.GEMMA2, TIED | FOUR | WINDOW | HEAD, "gemma2"),
-    Case(*dense.GEMMA3, TIED | WINDOW | HEAD | {"num_hidden_layers": 6}, "gemma3"),
-    Case(*dense.PHI3, UNTIED | WINDOW, "phi3"),
-    Case(*dense.GPT2, TIED, "gpt2"),
-    Case(*dense.NEOX, UNTIED, "gpt_neox"),
-    Case(*dense.GRANITE, TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
-    Case(*dense.SMOLLM3, TIED | FOUR, "smollm3"),
-    Case(*dense.STARCODER2, TIED | WINDOW, "starcoder2"),
-    Case(*dense.NEMOTRON, UNTIED | BIASED | HEAD, "nemotron"),
-    Case(*dense.MISTRAL, UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
-    Case(*dense.QWEN2, TIED | THREE, "qwen2-3"),
+    Case(*tiny.LLAMA, TIED | BIASED | FOUR | LLAMA3 | {"mlp_bias": True, "head_dim": 12}, "llama"),
+    Case(*tiny.QWEN2, UNTIED | WINDOWED | {"max_window_layers": 1}, "qwen2"),
+    Case(*tiny.QWEN3, TIED | {"head_dim": 16}, "qwen3"),
+    Case(*tiny.GEMMA, TIED | {"head_dim": 16, "num_key_value_heads": 1}, "gemma"),
+    Case(*tiny.GEMMA2, TIED | FOUR | WINDOW | HEAD, "gemma2"),
+    Case(*tiny.GEMMA3, TIED | WINDOW | HEAD | {"num_hidden_layers": 6}, "gemma3"),
+    Case(*tiny.PHI3, UNTIED | WINDOW, "phi3"),
+    Case(*tiny.GPT2, TIED, "gpt2"),
+    Case(*tiny.NEOX, UNTIED, "gpt_neox"),
+    Case(*tiny.GRANITE, TIED | BIASED | MULTIPLIED | {"mlp_bias": True}, "granite"),
+    Case(*tiny.SMOLLM3, TIED | FOUR, "smollm3"),
+    Case(*tiny.STARCODER2, TIED | WINDOW, "starcoder2"),
+    Case(*tiny.NEMOTRON, UNTIED | BIASED | HEAD, "nemotron"),
+    Case(*tiny.MISTRAL, UNTIED | THREE | WINDOW | HEAD, "mistral-3"),
+    Case(*tiny.QWEN2, TIED | THREE, "qwen2-3"),
 ]
 DENSE: dict[str, Callable[[], Any]] = {case.name: partial(dense.theirs, case) for case in CASES}
 MOE: dict[str, Callable[[], Any]] = {
