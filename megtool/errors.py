@@ -81,6 +81,12 @@ class RecipeError(MegtoolError):
     exit_status = 4
 
 
+class CalibrationError(MegtoolError):
+    """Activations, or what was kept of them, cannot be used: NaN, none, or another model's."""
+
+    exit_status = 4
+
+
 class MappingError(MegtoolError):
     """Tensors cannot be mapped: unknown family, missing or left-over names, wrong shapes."""
 

@@ -1,0 +1,90 @@
+"""Statistics: what calibration keeps of the activations at a point, and how two of them add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import CalibrationError
+
+Floats = NDArray[np.float32]
+
+OCTAVES = (-40, 24)
+"""Magnitudes between these powers of two have bins of their own; others go to the outer ones."""
+
+BINS_AN_OCTAVE = 32
+SAMPLE = 512
+"""Rows of a sample at most."""
+
+BINS = (OCTAVES[1] - OCTAVES[0]) * BINS_AN_OCTAVE + 1
+"""Bin 0 is for zeros and what is below; bin `1 + i` holds magnitudes whose exponent and first five
+bits of mantissa are the i-th. Bins never move, so histograms of any parts add up exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """What was seen at one point, over `num_tokens` rows of `width` columns.
+
+    `amax` `[width]` are largest magnitudes, `abs_sum` and `square_sum` float64 `[width]` sums of
+    magnitudes and of squares, all by column; `histogram` int64 `[BINS]` counts magnitudes of all
+    columns. Two are kept while a layer is being decided about, and in no artefact, where an
+    algorithm asks for them: `gram` float32 `[width, width]`, X^T X, and `sample` float32
+    `[at most SAMPLE, width]`, some of the rows.
+    """
+
+    num_tokens: int
+    amax: Floats
+    abs_sum: NDArray[np.float64]
+    square_sum: NDArray[np.float64]
+    histogram: NDArray[np.int64]
+    gram: Floats | None = None
+    sample: Floats | None = None
+
+    @classmethod
+    def empty(cls, width: int, *, gram: bool = False) -> Statistics:
+        """Of no tokens."""
+        return cls(
+            num_tokens=0,
+            amax=np.zeros(width, np.float32),
+            abs_sum=np.zeros(width, np.float64),
+            square_sum=np.zeros(width, np.float64),
+            histogram=np.zeros(BINS, np.int64),
+            gram=np.zeros((width, width), np.float32) if gram else None,
+        )
+
+    def merged(self, other: Statistics) -> Statistics:
+        """Of the tokens of both.
+
+        Raises:
+            CalibrationError: they are not of the same number of columns.
+        """
+        if self.amax.shape != other.amax.shape:
+            raise CalibrationError(
+                f"statistics of {len(self.amax)} and of {len(other.amax)} columns do not add up",
+                hint="they are of different models",
+            )
+        both = self.gram is not None and other.gram is not None
+        rows = [s for s in (self.sample, other.sample) if s is not None]
+        return Statistics(
+            num_tokens=self.num_tokens + other.num_tokens,
+            amax=np.maximum(self.amax, other.amax),
+            abs_sum=self.abs_sum + other.abs_sum,
+            square_sum=self.square_sum + other.square_sum,
+            histogram=self.histogram + other.histogram,
+            gram=self.gram + other.gram if both else None,  # type: ignore[operator]
+            sample=_thinned(np.concatenate(rows)) if rows else None,
+        )
+
+    @property
+    def abs_mean(self) -> Floats:
+        """Mean magnitudes by column."""
+        return (self.abs_sum / max(self.num_tokens, 1)).astype(np.float32)
+
+
+def _thinned(rows: Floats) -> Floats:
+    """At most `SAMPLE` rows, evenly spaced."""
+    if len(rows) <= SAMPLE:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, SAMPLE).astype(np.int64)]
