@@ -62,6 +62,7 @@ from megtool.cli_options import (
     place,
     source_option,
 )
+from megtool.cli_quantize import _quantize
 from megtool.cli_recipe import recipe_app
 from megtool.cli_run import Report, put, run
 from megtool.errors import MegtoolError
@@ -332,6 +333,7 @@ def _demo(
 
 app.command("generate")(_generate)
 app.command("evaluate")(_evaluate)
+app.command("quantize")(_quantize)
 app.add_typer(recipe_app)
 
 

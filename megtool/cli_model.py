@@ -165,7 +165,7 @@ def _generate(
             _LOG.info("%s", report.summary())
         return report
 
-    return run(work, **_of_rank(manners))
+    return run(work, **of_rank(manners))
 
 
 def _evaluate(
@@ -251,7 +251,7 @@ def _evaluate(
 
         return evaluate(**given, progress=progress)
 
-    return run(work, **_of_rank(manners))
+    return run(work, **of_rank(manners))
 
 
 def is_first_rank() -> bool:
@@ -259,7 +259,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _of_rank(manners: dict[str, Any]) -> dict[str, Any]:
+def of_rank(manners: dict[str, Any]) -> dict[str, Any]:
     """How this process reports: of those that torchrun started only the first does."""
     return manners if is_first_rank() else {**manners, "quiet": True, "speaks": False}
 

@@ -19,6 +19,7 @@ FLOORS = (
     {"commands"},
     {"cli_options", "cli_run"},
     {"cli_model", "cli_recipe"},
+    {"cli_quantize"},
     {"cli"},
     {"__main__"},
 )

@@ -101,7 +101,7 @@ class Digests:
 _ONES = 0xFFFFFFFF
 
 
-def crc32c(data: bytes) -> int:
+def crc32c(data: bytes | memoryview) -> int:
     """The CRC-32C of some bytes."""
     return int(_checksums().crc32c(data))
 

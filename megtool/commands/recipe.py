@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.commands.opened import open_model
+from megtool.commands.decided import Decided, decide
 from megtool.commands.recipe_report import (
     ExplainReport,
     FormatLine,
@@ -18,11 +18,10 @@ from megtool.commands.recipe_report import (
 from megtool.commands.tree import columns
 from megtool.quant.dialects import load_recipe, recipe_names, recipe_text
 from megtool.quant.formats import Format
-from megtool.quant.match import Decision, Matched, match
-from megtool.quant.modules import Modules, list_modules
+from megtool.quant.match import Decision, Matched
+from megtool.quant.modules import Modules
 from megtool.quant.recipe import Recipe
-from megtool.quant.rules import KEEP, Problems
-from megtool.quant.targets import check_target, read_target
+from megtool.quant.rules import KEEP
 
 __all__ = [
     "ExplainReport",
@@ -32,6 +31,7 @@ __all__ = [
     "RuleLine",
     "ShowReport",
     "explain_recipe",
+    "explained",
     "list_recipes",
     "show_recipe",
 ]
@@ -139,42 +139,31 @@ def explain_recipe(
         UsageError: no such engine.
         MegtoolError: the checkpoint cannot be read, or is of no known model.
     """
-    engine = read_target(target) if target else None
-    problems = Problems(str(recipe))
-    loaded = load_recipe(recipe, problems)
-    opened = open_model(
-        Path(source),
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
-        optimizer=False,
+    return explained(
+        decide(
+            source,
+            recipe,
+            target=target,
+            group_size=group_size,
+            iteration=iteration,
+            family=family,
+            like=like,
+        )
     )
-    modules = list_modules(opened.side)
-    _check_names(loaded, modules, problems)
-    matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
-    if engine is not None:
-        check_target(engine, loaded, matched.decisions, problems)
-    problems.raise_all()
-    model = opened.model
+
+
+def explained(decided: Decided) -> ExplainReport:
+    """What was decided, module by module and rule by rule."""
+    opened, engine = decided.opened, decided.target
     return _report(
-        loaded,
-        modules,
-        matched,
-        path=str(source),
+        decided.recipe,
+        decided.modules,
+        decided.matched,
+        path=str(opened.path),
         format_=opened.catalogue.format,
-        family=model.family.name if model and model.family else None,
+        family=decided.family,
         target=engine.name if engine else None,
     )
-
-
-def _check_names(recipe: Recipe, modules: Modules, problems: Problems) -> None:
-    """Patterns for others' names need a model that has such names."""
-    if recipe.scheme not in modules.schemes:
-        problems.add(
-            0,
-            f"this recipe uses names of {recipe.scheme!r}, and this model has none known",
-            "--family NAME says what it is",
-        )
 
 
 def _report(

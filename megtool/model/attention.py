@@ -19,6 +19,7 @@ from megtool.model.masks import Mask
 from megtool.model.norm import Norm, NormLayer
 from megtool.model.parameters import mark
 from megtool.model.rotary import has_rotation
+from megtool.model.taps import CacheTap
 from megtool.parallel.collectives import copy_to, gather_columns
 from megtool.parallel.groups import Groups
 
@@ -80,6 +81,7 @@ class Attention(nn.Module):
     A rank has N = num_heads / tp query heads and K = num_kv_heads / tp key and value heads. With
     more ranks than key and value heads, Megatron still cuts the fused rows evenly: ranks then
     gather the rows' outputs and pick theirs, and several hold the same key and value head (K = 1).
+    `cache_tap` is handed keys and values `[B, S, K, D]` before they are used or cached.
 
     Raises:
         LayoutError: the heads do not go evenly over the ranks.
@@ -104,6 +106,7 @@ class Attention(nn.Module):
                 hint="tp divides the query heads, and divides or is a multiple of the others",
             )
         self.config, self.layer, self.tp = config, layer, groups.tp
+        self.cache_tap: CacheTap | None = None
         self.num_heads = config.num_heads // tp
         self.num_kv_heads = max(1, config.num_kv_heads // tp)
         self.gate_heads = config.num_heads // config.num_kv_heads * config.attn_output_gate
@@ -153,6 +156,8 @@ class Attention(nn.Module):
                 key = rms_norm(key, None, config.norm_eps)
         elif config.attn_temperature_scale:
             query = query * self._temperature(frame.positions_BS, query.dtype)
+        if self.cache_tap is not None:
+            key, value = self.cache_tap(key, value)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if frame.cache is not None:
             key, value = frame.cache.append(self.layer, key, value)

@@ -18,6 +18,7 @@ from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import Masks
 from megtool.model.norm import Norm, NormLayer
 from megtool.model.rotary import Rotary
+from megtool.model.taps import Tap
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.groups import Group, Groups
 
@@ -143,6 +144,7 @@ class Decoder(nn.Module):
         multiple = vocab_multiple * groups.tp.size
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
         self.rotary = Rotary(config, dtype=dtype)
+        self.head_tap: Tap | None = None
         self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -299,9 +301,12 @@ class Decoder(nn.Module):
         return x_TH
 
     def finish(self, x_TH: Tensor) -> Tensor:
-        """The final norm, where this stage has it."""
+        """The final norm, where this stage has it; `head_tap` is handed what comes of it."""
         norm = self.decoder.final_layernorm
-        return x_TH if norm is None else norm(x_TH)
+        if norm is None:
+            return x_TH
+        x_TH = norm(x_TH)
+        return x_TH if self.head_tap is None else self.head_tap(x_TH)
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """Logits [T, vocab_size] of the rows that `hidden` gives, on every tp rank."""

@@ -21,7 +21,8 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import Norm
 from megtool.model.parameters import mark
 from megtool.model.rotary import Rotation
-from megtool.parallel.collectives import copy_to, gather_rows
+from megtool.model.taps import CacheTap, Tap
+from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.groups import Groups
 
 
@@ -34,7 +35,8 @@ class LatentAttention(nn.Module):
     are the same on every tp rank, those up are cut by heads, N = num_heads / tp.
 
     A cache keeps the latent after its norm, as the key of one head, and the part that turns, after
-    turning, as its value: `kv_lora_rank + qk_rope_head_dim` numbers a token on every rank.
+    turning, as its value: `kv_lora_rank + qk_rope_head_dim` numbers a token on every rank. These,
+    `[B, S, 1, ...]`, are what `cache_tap` is handed, cache or none.
 
     Raises:
         LayoutError: the heads do not go evenly over the ranks.
@@ -57,6 +59,7 @@ class LatentAttention(nn.Module):
                 f"{config.num_heads} heads over tp={tp.size}", hint="tp divides the heads"
             )
         self.config, self.layer, self.tp = config, layer, tp
+        self.cache_tap: CacheTap | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.num_heads = config.num_heads // tp.size
         self.scale = softmax_scale(config)
@@ -111,16 +114,27 @@ class LatentAttention(nn.Module):
         if turn is not None:
             rope = rotate(rope, *turn, interleaved=True)
             shared = rotate(shared, *turn, interleaved=True)
+        latent = self.linear_kv_up_proj.normalise(latent)
+        if self.cache_tap is not None:
+            latent, shared = self._tapped(latent, shared, self.cache_tap)
         if frame.cache is None:
-            keys_values = self.linear_kv_up_proj(latent).view(b, s, self.num_heads, -1)
+            keys_values = self.linear_kv_up_proj.project(latent).view(b, s, self.num_heads, -1)
             out = self._attend(nope, rope, keys_values, shared, frame)
         else:
-            latent = self.linear_kv_up_proj.normalise(latent)
             latent = of_all(latent, self.tp).view(b, s, 1, -1)
             past = frame.cache.append(self.layer, latent.transpose(1, 2), shared.transpose(1, 2))
             out = self._attend_cached(nope, rope, *past, frame)
         result: Tensor = self.linear_proj(out.reshape(b * s, -1))
         return result
+
+    def _tapped(
+        self, latent_TC: Tensor, shared_BS1R: Tensor, tap: CacheTap
+    ) -> tuple[Tensor, Tensor]:
+        """What the tap makes of all tokens' latents, of which this rank's rows, and of the rest."""
+        rows = gather_rows(latent_TC, self.tp) if self.sequence_parallel else latent_TC
+        latent, shared = tap(rows.view(*shared_BS1R.shape[:3], -1), shared_BS1R)
+        rows = latent.reshape(rows.shape)
+        return scatter_rows(rows, self.tp) if self.sequence_parallel else rows, shared
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if self.config.q_lora_rank:
@@ -163,15 +177,20 @@ class LatentAttention(nn.Module):
         """Attention over all latents so far: for few queries in the latents' own space.
 
         There the up-projection of keys is applied to the queries and that of values to the result,
-        so that no key or value of a head is ever made; for many queries making them costs less.
+        so that no key or value of a head is ever made; for many queries making them costs
+        less, and a tap of the up-projection is to see what is multiplied.
         """
         config = self.config
         weight_NDC = self.linear_kv_up_proj.weight.view(self.num_heads, -1, config.kv_lora_rank)
         sizes = [config.qk_nope_head_dim, config.v_head_dim]
         key_NDC, value_NDC = torch.split(weight_NDC, sizes, 1)
         made, rank = sum(sizes), config.kv_lora_rank
-        if frame.num_tokens * (2 * rank - made) > rank * made:
-            keys_values = F.linear(latent_B1LC.squeeze(1), self.linear_kv_up_proj.weight)
+        tap = self.linear_kv_up_proj.tap
+        if tap is not None or frame.num_tokens * (2 * rank - made) > rank * made:
+            latent_BLC = latent_B1LC.squeeze(1)
+            if tap is not None:
+                latent_BLC = tap(latent_BLC.flatten(0, 1)).view(latent_BLC.shape)
+            keys_values = F.linear(latent_BLC, self.linear_kv_up_proj.weight)
             keys_values = keys_values.view(*keys_values.shape[:2], self.num_heads, -1)
             shared = shared_B1LR.transpose(1, 2)
             return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame)
@@ -200,11 +219,14 @@ class DownLinear(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.tap: Tap | None = None
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=partial)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The product of this rank's rows."""
+        if self.tap is not None:
+            x_TH = self.tap(x_TH)
         return F.linear(x_TH, self.weight)
 
 

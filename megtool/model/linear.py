@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megtool.model.norm import Norm
 from megtool.model.parameters import mark
+from megtool.model.taps import Tap
 from megtool.parallel.collectives import (
     gather_columns,
     reduce_from,
@@ -28,6 +29,7 @@ class ColumnLinear(nn.Module):
     (layernorm) `layer_norm_bias` `[in]`, replicated: Transformer Engine's fused names. Takes
     `x_TH`, of which this rank has `T/tp` rows with `sequence_parallel` and all without, and gives
     all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
+    `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.taps`).
 
     Raises:
         LayoutError: tp does not divide `out_features`.
@@ -47,6 +49,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.norm = group, norm
+        self.tap: Tap | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         rows = group.part(out_features, "out_features")
 
@@ -73,6 +76,8 @@ class ColumnLinear(nn.Module):
 
     def project(self, x_TH: Tensor) -> Tensor:
         """The product alone, of rows that are normalised already."""
+        if self.tap is not None:
+            x_TH = self.tap(x_TH)
         return column_product(x_TH, self.weight, self.bias, self.group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
@@ -85,7 +90,8 @@ class RowLinear(nn.Module):
     """`y = x W^T + b`, of which a rank has `in_features / tp` columns of x and of W.
 
     Parameters: `weight` `[out, in/tp]`, `bias` `[out]`, replicated and added once, after the sum.
-    Takes all T rows and gives all of them, or with `sequence_parallel` this rank's `T/tp`.
+    Takes all T rows and gives all of them, or with `sequence_parallel` this rank's `T/tp`. `tap` is
+    handed the rows that are multiplied, of which this rank has some columns.
 
     Raises:
         LayoutError: tp does not divide `in_features`.
@@ -104,6 +110,7 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
+        self.tap: Tap | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         columns = group.part(in_features, "in_features")
         weight = torch.empty(out_features, columns, dtype=dtype, device=device)
@@ -115,6 +122,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x_TF: Tensor) -> Tensor:
         """`[T, out]`, or `[T/tp, out]`."""
+        if self.tap is not None:
+            x_TF = self.tap(x_TF)
         if self.group.size == 1:
             return F.linear(x_TF, self.weight, self.bias)
         part = F.linear(x_TF, self.weight)

@@ -20,6 +20,7 @@ from megtool.model.mlp import activated
 from megtool.model.parameters import mark
 from megtool.model.router import Router
 from megtool.model.shared_experts import SharedExperts
+from megtool.model.taps import ExpertTap
 from megtool.parallel.collectives import (
     all_to_all,
     copy_to,
@@ -38,6 +39,11 @@ class MoeMlp(nn.Module):
     Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
     `layer` is the layer's number; all mixtures of a model are alike.
 
+    For who watches: `labels_T` (int64, of this rank's rows) go with the tokens to their experts,
+    whose rows then have those in `Experts.labels_R`, -1 where a row is filler. With `shows_all`
+    every expert is shown every token before the pass; `Experts.is_shown` says so meanwhile, and
+    nothing comes of it.
+
     Raises:
         LayoutError: ep does not divide the experts, or etp not their size.
     """
@@ -55,6 +61,8 @@ class MoeMlp(nn.Module):
         super().__init__()
         self.config, self.layer, self.groups = config, layer, groups
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
+        self.labels_T: Tensor | None = None
+        self.shows_all = False
         self.router = Router(config, partial=self.sequence_parallel, dtype=dtype, device=device)
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
         experts = Experts(config, groups, dtype=dtype, device=device)
@@ -80,28 +88,54 @@ class MoeMlp(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The sum of each token's experts by their shares, and of the shared ones."""
-        experts_TK, probs_TK = self.router(x_TH)
-        groups = self.groups
-        if self.is_in_place:
-            out_TH = self._in_place(x_TH, experts_TK, probs_TK)
-        elif self.sequence_parallel or groups.tp.size == 1:
-            out_TH = self._dispatched(x_TH, experts_TK, probs_TK)
-        else:
-            out_TH = self._shared_out(x_TH, experts_TK, probs_TK)
+        if self.shows_all:
+            self._show_all(x_TH)
+        out_TH = self._routed(x_TH, *self.router(x_TH))
         if self.shared_experts is not None:
             out_TH = out_TH + self.shared_experts(x_TH)
         return out_TH
 
+    def _routed(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+        if self.is_in_place:
+            return self._in_place(x_TH, experts_TK, probs_TK)
+        if self.sequence_parallel or self.groups.tp.size == 1:
+            return self._dispatched(x_TH, experts_TK, probs_TK, self.labels_T)
+        return self._shared_out(x_TH, experts_TK, probs_TK)
+
+    @torch.no_grad()
+    def _show_all(self, x_TH: Tensor) -> None:
+        """Every token to every expert, as many at a time as it chooses in the pass."""
+        experts_TE, probs_TE = self.router.all(x_TH)
+        experts = self.experts["experts"]
+        experts.is_shown = True
+        try:
+            for part in range(0, experts_TE.shape[1], self.config.num_experts_per_token):
+                some = slice(part, part + self.config.num_experts_per_token)
+                self._routed(x_TH, experts_TE[:, some], probs_TE[:, some])
+        finally:
+            experts.is_shown = False
+
+    def _label(self, labels_T: Tensor | None, row_ids_R: Tensor, num: int, route: Route | None) -> None:
+        """Tell the experts which tokens their rows are, where somebody has named these."""
+        if labels_T is None:
+            return
+        labels_R = labels_T[row_ids_R // num]
+        if route is not None:
+            labels_R = route.there(labels_R.unsqueeze(1)).squeeze(1)
+        self.experts["experts"].labels_R = labels_R
+
     def _in_place(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
         """Every rank has a part of every expert, cut as the dense layers are."""
-        tp = self.groups.tp
+        tp, labels_T = self.groups.tp, self.labels_T
         if self.sequence_parallel:
             experts_TK = gather_rows(experts_TK, tp)
             x_TH, probs_TK = gather_rows(x_TH, tp), gather_rows(probs_TK, tp)
+            labels_T = None if labels_T is None else gather_rows(labels_T, tp)
         else:
             x_TH, probs_TK = copy_to(x_TH, tp), copy_to(probs_TK, tp)
         rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
+        self._label(labels_T, row_ids_R, experts_TK.shape[1], None)
         out_TH = unpermute(self.experts["experts"](rows_RH, counts_E), row_ids_R, probs_TK)
         if self.sequence_parallel:
             return reduce_scatter_rows(out_TH, tp)
@@ -109,22 +143,28 @@ class MoeMlp(nn.Module):
 
     def _shared_out(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
         """All tp ranks have the same tokens: each takes its share; padded to equal shares."""
-        tp, (tokens, hidden) = self.groups.tp, x_TH.shape
+        tp, (tokens, hidden), labels_T = self.groups.tp, x_TH.shape, self.labels_T
         if missing := -tokens % tp.size:
             x_TH, probs_TK = (
                 torch.cat((v, v.new_zeros(missing, v.shape[1]))) for v in (x_TH, probs_TK)
             )
             experts_TK = torch.cat((experts_TK, experts_TK[:1].expand(missing, -1)))
+            if labels_T is not None:
+                labels_T = torch.cat((labels_T, labels_T.new_full((missing,), -1)))
         own = (scatter_rows(v, tp) for v in (x_TH, experts_TK, probs_TK))
-        out_TH = self._dispatched(*own)
+        labels_T = None if labels_T is None else scatter_rows(labels_T, tp)
+        out_TH = self._dispatched(*own, labels_T)
         # What follows is computed alike on every rank, so a gradient is its own part, not a sum.
         return gather_columns(out_TH.reshape(1, -1), tp).view(-1, hidden)[:tokens]
 
-    def _dispatched(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
+    def _dispatched(
+        self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor, labels_T: Tensor | None
+    ) -> Tensor:
         """Tokens that no other rank has go to their experts and come back."""
         rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         route = Route.of(counts_E, self.groups.ep, self.groups.etp)
+        self._label(labels_T, row_ids_R, experts_TK.shape[1], route)
         rows_RH = route.back(self.experts["experts"](route.there(rows_RH), route.counts_E))
         return unpermute(rows_RH, row_ids_R, probs_TK)
 
@@ -151,6 +191,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.labels_R: Tensor | None = None
+        self.is_shown = False
         num = groups.ep.part(config.num_experts, "num_experts")
         ffn = groups.etp.part(config.moe_ffn_hidden_size, "moe_ffn_hidden_size")
         hidden, inner, bias = config.hidden_size, ffn * (2 if config.gated else 1), config.mlp_bias
@@ -190,6 +232,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         is_summed = split_dim == 2
         self.adds_bias = group.is_first or not is_summed
+        self.tap: ExpertTap | None = None
         weight = torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
         split = split_dim if group.size > 1 else None
         self.weight = mark(nn.Parameter(weight), split_dim=split, expert=True)
@@ -200,7 +243,9 @@ class ExpertLinear(nn.Module):
             self.bias = mark(made, split_dim=split, expert=True)
 
     def forward(self, rows: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert, `counts_E` of them each."""
+        """Rows sorted by expert, `counts_E` of them each; `tap` is handed both."""
+        if self.tap is not None:
+            rows = self.tap(rows, counts_E)
         bias: Tensor | None = self.bias
         if bias is not None and not self.adds_bias:
             bias = bias - bias.detach()  # zero, with the gradient of one

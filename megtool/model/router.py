@@ -6,6 +6,8 @@ models of the families in converters/.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
 from megtool.model.parameters import mark
+from megtool.model.taps import Tap
 
 SCORES = ("softmax", "sigmoid")
 
@@ -39,6 +42,7 @@ class Router(nn.Module):
         super().__init__()
         _check(config)
         self.config = config
+        self.tap: Tap | None = None
         num, hidden = config.num_experts, config.hidden_size
         weight = torch.empty(num, hidden, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=partial)
@@ -52,7 +56,15 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32)."""
+        if self.tap is not None:
+            x_TH = self.tap(x_TH)
         return choose(self.logits(x_TH), self.config, self.expert_bias)
+
+    def all(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """All experts for each token, experts_TE, and the share each of them would have."""
+        every = self.config.num_experts
+        config = replace(self.config, num_experts_per_token=every, router_topk_groups=0)
+        return choose(self.logits(x_TH), config, self.expert_bias)
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """What scores are made of, logits_TE, in x's dtype or (where the model says so) in fp32."""

@@ -1,0 +1,224 @@
+"""The verb `quantize`: options and help only; it calls its function in `commands`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from megtool.cli_model import (
+    Device,
+    Field,
+    Kernels,
+    RunDtype,
+    RunEp,
+    RunEtp,
+    RunPp,
+    RunTp,
+    Tokenizer,
+    of_rank,
+)
+from megtool.cli_options import (
+    DryRun,
+    Family,
+    Fsync,
+    Iteration,
+    Json,
+    Like,
+    MaxShardSize,
+    Memory,
+    Overwrite,
+    Quiet,
+    Source,
+    Threads,
+    Verbose,
+    layout,
+    option,
+    output,
+    place,
+    source_option,
+)
+from megtool.cli_run import Report, run
+from megtool.log import Progress
+
+_RECIPE, _CALIBRATION, _PROOF = "Recipe", "Calibration", "Proof"
+
+
+def _quantize(
+    source: Source,
+    destination: Annotated[
+        Path, place("The folder to write; with --calibrate-only the calibration file.", "DST")
+    ],
+    recipe: Annotated[
+        str,
+        option(
+            _RECIPE,
+            "A shipped recipe (megtool recipe list), or a file in any dialect.",
+            "--recipe",
+            metavar="R",
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        option(
+            _RECIPE,
+            "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
+            "--target",
+            metavar="ENGINE",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        option(_RECIPE, "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        option(
+            _RECIPE, "Budget of a recipe that chooses formats, in bits a weight.", "--bits", min=1
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        source_option(
+            "Calibration data: text, JSON lines, parquet, Megatron's .bin, or a data set "
+            "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
+            "--data",
+            metavar="FILE",
+        ),
+    ] = None,
+    field: Field = None,
+    split: Annotated[
+        str | None, source_option("The split of a data set.", "--split", metavar="NAME")
+    ] = None,
+    tokenizer: Tokenizer = None,
+    iteration: Iteration = None,
+    family: Family = None,
+    like: Like = None,
+    samples: Annotated[
+        int | None,
+        option(
+            _CALIBRATION,
+            "Samples; default: 128, or as many as the data has.",
+            "--samples",
+            metavar="N",
+            min=1,
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        option(_CALIBRATION, "Tokens of a sample; default: 512.", "--length", metavar="N", min=1),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        option(
+            _CALIBRATION,
+            "Draw samples from all of the data; default: its first ones.",
+            "--seed",
+            metavar="N",
+        ),
+    ] = None,
+    synthetic: Annotated[
+        bool, option(_CALIBRATION, "Calibrate on random tokens.", "--synthetic")
+    ] = False,
+    unseen: Annotated[
+        Literal["share", "weights", "none"],
+        option(
+            _CALIBRATION,
+            "Experts that saw too little: take their siblings' statistics, or those of weights "
+            "alone, or (none) what little there is.",
+            "--unseen-experts",
+        ),
+    ] = "share",
+    route_all: Annotated[
+        bool, option(_CALIBRATION, "Show every expert every token.", "--route-all")
+    ] = False,
+    resident: Annotated[
+        bool,
+        option(
+            _CALIBRATION, "Hold the whole model, not one layer: faster where it fits.", "--resident"
+        ),
+    ] = False,
+    spill: Annotated[
+        bool, option(_CALIBRATION, "Keep activations on disk between layers.", "--spill")
+    ] = False,
+    backend: Annotated[
+        Literal["megtool", "modelopt"],
+        option(_CALIBRATION, "Who calibrates; modelopt: NVIDIA ModelOpt.", "--backend"),
+    ] = "megtool",
+    calibration: Annotated[
+        list[Path] | None,
+        source_option(
+            "A calibration file to use instead of data; repeatable, they are added up.",
+            "--calibration",
+            metavar="FILE",
+        ),
+    ] = None,
+    save_calibration: Annotated[
+        Path | None,
+        output("Also keep the calibration.", "--save-calibration", metavar="FILE"),
+    ] = None,
+    calibrate_only: Annotated[
+        bool, option(_CALIBRATION, "Write the calibration file alone, to DST.", "--calibrate-only")
+    ] = False,
+    work: Annotated[
+        Path | None,
+        option(
+            _CALIBRATION,
+            "Where finished layers are kept until the end; default: beside DST.",
+            "--work",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    evaluate: Annotated[
+        str | None,
+        option(
+            _PROOF,
+            "Measure perplexity and divergence before and after on this text.",
+            "--evaluate",
+            metavar="FILE",
+        ),
+    ] = None,
+    evaluate_tokens: Annotated[
+        int,
+        option(_PROOF, "Tokens of it.", "--evaluate-tokens", metavar="N", min=2),
+    ] = 8192,
+    page: Annotated[
+        Path | None,
+        option(_PROOF, "Also write the report as a page with plots.", "--report", metavar="HTML"),
+    ] = None,
+    max_shard_size: MaxShardSize = None,
+    memory: Memory = "256MiB",
+    dtype: RunDtype = None,
+    device: Device = None,
+    kernels: Kernels = "auto",
+    threads: Threads = None,
+    tp: RunTp = None,
+    pp: RunPp = None,
+    ep: RunEp = None,
+    etp: RunEtp = None,
+    dp: Annotated[
+        int | None,
+        layout("Data-parallel ranks, started by torchrun: each a share of data.", "--dp"),
+    ] = None,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    fsync: Fsync = True,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Quantize a checkpoint in any format for an engine, and prove that the result is right.
+
+    Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load. Runs layer by layer, in
+    the memory of one; killed, the same command goes on.
+
+    Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
+    """
+    given = {k: v for k, v in locals().items() if v is not None}
+    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+
+    def work_on(progress: Progress) -> Report:
+        from megtool.commands.quantize import quantize
+
+        return quantize(**given, progress=progress)
+
+    return run(work_on, resumes=True, **of_rank(manners))

@@ -1,0 +1,80 @@
+"""Decided: a checkpoint opened, a recipe read, and what the one becomes by the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.commands.opened import Opened, open_model
+from megtool.quant.dialects import load_recipe
+from megtool.quant.match import Matched, match
+from megtool.quant.modules import Modules, list_modules
+from megtool.quant.recipe import Recipe
+from megtool.quant.rules import Problems
+from megtool.quant.targets import Target, check_target, read_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a recipe makes of a checkpoint, from headers alone."""
+
+    opened: Opened
+    recipe: Recipe
+    modules: Modules
+    matched: Matched
+    target: Target | None
+
+    @property
+    def family(self) -> str | None:
+        """The model's family, where it has one."""
+        model = self.opened.model
+        return model.family.name if model and model.family else None
+
+
+def decide(
+    source: str | Path,
+    recipe: str | Path,
+    *,
+    target: str | None = None,
+    group_size: int | None = None,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+) -> Decided:
+    """Open `source` and let a recipe decide about every module of it.
+
+    `target` is an engine, or `engine@version`, that is to load the result. `group_size` replaces
+    that of formats which have several.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
+        UsageError: no such engine.
+        MegtoolError: the checkpoint cannot be read, or is of no known model.
+    """
+    engine = read_target(target) if target else None
+    problems = Problems(str(recipe))
+    loaded = load_recipe(recipe, problems)
+    opened = open_model(
+        Path(source),
+        iteration=iteration,
+        family_name=family,
+        like=None if like is None else Path(like),
+        optimizer=False,
+    )
+    modules = list_modules(opened.side)
+    _check_names(loaded, modules, problems)
+    matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
+    if engine is not None:
+        check_target(engine, loaded, matched.decisions, problems)
+    problems.raise_all()
+    return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)
+
+
+def _check_names(recipe: Recipe, modules: Modules, problems: Problems) -> None:
+    """Patterns for others' names need a model that has such names."""
+    if recipe.scheme not in modules.schemes:
+        problems.add(
+            0,
+            f"this recipe uses names of {recipe.scheme!r}, and this model has none known",
+            "--family NAME says what it is",
+        )

@@ -1,0 +1,89 @@
+"""Method: what a recipe asks to be searched for a weight, in one vocabulary for every dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megtool.errors import RecipeError
+from megtool.quant.formats import Format
+from megtool.quant.modules import nearest
+from megtool.quant.recipe import METHODS, Recipe
+
+Inputs = Literal["max", "percentile", "mse", "entropy"]
+Columns = Literal["none", "smooth", "search"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How columns, scales and codes are chosen.
+
+    `columns`: none, by SmoothQuant's formula, or searched as AWQ does. `alpha` is the share of the
+    inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `clip`:
+    how much of the largest magnitudes is cut off is searched too, of groups by the error of their
+    output. `mse` searches it by the weight alone. `gptq`: the rounding of each column is made up
+    for by later ones, `damping` and `descending` are its options. `inputs` says how the inputs'
+    scale is found (`percentile` of it). `exact` does as ModelOpt does, and no better.
+    """
+
+    columns: Columns = "none"
+    alpha: float | None = None
+    alpha_step: float = 0.1
+    clip: bool = False
+    mse: bool = False
+    gptq: bool = False
+    damping: float = 0.01
+    descending: bool = True
+    inputs: Inputs = "max"
+    percentile: float = 99.99
+    exact: bool = False
+
+
+_FOREIGN: Mapping[str, Mapping[str, Any]] = {
+    "smoothquant": {"columns": "smooth", "alpha": 1.0},
+    "awq": {"columns": "search"},
+    "awq_lite": {"columns": "search"},
+    "awq_full": {"columns": "search", "clip": True},
+    "awq_clip": {"clip": True},
+    "gptq": {"gptq": True, "descending": False},
+    "local_hessian": {"clip": True},
+    "mse": {"mse": True},
+    "max": {},
+    "none": {},
+    "None": {},
+    "kl_div": {},
+    "gradient": {},
+}
+"""ModelOpt's names, with its defaults."""
+
+
+def method_of(recipe: Recipe, format: Format | None) -> Method:
+    """What is searched for a weight in `format`, by its own algorithm or else the recipe's.
+
+    Raises:
+        RecipeError: the recipe is of another dialect and names an algorithm that is not known here.
+    """
+    name = (format.method if format else "") or recipe.method
+    options = dict(recipe.algorithm) if name == recipe.method else {}
+    options.pop("method", None)
+    if recipe.dialect != "megtool":
+        if name not in _FOREIGN:
+            raise RecipeError(
+                f"algorithm {name!r} of recipe {recipe.name} is not carried out here",
+                hint=nearest(name, _FOREIGN),
+            )
+        known = {k: v for k, v in options.items() if k in ("alpha", "alpha_step")}
+        return Method(**{**_FOREIGN[name], **known}, exact=True)
+    options = {k: v for k, v in options.items() if k in METHODS[name]}
+    if name == "smoothquant":
+        return Method(columns="smooth", **{"clip": True, **options})
+    if name == "awq":
+        return Method(columns="search", **options)
+    if name == "gptq":
+        return Method(gptq=True, **options)
+    if name == "mse":
+        return Method(mse=True, inputs="mse")
+    if name in ("percentile", "entropy"):
+        return Method(inputs=name, **options)  # type: ignore[arg-type]
+    return Method()

@@ -1,0 +1,307 @@
+"""Choice: one option for each item, so that losses are least and bytes stay within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import CalibrationError, UsageError
+
+MOST_STATES = 1 << 18
+"""Partial choices kept at a time. Beyond, only the best of those about equally large are, and the
+answer is then near the optimum, not proved to be it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What one item may become: what it then weighs, and what that is predicted to cost."""
+
+    name: str
+    num_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Something that takes exactly one of its options."""
+
+    name: str
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The number of the option of each item, and their sums.
+
+    No choice within the budget has a loss below `bound`; the selection is optimal where that is
+    its own loss.
+    """
+
+    picks: tuple[int, ...]
+    num_bytes: int
+    loss: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A point of the curve of all budgets: the least loss of so many bytes.
+
+    It differs from the point before by `item` having taken its option `option` (both empty in the
+    first, the smallest).
+    """
+
+    num_bytes: int
+    loss: float
+    item: str = ""
+    option: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rise:
+    """An item goes from one option of its hull to the next larger one."""
+
+    slope: float
+    item: int
+    place: int
+    num_bytes: int
+    loss: float
+
+
+def smallest(items: Sequence[Item]) -> int:
+    """Bytes of the smallest choice there is."""
+    return sum(min(o.num_bytes for o in item.options) for item in items)
+
+
+def select(items: Sequence[Item], budget: int, *, most_states: int = MOST_STATES) -> Selection:
+    """The choice of least loss within `budget` bytes; of equal ones the smallest.
+
+    Partial choices are extended item by item. One goes when another is no larger and no worse, or
+    when even fractions of options could not bring it below the best choice known (the linear
+    relaxation, whose optimum is at the lower convex hulls of the options). Always the same answer
+    for the same items.
+
+    Raises:
+        UsageError: no choice is small enough; names the smallest.
+        CalibrationError: a loss is no number.
+    """
+    _check(items, budget)
+    hulls = [_hull(item) for item in items]
+    picks = _greedy(items, hulls, budget)
+    best = _total(items, picks)
+    bound = _relaxed(items, hulls, budget)
+    if best[1] <= bound or not items:
+        return Selection(picks=picks, num_bytes=best[0], loss=best[1], bound=min(bound, best[1]))
+    found, exact = _searched(items, hulls, budget, best[1], most_states)
+    if found is not None and _better(_total(items, found), best):
+        picks, best = found, _total(items, found)
+    return Selection(
+        picks=picks, num_bytes=best[0], loss=best[1], bound=best[1] if exact else bound
+    )
+
+
+def curve(items: Sequence[Item]) -> tuple[Step, ...]:
+    """Budgets and the losses they allow, from the smallest choice to the one without loss.
+
+    Every point is the best choice of its size; between two lie others, a little above the line.
+
+    Raises:
+        CalibrationError: a loss is no number.
+    """
+    _check(items, None)
+    hulls = [_hull(item) for item in items]
+    first = [item.options[hull[0]] for item, hull in zip(items, hulls, strict=True)]
+    size, loss = sum(o.num_bytes for o in first), sum(o.loss for o in first)
+    out = [Step(num_bytes=size, loss=loss)]
+    for rise in _rises(items, hulls):
+        size, loss = size + rise.num_bytes, loss + rise.loss
+        item = items[rise.item]
+        option = item.options[hulls[rise.item][rise.place]]
+        out.append(
+            Step(num_bytes=size, loss=max(loss, 0.0), item=item.name, option=option.name)
+        )
+    return tuple(out)
+
+
+def _check(items: Sequence[Item], budget: int | None) -> None:
+    for item in items:
+        for option in item.options:
+            if not np.isfinite(option.loss):
+                raise CalibrationError(
+                    f"{item.name} as {option.name} is said to cost {option.loss}",
+                    hint="measure again; activations of the sample may have overflown",
+                )
+    if budget is not None and budget < (least := smallest(items)):
+        raise UsageError(
+            f"a budget of {budget} bytes is below the {least} that the smallest choice takes"
+        )
+
+
+def _better(a: tuple[int, float], b: tuple[int, float]) -> bool:
+    return (a[1], a[0]) < (b[1], b[0])
+
+
+def _total(items: Sequence[Item], picks: Sequence[int]) -> tuple[int, float]:
+    chosen = [item.options[p] for item, p in zip(items, picks, strict=True)]
+    return sum(o.num_bytes for o in chosen), float(sum(o.loss for o in chosen))
+
+
+def _useful(item: Item) -> list[int]:
+    """Options by size that cost less than all smaller ones."""
+    order = sorted(
+        range(len(item.options)), key=lambda i: (item.options[i].num_bytes, item.options[i].loss, i)
+    )
+    out: list[int] = []
+    for i in order:
+        if not out or item.options[i].loss < item.options[out[-1]].loss:
+            out.append(i)
+    return out
+
+
+def _hull(item: Item) -> list[int]:
+    """The options on the lower convex hull of (bytes, loss), by size."""
+    out: list[int] = []
+    for i in _useful(item):
+        while len(out) > 1 and _slope(item, out[-2], i) <= _slope(item, out[-2], out[-1]):
+            out.pop()
+        out.append(i)
+    return out
+
+
+def _slope(item: Item, a: int, b: int) -> float:
+    small, large = item.options[a], item.options[b]
+    return (large.loss - small.loss) / (large.num_bytes - small.num_bytes)
+
+
+def _rises(items: Sequence[Item], hulls: Sequence[Sequence[int]]) -> list[_Rise]:
+    """All steps along all hulls, those that gain most for a byte first."""
+    out = []
+    for number, (item, hull) in enumerate(zip(items, hulls, strict=True)):
+        for place in range(1, len(hull)):
+            a, b = item.options[hull[place - 1]], item.options[hull[place]]
+            slope = _slope(item, hull[place - 1], hull[place])
+            out.append(_Rise(slope, number, place, b.num_bytes - a.num_bytes, b.loss - a.loss))
+    return sorted(out, key=lambda r: (r.slope, r.item, r.place))
+
+
+def _greedy(
+    items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int
+) -> tuple[int, ...]:
+    """A good choice: steps by what they gain for a byte, as long as they fit; then whatever fits."""
+    places = [0] * len(items)
+    left = budget - sum(
+        item.options[hull[0]].num_bytes for item, hull in zip(items, hulls, strict=True)
+    )
+    for rise in _rises(items, hulls):
+        if rise.num_bytes <= left and places[rise.item] == rise.place - 1:
+            places[rise.item] = rise.place
+            left -= rise.num_bytes
+    picks = [hull[place] for hull, place in zip(hulls, places, strict=True)]
+    while True:
+        fitting = [
+            (o.loss - now.loss, number, i)
+            for number, item in enumerate(items)
+            if (now := item.options[picks[number]])
+            for i, o in enumerate(item.options)
+            if o.loss < now.loss and o.num_bytes - now.num_bytes <= left
+        ]
+        if not fitting:
+            return tuple(picks)
+        _, number, i = min(fitting)
+        left -= items[number].options[i].num_bytes - items[number].options[picks[number]].num_bytes
+        picks[number] = i
+
+
+def _relaxed(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> float:
+    """The least loss within the budget if options could be mixed: no choice has less."""
+    sizes, losses = _line(items, hulls, range(len(items)))
+    return float(np.interp(budget, sizes, losses))
+
+
+def _line(
+    items: Sequence[Item], hulls: Sequence[Sequence[int]], some: Sequence[int]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The convex line of least losses by bytes of some of the items, relaxed."""
+    first = [items[i].options[hulls[i][0]] for i in some]
+    rises = _rises([items[i] for i in some], [hulls[i] for i in some])
+    sizes = np.cumsum([sum(o.num_bytes for o in first), *(r.num_bytes for r in rises)])
+    losses = np.cumsum([float(sum(o.loss for o in first)), *(r.loss for r in rises)])
+    return sizes.astype(np.float64), losses
+
+
+def _searched(
+    items: Sequence[Item],
+    hulls: Sequence[Sequence[int]],
+    budget: int,
+    best: float,
+    most_states: int,
+) -> tuple[tuple[int, ...] | None, bool]:
+    """The best choice of a loss of at most `best`, and whether none was passed over."""
+    order = _by_clearness(items, hulls, budget)
+    allowed = best + 1e-12 * abs(best)
+    sizes, losses = np.zeros(1, np.int64), np.zeros(1)
+    steps: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []
+    exact = True
+    for place, number in enumerate(order):
+        options = items[number].options
+        useful = _useful(items[number])
+        grown = np.concatenate([sizes + options[i].num_bytes for i in useful])
+        cost = np.concatenate([losses + options[i].loss for i in useful])
+        parent = np.tile(np.arange(len(sizes), dtype=np.int32), len(useful))
+        pick = np.repeat(np.array(useful, np.int32), len(sizes))
+        line = _line(items, hulls, order[place + 1 :])
+        left = budget - grown
+        hopeful = (left >= line[0][0]) & (cost + np.interp(left, *line) <= allowed)
+        kept = np.flatnonzero(hopeful)
+        kept = kept[np.lexsort((kept, cost[kept], grown[kept]))]
+        kept = kept[_falls(cost[kept])]
+        if len(kept) > most_states:
+            exact = False
+            kept = _thinned(kept, grown[kept], most_states)
+        sizes, losses = grown[kept], cost[kept]
+        steps.append((parent[kept], pick[kept]))
+        if not len(kept):  # by rounding alone: the choice that `best` is of was within
+            return None, exact
+    at = len(losses) - 1  # losses fall as sizes grow
+    picks = [0] * len(items)
+    for number, (parent, pick) in zip(reversed(order), reversed(steps), strict=True):
+        picks[number], at = int(pick[at]), int(parent[at])
+    return tuple(picks), exact
+
+
+def _falls(losses: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Places whose loss is below all before."""
+    if not len(losses):
+        return np.zeros(0, np.intp)
+    before = np.concatenate([[np.inf], np.minimum.accumulate(losses)[:-1]])
+    return np.flatnonzero(losses < before)
+
+
+def _thinned(
+    kept: NDArray[np.intp], sizes: NDArray[np.int64], most: int
+) -> NDArray[np.intp]:
+    """At most `most` of the states by size: the largest, so the best, of each width of sizes."""
+    width = max(int(sizes[-1] - sizes[0]), 1)
+    bins = (sizes - sizes[0]) * (most - 1) // width
+    last = np.append(np.flatnonzero(np.diff(bins)), len(bins) - 1)
+    return kept[last]
+
+
+def _by_clearness(
+    items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int
+) -> list[int]:
+    """Items whose second-best option is far behind first: those in doubt multiply states last."""
+    price, left = 0.0, budget - sum(i.options[h[0]].num_bytes for i, h in zip(items, hulls, strict=True))
+    for rise in _rises(items, hulls):
+        price = -rise.slope
+        left -= rise.num_bytes
+        if left < 0:
+            break
+    doubt = []
+    for number, item in enumerate(items):
+        prices = sorted(o.loss + price * o.num_bytes for o in item.options)
+        doubt.append((prices[0] - prices[1] if len(prices) > 1 else -np.inf, number))
+    return [number for _, number in sorted(doubt)]
