@@ -31,7 +31,6 @@ from megtool.cli_options import (
     Source,
     Threads,
     Verbose,
-    layout,
     option,
     output,
     place,
@@ -195,10 +194,6 @@ def _quantize(
     pp: RunPp = None,
     ep: RunEp = None,
     etp: RunEtp = None,
-    dp: Annotated[
-        int | None,
-        layout("Data-parallel ranks, started by torchrun: each a share of data.", "--dp"),
-    ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     fsync: Fsync = True,

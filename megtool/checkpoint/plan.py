@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.feed import Feed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -30,6 +31,7 @@ class Op(StrEnum):
     DECODE = "decode"
     FILL = "fill"
     REDUCE = "reduce"
+    ENCODE = "encode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ class _Columns:
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """A job as data: sources, target and the steps between them."""
+    """A job as data: sources, target and the steps between them; `feeds` compute the rest."""
 
     sources: tuple[Catalogue, ...]
     target: Destination
@@ -176,6 +178,7 @@ class Plan:
     target_pieces: Pieces
     steps: Steps
     dropped: list[Dropped]
+    feeds: tuple[Feed, ...] = ()
     fingerprint: str = ""
     _sides: dict[str, _Columns] = field(default_factory=dict, repr=False)
 

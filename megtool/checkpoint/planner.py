@@ -14,6 +14,7 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.cover import check_placements
 from megtool.checkpoint.entries import View, entries_of, view_of
+from megtool.checkpoint.feed import Feed
 from megtool.checkpoint.plan import (
     Dropped,
     Entry,
@@ -38,6 +39,7 @@ def build(
     dropped: Sequence[Dropped] = (),
     copies: Mapping[str, str] | None = None,
     shares: Sequence[float] = (),
+    feeds: Sequence[Feed] = (),
     options: str = "",
 ) -> Plan:
     """Plan the copies that fill `target` from `sources`, and prove that nothing is missing.
@@ -46,7 +48,7 @@ def build(
     the tensor gives it. A target that holds a tensor several times (once per tensor-parallel rank,
     say) places it under further names too, which `copies` maps to the canonical one. With `shares`,
     one a source, the target is their weighted sum: every source that places a tensor of floats adds
-    to it. `options` is mixed into the fingerprint.
+    to it. `feeds` fill what no placement does. `options` is mixed into the fingerprint.
 
     Raises:
         MappingError: no source has a tensor that the target needs, or the two place it in ways
@@ -72,6 +74,7 @@ def build(
         target_pieces=target_pieces,
         steps=_steps(entries, source_pieces, target_pieces),
         dropped=list(dropped),
+        feeds=tuple(feeds),
     )
     prove(plan, sources, placements, copies)
     plan.fingerprint = _fingerprint(plan, options)
@@ -193,6 +196,7 @@ def prove(
     """
     plan.target.catalogue.check()
     at = list(placements.values()) + [e.target for e in plan.entries if e.op is Op.FILL]
+    at += [region.placement for feed in plan.feeds for region in feed.writes]
     check_placements(plan.target.catalogue.tensors, at, whole=True)
     written = np.concatenate([[0], np.cumsum(plan.steps.boxes.volume())])[plan.steps.first]
     for entry, n in zip(plan.entries, np.diff(written).tolist(), strict=True):
@@ -208,6 +212,8 @@ def prove(
     for entry in plan.entries:
         if entry.source_index >= 0:
             used[entry.source_index].add(copies.get(entry.canonical, entry.canonical))
+    if used:
+        used[0].update(p.canonical for feed in plan.feeds for p in feed.reads)
     for source, names in zip(sources, used, strict=True):
         check_placements(source.catalogue.tensors, source.placements.values(), whole=False)
         placed = set()
@@ -260,4 +266,7 @@ def _fingerprint(plan: Plan, options: str) -> str:
             (entry.share, entry.adds_to),
             (a.base, a.dims, a.mults) if a else None,
         )
+    for feed in plan.feeds:
+        mix([(p.canonical, p.stored, p.shape, p.base, p.dims, p.mults) for p in feed.reads])
+        mix([(r.stored, r.lo, r.hi) for r in feed.writes], feed.facts)
     return h.hexdigest()

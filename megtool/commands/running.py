@@ -131,16 +131,25 @@ def open_runnable(source: Source) -> Runnable:
         like=source.like,
         optimizer=False,
     )
+    return runnable_of(opened)
+
+
+def runnable_of(opened: Opened) -> Runnable:
+    """An open checkpoint as one of a decoder.
+
+    Raises:
+        MappingError: its model is not known, or is no decoder.
+    """
     config = opened.side.config or (opened.model.config if opened.model else None)
     if not opened.is_canonical or config is None:
         why = f": {opened.reason.message}" if opened.reason else ""
         raise MappingError(
             f"no decoder of a known family{why}",
-            file=source.path,
+            file=opened.path,
             hint="--family NAME and --like HF_FOLDER say what model it is; " + _ENCODERS,
         )
     if config.num_token_types or config.position_embedding == "relative":
-        raise MappingError("an encoder, which generates no text", file=source.path, hint=_ENCODERS)
+        raise MappingError("an encoder, which generates no text", file=opened.path, hint=_ENCODERS)
     if opened.model is not None and opened.model.assumed:
         _LOG.warning(
             "nothing in the checkpoint says %s: the family's defaults are taken, which may not be "

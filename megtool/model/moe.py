@@ -40,9 +40,8 @@ class MoeMlp(nn.Module):
     `layer` is the layer's number; all mixtures of a model are alike.
 
     For who watches: `labels_T` (int64, of this rank's rows) go with the tokens to their experts,
-    whose rows then have those in `Experts.labels_R`, -1 where a row is filler. With `shows_all`
-    every expert is shown every token before the pass; `Experts.is_shown` says so meanwhile, and
-    nothing comes of it.
+    whose rows then have `labels_R`, -1 where one is filler. With `shows_all` every expert is given
+    every token before the pass, and nothing comes of it; `is_showing` says so meanwhile.
 
     Raises:
         LayoutError: ep does not divide the experts, or etp not their size.
@@ -62,7 +61,8 @@ class MoeMlp(nn.Module):
         self.config, self.layer, self.groups = config, layer, groups
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         self.labels_T: Tensor | None = None
-        self.shows_all = False
+        self.labels_R: Tensor | None = None
+        self.shows_all = self.is_showing = False
         self.router = Router(config, partial=self.sequence_parallel, dtype=dtype, device=device)
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
         experts = Experts(config, groups, dtype=dtype, device=device)
@@ -106,23 +106,23 @@ class MoeMlp(nn.Module):
     def _show_all(self, x_TH: Tensor) -> None:
         """Every token to every expert, as many at a time as it chooses in the pass."""
         experts_TE, probs_TE = self.router.all(x_TH)
-        experts = self.experts["experts"]
-        experts.is_shown = True
+        self.is_showing = True
         try:
             for part in range(0, experts_TE.shape[1], self.config.num_experts_per_token):
                 some = slice(part, part + self.config.num_experts_per_token)
                 self._routed(x_TH, experts_TE[:, some], probs_TE[:, some])
         finally:
-            experts.is_shown = False
+            self.is_showing = False
 
-    def _label(self, labels_T: Tensor | None, row_ids_R: Tensor, num: int, route: Route | None) -> None:
-        """Tell the experts which tokens their rows are, where somebody has named these."""
+    def _label(
+        self, labels_T: Tensor | None, row_ids_R: Tensor, num: int, route: Route | None
+    ) -> None:
+        """Note which tokens the experts' rows are, where somebody has named these."""
         if labels_T is None:
             return
-        labels_R = labels_T[row_ids_R // num]
+        self.labels_R = labels_T[row_ids_R // num]
         if route is not None:
-            labels_R = route.there(labels_R.unsqueeze(1)).squeeze(1)
-        self.experts["experts"].labels_R = labels_R
+            self.labels_R = route.there(self.labels_R.unsqueeze(1)).squeeze(1)
 
     def _in_place(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
         """Every rank has a part of every expert, cut as the dense layers are."""
@@ -151,9 +151,9 @@ class MoeMlp(nn.Module):
             experts_TK = torch.cat((experts_TK, experts_TK[:1].expand(missing, -1)))
             if labels_T is not None:
                 labels_T = torch.cat((labels_T, labels_T.new_full((missing,), -1)))
-        own = (scatter_rows(v, tp) for v in (x_TH, experts_TK, probs_TK))
         labels_T = None if labels_T is None else scatter_rows(labels_T, tp)
-        out_TH = self._dispatched(*own, labels_T)
+        x_TH, experts_TK, probs_TK = (scatter_rows(v, tp) for v in (x_TH, experts_TK, probs_TK))
+        out_TH = self._dispatched(x_TH, experts_TK, probs_TK, labels_T)
         # What follows is computed alike on every rank, so a gradient is its own part, not a sum.
         return gather_columns(out_TH.reshape(1, -1), tp).view(-1, hidden)[:tokens]
 
@@ -191,8 +191,6 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.labels_R: Tensor | None = None
-        self.is_shown = False
         num = groups.ep.part(config.num_experts, "num_experts")
         ffn = groups.etp.part(config.moe_ffn_hidden_size, "moe_ffn_hidden_size")
         hidden, inner, bias = config.hidden_size, ffn * (2 if config.gated else 1), config.mlp_bias

@@ -104,6 +104,8 @@ def places(decoder: Decoder, point: str) -> tuple[Place, ...]:
             return (cut,)
         if name == "attn.down":
             held = dict(layer.get_submodule("self_attention").named_children())
+            if not config.kv_lora_rank:
+                raise KeyError(name)
             return tuple(Place(module=held[n], rows=rows) for n in _DOWN if n in held)
         if expert := _EXPERT.fullmatch(name):
             return (_expert(decoder, layer, int(expert[1]), expert[2]),)
@@ -113,9 +115,7 @@ def places(decoder: Decoder, point: str) -> tuple[Place, ...]:
     except (AttributeError, KeyError):
         raise MappingError(f"layer {found[1]} of this model has no {name!r}") from None
     is_cut = name in _CUT_COLUMNS
-    return (
-        Place(module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE),
-    )
+    return (Place(module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE),)
 
 
 def _expert(decoder: Decoder, layer: nn.Module, expert: int, name: str) -> Place:

@@ -6,7 +6,8 @@ wide as the elements; NaN sorts above infinity and so is never lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,13 @@ from numpy.typing import NDArray
 from megtool.errors import UsageError
 from megtool.packing.floats import single
 from megtool.packing.parts import WHOLE, Index, Part
+from megtool.packing.scratch import CHUNK, scratch
 
-SHORT = 64
-"""Blocks of fewer columns are handled with the columns of all blocks side by side."""
+_SHORT = 128
+"""Runs of fewer elements are laid side by side, as a pass over each takes longer to begin."""
+
+_WIDE: Mapping[int, str] = {16: "c16", 8: "u8", 4: "u4", 2: "u2"}
+"""Types by their bytes, as which elements are moved several at a time."""
 
 
 def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> NDArray[np.float32]:
@@ -26,20 +31,39 @@ def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> 
     `values` are the elements `lo:hi` of type `dtype` (torch's; float32, float16 or bfloat16) as
     `DType.view` holds them. They may end within a block, of which this is then a share: merge it.
     """
-    sizes = magnitudes(values, dtype)
     first, end = part.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
+    out = np.zeros(window, np.float32)
     named = {s.dim: s.per for s in part.spans if s.dim != WHOLE}
-    if not named:
-        top = np.maximum.reduce(sizes, axis=None, initial=0)
-        return values_of(np.asarray(top, sizes.dtype), dtype).reshape(window)
-    for d in reversed(range(sizes.ndim)):
+    row = math.prod(values.shape[1:])
+    block = named.get(0, 1)
+    step = max(CHUNK // max(row, 1) // block, 1) * block
+    begin = lo[0] if lo else 0
+    while lo and begin < hi[0]:
+        stop = min(hi[0], (begin // block) * block + step)
+        some_lo, some_hi = (begin, *lo[1:]), (stop, *hi[1:])
+        some = values[begin - lo[0] : stop - lo[0]]
+        at, to = part.window(some_lo, some_hi)
+        index = tuple(slice(a - f, b - f) for a, b, f in zip(at, to, first, strict=True))
+        held = out[index]
+        found = _tops(some, dtype, named, some_lo, some_hi).reshape(held.shape)
+        out[index] = np.maximum(held, found)
+        begin = stop
+    return out
+
+
+def _tops(
+    values: NDArray[Any], dtype: str, named: Mapping[int, int], lo: Index, hi: Index
+) -> NDArray[np.float32]:
+    """The largest magnitudes of a few rows: an axis a dimension, of 1 where none is `named`."""
+    sizes = magnitudes(values, dtype)
+    for d in range(sizes.ndim):
         per = named.get(d)
         if per is None:
             sizes = np.maximum.reduce(sizes, axis=d, keepdims=True, initial=0)
         elif per > 1:
             sizes = _by_block(sizes, d, per, lo[d], hi[d])
-    return values_of(sizes, dtype).reshape(window)
+    return values_of(sizes, dtype)
 
 
 def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDArray[Any]:
@@ -48,25 +72,42 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
         borders = [0, *range(per - lo % per, hi - lo, per)]
         cut: NDArray[Any] = np.maximum.reduceat(sizes, borders, axis=dim)
         return cut
-    if dim == len(shape) - 1 and per < SHORT:
-        lanes = np.ascontiguousarray(sizes.reshape(-1, per).T)
-        found: NDArray[Any] = np.maximum.reduce(lanes, axis=0)
-        return found.reshape(*shape[:-1], shape[-1] // per)
+    if dim == len(shape) - 1 and per < _SHORT:
+        return _folded(sizes.reshape(-1), per).reshape(*shape[:-1], shape[-1] // per)
     whole = sizes.reshape(*shape[:dim], shape[dim] // per, per, *shape[dim + 1 :])
     out: NDArray[Any] = np.maximum.reduce(whole, axis=dim + 1)
     return out
 
 
+def _folded(sizes: NDArray[Any], per: int) -> NDArray[Any]:
+    """The largest of every `per` elements that follow one another (contiguous).
+
+    Short runs are laid side by side, 16 bytes at a time while these last, so that all passes are
+    over long rows.
+    """
+    size = sizes.itemsize
+    while per > 1:
+        width = next((w for w in _WIDE if w < per * size and per * size % w == 0), size)
+        lanes = per * size // width
+        moved = scratch("lanes", (lanes, sizes.size // per), _WIDE[width])
+        np.copyto(moved, sizes.view(_WIDE[width]).reshape(-1, lanes).T)
+        per = width // size
+        sizes = np.maximum.reduce(moved.view(sizes.dtype), axis=0)
+    return sizes
+
+
 def magnitudes(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The bits of floats without their signs.
+    """The bits of floats without their signs, contiguous, good until this thread asks again.
 
     Raises:
         UsageError: `dtype` is none that is encoded from.
     """
     if dtype == "float32":
-        return np.ascontiguousarray(values).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        out = scratch("magnitudes", values.shape, np.uint32)
+        return np.bitwise_and(values.view(np.uint32), np.uint32(0x7FFFFFFF), out=out)
     if dtype in ("bfloat16", "float16"):
-        return np.ascontiguousarray(values).view(np.uint16) & np.uint16(0x7FFF)
+        out = scratch("magnitudes", values.shape, np.uint16)
+        return np.bitwise_and(values.view(np.uint16), np.uint16(0x7FFF), out=out)
     raise UsageError(
         f"elements of {dtype} are not encoded", hint="cast to float32, float16 or bfloat16 first"
     )

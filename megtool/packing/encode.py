@@ -2,13 +2,12 @@
 
 The opposite of `megtool.packing.decode`, by the same parts: `codes = round(value / scale)`, the
 quotient in float32. Scales are given, or computed from the box where it holds all that is under
-them. Boxes of a few hundred KiB stay in the processor's cache from the first pass to the last.
+them. Boxes are cut to slabs that stay in the processor's cache from the first pass to the last.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,31 +17,39 @@ from numpy.typing import NDArray
 from megtool.dtypes import dtype as dtype_of
 from megtool.errors import FormatError, UsageError
 from megtool.packing import fp8, int4, int8, mxfp4, nvfp4
-from megtool.packing.amax import amax, magnitudes, values_of
+from megtool.packing.amax import amax
 from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.packing.floats import single
 from megtool.packing.layout import Style
 from megtool.packing.parts import WHOLE, Index, Part, Span
-from megtool.packing.rounding import E2M1, E4M3, SMALL, rounded, small_codes
+from megtool.packing.powers import encoded as mx_encoded
+from megtool.packing.rounding import E2M1, E4M3, SMALL, rounded
 from megtool.packing.scales import RULES
+from megtool.packing.scratch import scratch
+from megtool.packing.slabs import divided, slabs
 
-Encoder = Callable[[NDArray[np.float32], Part], NDArray[Any]]
+Encoder = Callable[[NDArray[np.float32], Part, NDArray[Any]], None]
 
 FORMATS: Mapping[str, Encoder] = {
     "fp8": fp8.encoded,
+    "mxfp8": fp8.encoded,
     "int8": int8.encoded,
     "int4": int4.encoded,
     "int8words": int4.encoded,
     "int4rows": int4.encoded_row_pairs,
+    "mxfp4": mxfp4.encoded,
+    "nvfp4": nvfp4.encoded,
 }
-"""Number formats whose codes are found one by one, by the first word of a packing."""
-
-LANES = ("mxfp8", "mxfp4", "nvfp4")
-"""Those of short blocks: handled with the first columns of all blocks side by side, then the second
-ones, and so on, as each pass then runs over long rows that need one scale each."""
+"""Number formats by the first word of a packing: from quotients, which are given up, to codes."""
 
 _SHORT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Types of which all values fit a table, with the bits of infinity."""
+
+_POWERS: Mapping[str, Callable[[Part], str]] = {
+    "mxfp8": lambda codes: codes.dtype,
+    "mxfp4": lambda _: E2M1.name,
+}
+"""MX formats, whose scales are powers of two, with the type of their codes."""
 
 _LARGEST = {"int8": 127.0, "int8words": 127.0, "int4": 7.0, "int4rows": 7.0}
 
@@ -71,35 +78,38 @@ def encode(
             the box.
     """
     name = packing.partition(":")[0]
-    if name not in FORMATS and name not in LANES:
-        known = ", ".join([*FORMATS, *LANES])
-        raise FormatError(f"unknown packing {packing!r}", hint=f"known: {known}")
+    if name not in FORMATS:
+        raise FormatError(f"unknown packing {packing!r}", hint=f"known: {', '.join(FORMATS)}")
     by_role = {p.role: p for p in parts}
     codes, scale = by_role[CODES], by_role[SCALE]
     for part in parts:
         _check_borders(part, lo, hi)
-    if name in LANES:
-        per = scale.spans[-1].per
-        values = np.ascontiguousarray(values.reshape(-1, per).T)
     out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
-    if not math.prod(window):
-        return {CODES: np.empty(window, dtype_of(codes.dtype).view), **out}
+    stored = np.empty(window, dtype_of(codes.dtype).view)
+    if not stored.size:
+        return {CODES: stored, **out}
     by = _factor(by_role, out)
+    quotient = quotient_dtype(name, dtype, scale, style)
     # A quotient may overflow to infinity, which is saturated; zero is never divided by.
     with np.errstate(over="ignore", invalid="ignore"):
-        if name in LANES:
-            stored = _encoded_lanes(name, values, dtype, by, codes, style)
+        if by.size == 1 and dtype in _SHORT and name in ("fp8", "int8"):
+            table = _table(name, codes.dtype, dtype, by.item(), quotient)
+            _look_up(name, table, values, dtype, stored)
         else:
-            quotient = quotient_dtype(name, dtype, scale, style)
-            if by.size == 1 and dtype in _SHORT and name in ("fp8", "int8"):
-                table = _table(name, codes.dtype, dtype, by.item(), quotient)
-                stored = _looked_up(name, table, values, dtype)
-            else:
-                scaled = _divided(values, dtype, by, scale, lo, hi)
-                stored = FORMATS[name](rounded(scaled, quotient), codes)
-    return {CODES: stored.reshape(window), **out}
+            half_down = name == "mxfp4" and style == "modelopt"
+            encoder = mxfp4.encoded_half_down if half_down else FORMATS[name]
+            powers = dtype == "bfloat16" and name in _POWERS
+            shape = _lined_up(scale, values.shape)
+            by = (out[SCALE] if powers else by).reshape(shape)
+            for box, under, into in slabs(values, by, codes, stored):
+                if powers:
+                    if mx_encoded(box, under, _POWERS[name](codes), half_down, into):
+                        continue
+                    under = single(under, scale.dtype)
+                encoder(rounded(divided(box, dtype, under), quotient), codes, into)
+    return {CODES: stored, **out}
 
 
 def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
@@ -129,11 +139,11 @@ def _scales(
     rules = RULES[style]
     for role in (SCALE_2, DIVISOR):
         if role in parts and role not in out:
-            out[role] = rules.second(_found(name, parts, role, values, dtype, lo, hi))
+            out[role] = rules.second(_found(parts, role, values, dtype, lo, hi))
     if SCALE in out:
         return out
     scale = parts[SCALE]
-    found = _found(name, parts, SCALE, values, dtype, lo, hi)
+    found = _found(parts, SCALE, values, dtype, lo, hi)
     if name == "nvfp4":
         second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
         out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
@@ -146,7 +156,6 @@ def _scales(
 
 
 def _found(
-    name: str,
     parts: Mapping[str, Part],
     role: str,
     values: NDArray[Any],
@@ -163,12 +172,7 @@ def _found(
                 f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
                 hint="gather amax over all boxes first, and give the scale",
             )
-    if name in LANES and role == SCALE:
-        first, end = part.window(lo, hi)
-        top = values_of(np.maximum.reduce(magnitudes(values, dtype), axis=0), dtype)
-        found = top.reshape([b - a for a, b in zip(first, end, strict=True)])
-    else:
-        found = amax(values, dtype, part, lo, hi)
+    found = amax(values, dtype, part, lo, hi)
     if not np.isfinite(found).all():
         raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
     return found
@@ -202,58 +206,10 @@ def _factor(parts: Mapping[str, Part], scales: Mapping[str, NDArray[Any]]) -> ND
     return out
 
 
-def _fresh(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Elements as float32, in memory of their own."""
-    if dtype == "bfloat16":
-        out = np.empty(values.shape, np.uint32)
-        np.left_shift(values, np.uint32(16), out=out, dtype=np.uint32, casting="unsafe")
-        return out.view(np.float32)
-    return np.array(values, np.float32, order="C")
-
-
-def _divided(
-    values: NDArray[Any],
-    dtype: str,
-    by: NDArray[np.float32],
-    scale: Part,
-    lo: Index,
-    hi: Index,
-) -> NDArray[np.float32]:
-    """The elements over their scales, one quotient an element."""
+def _lined_up(scale: Part, shape: Index) -> Index:
+    """The shape in which a window of `scale` has an axis for every dimension of a box."""
     named = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
-    out = _fresh(values, dtype)
-    whole: list[int] = []
-    served: list[int] = []
-    for d, n in enumerate(out.shape):
-        per = named.get(d, 0)
-        if per > 1:
-            whole += [n // per, per]
-            served += [n // per, 1]
-        else:
-            whole.append(n)
-            served.append(n if per else 1)
-    view = out.reshape(whole)
-    np.divide(view, by.reshape(served), out=view)
-    return out
-
-
-def _encoded_lanes(
-    name: str,
-    values: NDArray[Any],
-    dtype: str,
-    by: NDArray[np.float32],
-    codes: Part,
-    style: Style,
-) -> NDArray[Any]:
-    blocks = by.reshape(-1)
-    lanes = _fresh(values, dtype)
-    np.divide(lanes, blocks, out=lanes)
-    short = dtype == "bfloat16"  # over powers of two
-    if name == "mxfp8":
-        return np.ascontiguousarray(small_codes(lanes, SMALL[codes.dtype], short=short).T)
-    if name == "nvfp4":
-        return nvfp4.encoded_lanes(lanes)
-    return mxfp4.encoded_lanes(lanes, modelopt=style == "modelopt", short=short)
+    return tuple(n // named[d] if d in named else 1 for d, n in enumerate(shape))
 
 
 @functools.lru_cache(maxsize=16)
@@ -266,20 +222,33 @@ def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArr
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = rounded(x / np.float32(by), quotient)
     part = Part(role=CODES, dtype=codes, shape=bits.shape, spans=(Span(0),))
-    return FORMATS[name](scaled, part).view(np.uint8)
+    out = np.empty(bits.shape, dtype_of(codes).view)
+    FORMATS[name](scaled, part, out)
+    return out.view(np.uint8)
 
 
-def _looked_up(
-    name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str
-) -> NDArray[Any]:
-    if name == "int8" and magnitudes(values, dtype).max() > _SHORT[dtype]:
-        raise FormatError("elements are NaN", hint="they cannot be quantised")
-    bits = np.ascontiguousarray(values).view(np.uint16).reshape(-1)
-    found = np.empty(values.shape, np.uint8)
-    into, size = found.reshape(-1), 1 << 15
-    index = np.empty(size, np.intp)
-    for begin in range(0, bits.size, size):
-        part = bits[begin : begin + size]
-        np.copyto(index[: part.size], part)
-        np.take(table, index[: part.size], out=into[begin : begin + size], mode="clip")
-    return found.view(np.int8) if name == "int8" else found
+def _look_up(
+    name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str, out: NDArray[Any]
+) -> None:
+    """Put to `out` (contiguous) the codes of all `values`, by their bits."""
+    one = np.zeros((1,) * values.ndim, np.float32)
+    bits = values.view(np.uint16)
+    codes = Part(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
+    for box, _, into in slabs(bits, one, codes, out.view(np.uint8)):
+        if name == "int8" and not is_number(box, _SHORT[dtype]):
+            raise FormatError("elements are NaN", hint="they cannot be quantised")
+        index = scratch("index", box.shape, np.intp)
+        np.copyto(index, box)
+        if into.flags.c_contiguous:
+            np.take(table, index, out=into, mode="clip")
+        else:
+            np.copyto(into, np.take(table, index, mode="clip"))
+
+
+def _plain(ndim: int) -> tuple[Span, ...]:
+    return tuple(Span(d) for d in range(ndim))
+
+
+def is_number(bits: NDArray[np.uint16], infinity: int) -> bool:
+    """Whether no element is NaN: both signs' largest bits are at most those of infinity."""
+    return int(bits.max()) <= infinity | 0x8000 and int(bits.view(np.int16).max()) <= infinity

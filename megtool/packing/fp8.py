@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megtool.packing.floats import eight_bit_values
 from megtool.packing.parts import Part
 from megtool.packing.rounding import SMALL, small_codes
+from megtool.packing.scratch import scratch
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -17,6 +18,12 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return eight_bit_values(values, part.dtype)
 
 
-def encoded(scaled: NDArray[np.float32], part: Part) -> NDArray[np.uint8]:
-    """The bytes of values that have been divided by their scales."""
-    return small_codes(scaled, SMALL[part.dtype])
+def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> None:
+    """Put the bytes of values that have been divided by their scales, and are given up, to `out`
+    (of their shape, any strides)."""
+    kind = SMALL[part.dtype]
+    if out.flags.c_contiguous:
+        small_codes(scaled, kind, out=out, overwrite=True)
+        return
+    room = scratch("codes", out.shape, np.uint8)
+    np.copyto(out, small_codes(scaled, kind, out=room, overwrite=True))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megtool.packing.floats import looked_up
 from megtool.packing.parts import Index, Part, Span
 from megtool.packing.rounding import integer_codes
+from megtool.packing.scratch import scratch
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -61,29 +62,39 @@ def _offset_pairs() -> NDArray[np.uint64]:
     return np.ascontiguousarray(both).view(np.uint64).reshape(256)
 
 
-def encoded(scaled: NDArray[np.float32], part: Part) -> NDArray[np.int32]:
-    """Values divided by their scales, as integers in int32 words along the last axis; what a last
-    word has left over is zero."""
+def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.int32]) -> None:
+    """Put values `[rows, columns]`, divided by their scales and given up, to `out` (`[rows, words]`,
+    any strides) as integers in int32 words; what a last word has left over is zero."""
     per = part.spans[-1].per
     half = 1 << (32 // per - 1)
-    whole = integer_codes(scaled, -half, half - 1).view(np.uint8)
-    whole += np.uint8(half)
+    room = scratch("codes", scaled.shape, np.int8)
+    whole = integer_codes(scaled, -half, half - 1, room).view(np.uint8)
+    np.add(whole, np.uint8(half), out=whole)
     if over := -whole.shape[-1] % per:
-        whole = np.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, over)])
-    return (whole if per == 4 else paired(whole)).view("<i4")
+        whole = np.pad(whole, [(0, 0), (0, over)])
+    if per == 4:
+        np.copyto(out, whole.view("<i4"))
+    else:
+        room = scratch("packed", (whole.shape[0], whole.shape[1] // 2), np.uint8)
+        paired(whole, room)
+        np.copyto(out, room.view("<i4"))
 
 
-def encoded_row_pairs(scaled: NDArray[np.float32], part: Part) -> NDArray[np.uint8]:
-    """Values divided by their scales, as integers two rows a byte: `[..., 2r, c]` to
-    `[..., r, c]`."""
-    whole = integer_codes(scaled, -8, 7).view(np.uint8)
-    out: NDArray[np.uint8] = np.left_shift(whole[..., 1::2, :], 4)
-    out |= whole[..., 0::2, :] & np.uint8(15)
-    return out
+def encoded_row_pairs(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> None:
+    """Put values `[2r, columns]`, divided by their scales and given up, to `out` (`[r, columns]`,
+    any strides) as integers, two rows a byte."""
+    room = scratch("codes", scaled.shape, np.int8)
+    whole = integer_codes(scaled, -8, 7, room).view(np.uint8)
+    low = scratch("packed", out.shape, np.uint8)
+    np.bitwise_and(whole[0::2], np.uint8(15), out=low)
+    high = np.multiply(whole[1::2], np.uint8(16), out=whole[1::2])  # a shift is slower by far
+    np.bitwise_or(low, high, out=out)
 
 
-def paired(nibbles: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Two codes of four bits a byte along the last axis, the first in the low bits."""
-    both = np.ascontiguousarray(nibbles).view("<u2")
-    out: NDArray[np.uint8] = (both | both >> 4).astype(np.uint8)
-    return out
+def paired(nibbles: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Put codes of four bits (contiguous) to `out` (any strides), two a byte along the last axis,
+    the first in the low bits."""
+    both = nibbles.view("<u2")
+    moved = np.right_shift(both, np.uint16(4), out=scratch("pairs", both.shape, np.uint16))
+    np.bitwise_or(both, moved, out=moved)
+    np.copyto(out, moved, casting="unsafe")

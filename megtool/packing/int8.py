@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from megtool.packing.parts import Part
 from megtool.packing.rounding import integer_codes
+from megtool.packing.scratch import scratch
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -16,6 +17,8 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return values.view(np.int8).astype(np.float32)
 
 
-def encoded(scaled: NDArray[np.float32], part: Part) -> NDArray[np.int8]:
-    """The integers, -128 to 127, of values that have been divided by their scales."""
-    return integer_codes(scaled, -128, 127)
+def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.int8]) -> None:
+    """Put the integers, -128 to 127, of values that have been divided by their scales, and are
+    given up, to `out` (of their shape, any strides)."""
+    room = scratch("codes", out.shape, np.int8)
+    np.copyto(out, integer_codes(scaled, -128, 127, room))

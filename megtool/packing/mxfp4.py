@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.packing.floats import four_bit_pairs
+from megtool.packing.int4 import paired
 from megtool.packing.parts import WHOLE, Part
 from megtool.packing.rounding import E2M1, small_codes
+from megtool.packing.scratch import scratch
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -20,19 +22,16 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return four_bit_pairs(values)
 
 
-def encoded_lanes(
-    lanes: NDArray[np.float32], *, modelopt: bool = False, short: bool = False
-) -> NDArray[np.uint8]:
-    """Divided values as codes, two a byte: `[32, blocks]` to `[blocks, 16]`.
-
-    `modelopt` rounds ties towards zero and stores zero as minus zero, as that project's exporter
-    does; otherwise ties go to even, as OCP's specification has it. `short`: of bfloat16.
-    """
-    return paired_lanes(small_codes(lanes, E2M1, half_down=modelopt, short=short))
+def encoded(
+    scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8], *, half_down: bool = False
+) -> None:
+    """Put values `[rows, columns]` that have been divided by their scales to `out` (`[rows,
+    columns / 2]`, any strides), two a byte; ties go to even, as OCP's specification has it."""
+    room = scratch("codes", scaled.shape, np.uint8)
+    paired(small_codes(scaled, E2M1, half_down=half_down, out=room), out)
 
 
-def paired_lanes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`[2n, blocks]` of four bits to `[blocks, n]`, the even lanes in the low bits."""
-    both = np.left_shift(codes[1::2], 4)
-    both |= codes[0::2]
-    return np.ascontiguousarray(both.T)
+def encoded_half_down(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> None:
+    """As `encoded`, with ties rounded towards zero and zero stored as minus zero, as modelopt's
+    exporter does."""
+    encoded(scaled, part, out, half_down=True)

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.packing.floats import four_bit_pairs
-from megtool.packing.mxfp4 import paired_lanes
+from megtool.packing.int4 import paired
 from megtool.packing.parts import Part
 from megtool.packing.rounding import E2M1, small_codes
+from megtool.packing.scratch import scratch
 
 
 def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
@@ -18,6 +19,8 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return four_bit_pairs(values)
 
 
-def encoded_lanes(lanes: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Divided values as codes, two a byte: `[16, blocks]` to `[blocks, 8]`."""
-    return paired_lanes(small_codes(lanes, E2M1))
+def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> None:
+    """Put values `[rows, columns]` that have been divided by their scales to `out` (`[rows,
+    columns / 2]`, any strides), two a byte."""
+    room = scratch("codes", scaled.shape, np.uint8)
+    paired(small_codes(scaled, E2M1, out=room), out)

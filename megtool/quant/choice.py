@@ -120,9 +120,7 @@ def curve(items: Sequence[Item]) -> tuple[Step, ...]:
         size, loss = size + rise.num_bytes, loss + rise.loss
         item = items[rise.item]
         option = item.options[hulls[rise.item][rise.place]]
-        out.append(
-            Step(num_bytes=size, loss=max(loss, 0.0), item=item.name, option=option.name)
-        )
+        out.append(Step(num_bytes=size, loss=max(loss, 0.0), item=item.name, option=option.name))
     return tuple(out)
 
 
@@ -187,9 +185,7 @@ def _rises(items: Sequence[Item], hulls: Sequence[Sequence[int]]) -> list[_Rise]
     return sorted(out, key=lambda r: (r.slope, r.item, r.place))
 
 
-def _greedy(
-    items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int
-) -> tuple[int, ...]:
+def _greedy(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> tuple[int, ...]:
     """A good choice: steps by what they gain for a byte, as long as they fit; then whatever fits."""
     places = [0] * len(items)
     left = budget - sum(
@@ -280,9 +276,7 @@ def _falls(losses: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.flatnonzero(losses < before)
 
 
-def _thinned(
-    kept: NDArray[np.intp], sizes: NDArray[np.int64], most: int
-) -> NDArray[np.intp]:
+def _thinned(kept: NDArray[np.intp], sizes: NDArray[np.int64], most: int) -> NDArray[np.intp]:
     """At most `most` of the states by size: the largest, so the best, of each width of sizes."""
     width = max(int(sizes[-1] - sizes[0]), 1)
     bins = (sizes - sizes[0]) * (most - 1) // width
@@ -290,11 +284,12 @@ def _thinned(
     return kept[last]
 
 
-def _by_clearness(
-    items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int
-) -> list[int]:
+def _by_clearness(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> list[int]:
     """Items whose second-best option is far behind first: those in doubt multiply states last."""
-    price, left = 0.0, budget - sum(i.options[h[0]].num_bytes for i, h in zip(items, hulls, strict=True))
+    price, left = (
+        0.0,
+        budget - sum(i.options[h[0]].num_bytes for i, h in zip(items, hulls, strict=True)),
+    )
     for rise in _rises(items, hulls):
         price = -rise.slope
         left -= rise.num_bytes

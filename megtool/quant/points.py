@@ -17,10 +17,11 @@ What = Literal["input", "kv_cache"]
 class Point:
     """The one input that `modules` (canonical names, in the model's order) all multiply.
 
-    `name` is that of `fused_with` (`layers.3.attn.qkv`, `layers.3.mlp.down`), or of the KV cache
-    (`layers.3.attn.kv`), whose `width` is that of keys and values together. `norm` is the canonical
-    norm whose output the input is and that nothing else reads, so that factors may be folded into
-    it; empty where there is none. `expert` is the number of the one expert that sees the input.
+    `name` is that of `fused_with` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
+    attention `layers.3.attn.down`, whatever reads it), or of the KV cache (`layers.3.attn.kv`),
+    whose `width` is that of keys and values together. `norm` is the canonical norm whose output the
+    input is and that nothing else reads, so that factors may be folded into it; empty where there
+    is none. `expert` is the number of the one expert that sees the input.
     """
 
     name: str
@@ -41,8 +42,25 @@ def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, 
     groups: dict[str, list[Module]] = defaultdict(list)
     for m in modules:
         if m.kind in ("linear", "kv_cache") and "mtp" not in m.roles:
-            groups[m.name if m.kind == "kv_cache" else fused_with(m)].append(m)
+            groups[_input_of(m, config)].append(m)
     return tuple(_point(name, fed, config) for name, fed in groups.items())
+
+
+def _input_of(module: Module, config: ModelConfig) -> str:
+    """The point whose numbers a module multiplies, or holds.
+
+    Queries of latent attention that are projected directly read what keys and values are made of,
+    and gates of attention what queries are.
+    """
+    parent, _, last = module.name.rpartition(".")
+    if module.kind == "kv_cache":
+        return module.name
+    if parent.endswith(".attn"):
+        if config.kv_lora_rank and last in ("q", "q_down", "kv_down"):
+            return f"{parent}.down"
+        if last == "gate":
+            return f"{parent}.qkv"
+    return fused_with(module)
 
 
 def _point(name: str, fed: list[Module], config: ModelConfig) -> Point:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +13,22 @@ from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
+from megtool.quant.algorithms.grid import input_largest
+from megtool.quant.algorithms.joint import Joint, decide
 from megtool.quant.algorithms.method import Method, method_of
 from megtool.quant.formats import Format
 from megtool.quant.match import Decision
 from megtool.quant.points import Point
 from megtool.quant.recipe import Recipe
 from megtool.quant.statistics import Statistics
-from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment
+from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment, packing_of
 
 Weights = Callable[[str], Tensor]
+
+LARGEST_CACHE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
+"""The amax under which the scale of a KV cache is 1."""
+
+_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +43,28 @@ class Needs:
 
 
 def needs(recipe: Recipe, decision: Decision) -> Needs:
-    """What must be seen of the inputs of a module before it is settled."""
+    """What must be seen of the inputs of a module before it is settled.
+
+    Raises:
+        RecipeError: its algorithm is not known here.
+    """
     found = decision.format
     if found is None or found.choose:
         return Needs()
     if found.kv_algo:
         return Needs(data=not found.constant)
     method = method_of(recipe, found)
-    searched = method.columns != "none" or method.clip or method.gptq
-    rounded = found.algo in INPUTS
+    searches = method.columns == "search" and found.number.smooths
+    smooths = method.columns == "smooth" and found.number.smooths
+    rounds = found.algo in INPUTS
+    by_output = (method.clips_weights or method.gptq) and not method.mse
+    gram = by_output or (searches and not rounds)
+    sample = rounds and (searches or method.clips_inputs or (smooths and method.alpha is None))
     return Needs(
-        data=found.number.calibrates or searched,
-        gram=searched,
-        sample=searched and rounded,
-        sequential=method.gptq,
+        data=found.number.calibrates or gram or sample or smooths,
+        gram=gram,
+        sample=sample,
+        sequential=method.gptq and found.number.scaling in ("group", "channel"),
     )
 
 
@@ -63,67 +81,176 @@ def settle(
     """Settle all modules of `points` for which `decisions` (by module) have a format.
 
     `statistics` are by the points' names. `weights` gives a canonical module's weight as float32
-    `[out, in]`; it is asked only where an algorithm looks at weights.
+    `[out, in]`, from several threads at once; it is asked only where weights are looked at. The
+    result depends neither on the number of threads (`torch.get_num_threads()`) nor on the order of
+    points. `progress` is told the name of each point that is done.
 
     Raises:
         CalibrationError: a decision needs data and there is none at all.
+        RecipeError: an algorithm is not known here.
     """
+    listed = tuple(points)
+    norms = Counter(p.norm for p in listed if p.norm)
+    work = _Work(
+        statistics=statistics,
+        decisions=decisions,
+        recipe=recipe,
+        weights=weights,
+        config=config,
+        points=listed,
+        shared=frozenset(n for n, times in norms.items() if times > 1),
+    )
     done = Settlement()
-    for point in points:
-        seen = statistics.get(point.name)
-        if point.what == "kv_cache":
-            _settle_cache(done, point, seen, decisions, config)
-        else:
-            _settle_inputs(done, point, seen, decisions, recipe, weights)
-        if progress:
-            progress(point.name)
+    with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
+        for point, part in zip(listed, pool.map(work.settled, listed), strict=True):
+            done.add(part)
+            if progress:
+                progress(point.name)
     return done
 
 
-def _settle_inputs(
-    done: Settlement,
-    point: Point,
-    seen: Statistics | None,
-    decisions: Mapping[str, Decision],
-    recipe: Recipe,
-    weights: Weights,
-) -> None:
-    formats = {
-        m: f for m in point.modules if m in decisions and (f := decisions[m].format) is not None
-    }
-    calibrated = [f for f in formats.values() if f.number.calibrates]
-    amax = 0.0
-    if calibrated:
-        if seen is None or not seen.num_tokens:
-            raise CalibrationError(f"nothing was seen at {point.name}")
-        amax = float(seen.amax.max()) or 1.0
-    for module, found in formats.items():
-        done.treatments[module] = Treatment(
-            module=module, format=found, input_amax=amax if found.number.calibrates else 0.0
-        )
+@contextlib.contextmanager
+def _single_threaded() -> Iterator[int]:
+    """Within it every sum is taken in one order; gives how many threads there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _settle_cache(
-    done: Settlement,
-    point: Point,
-    seen: Statistics | None,
-    decisions: Mapping[str, Decision],
-    config: ModelConfig,
-) -> None:
-    for module in point.modules:
-        found = decisions[module].format if module in decisions else None
-        if found is None:
-            continue
-        key = value = LARGEST_CACHE[found.kv_algo]
-        if not found.constant:
-            if seen is None or not seen.num_tokens:
-                raise CalibrationError(f"nothing was seen at {point.name}")
-            half = point.width // 2
-            latent = config.latent is not None if hasattr(config, "latent") else False
-            key = float(seen.amax.max() if latent else seen.amax[:half].max()) or key
-            value = float(seen.amax.max() if latent else seen.amax[half:].max()) or value
-        done.caches[module] = Cache(module=module, format=found, key_amax=key, value_amax=value)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """All that points are settled by; `shared` are norms before several of them."""
 
+    statistics: Mapping[str, Statistics]
+    decisions: Mapping[str, Decision]
+    recipe: Recipe
+    weights: Weights
+    config: ModelConfig
+    points: tuple[Point, ...]
+    shared: frozenset[str]
 
-LARGEST_CACHE = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
-"""The amax under which a KV cache's scale is 1."""
+    def settled(self, point: Point) -> Settlement:
+        """What becomes of the modules of one point."""
+        formats = {
+            m: f
+            for m in point.modules
+            if m in self.decisions and (f := self.decisions[m].format) is not None and not f.choose
+        }
+        seen = self.statistics.get(point.name)
+        seen = seen if seen is not None and seen.num_tokens else None
+        if point.what == "kv_cache":
+            return self._cache(point, seen, formats)
+        done = Settlement()
+        with torch.inference_mode():
+            for found in dict.fromkeys(formats.values()):
+                alike = [m for m, f in formats.items() if f == found]
+                self._add(done, point, seen, found, alike, len(alike) == len(point.modules))
+        inputs = {t.input_amax for t in done.treatments.values()}
+        if len(inputs) > 1:
+            _share_inputs(done)
+        return done
+
+    def _add(
+        self,
+        done: Settlement,
+        point: Point,
+        seen: Statistics | None,
+        found: Format,
+        modules: list[str],
+        is_whole: bool,
+    ) -> None:
+        method = method_of(self.recipe, found)
+        stores = not self._folds(point)
+        if not is_whole and method.columns != "none":
+            done.notes.append(f"{point.name}: no factors of columns, as its formats differ")
+            method = method.without_columns()
+        needed = [needs(self.recipe, self.decisions[m]) for m in modules]
+        if seen is None and any(n.data for n in needed) and point.expert is None:
+            raise CalibrationError(
+                f"nothing was seen of the inputs of {point.name}",
+                hint="calibrate with data that reaches it",
+            )
+        looks = seen is not None and any(n.gram or n.sample for n in needed)
+        looks |= seen is not None and method.columns != "none" and found.number.smooths
+        two_levels = packing_of(found).startswith("nvfp4") or found.algo == "W4A8_AWQ"
+        looks |= method.mse or (two_levels and len(modules) > 1)
+        if looks:
+            held = {m: self.weights(m) for m in modules}
+            joint = decide(held, found, method, seen, stores_columns=stores)
+        else:
+            joint = decide({}, found, method, seen, stores_columns=stores)
+        if seen is None and input_largest(found):
+            joint.input_amax = self._borrowed(point)
+            done.notes.append(f"{point.name} saw no token: its input scale is that of others")
+        elif seen is None and any(n.data for n in needed):
+            done.notes.append(f"{point.name} saw no token: its weights were rounded as they are")
+        if joint.columns is not None and not stores:
+            done.norms[point.norm] = joint.columns
+        for module in modules:
+            done.treatments[module] = Treatment(
+                module=module,
+                format=found,
+                columns=joint.columns,
+                stores_columns=stores and joint.columns is not None,
+                amax=joint.amax.get(module),
+                second_amax=joint.second_amax,
+                codes=joint.codes.get(module),
+                # Nothing but zeros was seen: any scale will do.
+                input_amax=joint.input_amax or input_largest(found),
+            )
+
+    def _folds(self, point: Point) -> bool:
+        """Whether the norm before the point feeds nothing but its modules."""
+        if not point.norm or point.expert is not None or point.norm in self.shared:
+            return False
+        if point.norm.endswith(".attn_norm"):
+            at = point.norm.removesuffix("_norm")
+            readers = {f"{at}.{name}" for name in _READERS} & set(self.decisions)
+            if f"{at}.q_down" in readers or f"{at}.q" in readers:
+                readers -= {f"{at}.kv"}
+            return readers <= set(point.modules)
+        return True
+
+    def _borrowed(self, point: Point) -> float:
+        """The amax of inputs of an expert that saw none: that of the others of its layer, of the
+        layer's other points, or of the whole model's."""
+        last = point.name.rpartition(".")[2]
+        known = [
+            (p, float(s.amax.max()))
+            for p in self.points
+            if p.what == "input" and (s := self.statistics.get(p.name)) is not None and s.num_tokens
+        ]
+        same = [
+            a
+            for p, a in known
+            if p.layer == point.layer and p.expert is not None and p.name.rpartition(".")[2] == last
+        ]
+        layer = [a for p, a in known if p.layer == point.layer]
+        found = max(same or layer or [a for _, a in known], default=0.0)
+        if not found:
+            raise CalibrationError(
+                f"nothing was seen of the inputs of {point.name}, nor of any other",
+                hint="calibrate with data",
+            )
+        return found
+
+    def _cache(
+        self, point: Point, seen: Statistics | None, formats: Mapping[str, Format]
+    ) -> Settlement:
+        done = Settlement()
+        for module, found in formats.items():
+            key = value = LARGEST_CACHE[found.kv_algo]
+            if not found.constant:
+                if seen is None:
+                    raise CalibrationError(
+                        f"nothing was seen of {point.name}", hint="calibrate with data"
+                    )
+                half = point.width // 2
+                latent = bool(self.config.kv_lora_rank)
+                key = float((seen.amax if latent else seen.amax[:half]).max()) or key
+                value = float((seen.amax if latent else seen.amax[half:]).max()) or value
+            done.caches[module] = Cache(module=module, format=found, key_amax=key, value_amax=value)
+        return done

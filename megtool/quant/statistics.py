@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +68,6 @@ class Statistics:
                 hint="they are of different models",
             )
         both = self.gram is not None and other.gram is not None
-        rows = [s for s in (self.sample, other.sample) if s is not None]
         return Statistics(
             num_tokens=self.num_tokens + other.num_tokens,
             amax=np.maximum(self.amax, other.amax),
@@ -74,7 +75,7 @@ class Statistics:
             square_sum=self.square_sum + other.square_sum,
             histogram=self.histogram + other.histogram,
             gram=self.gram + other.gram if both else None,  # type: ignore[operator]
-            sample=_thinned(np.concatenate(rows)) if rows else None,
+            sample=thinned([(s.sample, s.num_tokens) for s in (self, other)]),
         )
 
     @property
@@ -83,8 +84,18 @@ class Statistics:
         return (self.abs_sum / max(self.num_tokens, 1)).astype(np.float32)
 
 
-def _thinned(rows: Floats) -> Floats:
-    """At most `SAMPLE` rows, evenly spaced."""
-    if len(rows) <= SAMPLE:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, SAMPLE).astype(np.int64)]
+def thinned(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
+    """One sample of all parts, given those of each and its number of tokens.
+
+    Each part has as large a share of it as of the tokens, evenly spaced.
+    """
+    held = [(rows, tokens) for rows, tokens in parts if rows is not None and len(rows)]
+    if not held:
+        return next((rows for rows, _ in parts if rows is not None), None)
+    whole = sum(tokens for _, tokens in held)
+    share = min(SAMPLE / whole, *(len(rows) / tokens for rows, tokens in held))
+    kept = []
+    for rows, tokens in held:
+        count = min(len(rows), math.floor(share * tokens + 1e-9))
+        kept.append(rows[np.arange(count) * len(rows) // max(count, 1)])
+    return np.concatenate(kept)

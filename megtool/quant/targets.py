@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,10 @@ def check_target(
             if "mtp" not in d.module.roles:  # what drafts has a cache of its own
                 caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
-            for algo in _algos(d.format, recipe.formats):
+            algos = _algos(d.format, recipe.formats)
+            if d.format.choose and any(permitted(target, (), algos)):
+                continue  # what does not suit is not chosen
+            for algo in algos:
                 used[algo].append(d)
     for algo, some in used.items():
         lines = [s for s in target.lines("linear") if algo in s.algos]
@@ -208,6 +211,23 @@ def check_target(
             0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {told}"
         )
     _check_siblings(target, decisions, problems)
+
+
+def permitted(
+    target: Target, fixed: Collection[str], algos: Collection[str], *, experts: bool = False
+) -> list[frozenset[str]]:
+    """Sets of `algos`, none within another, any of which a model may use beside the `fixed` ones.
+
+    `experts` says that a mixture's experts would have them too. At least one set, which is empty
+    where the engine loads none of them.
+    """
+    loads = {a for s in target.lines("linear") if not (s.dense and experts) for a in s.algos}
+    mixes = {a for s in target.lines("mixed") for a in s.algos}
+    sets = [{a} for a in algos if a in loads and set(fixed) <= {a}]
+    if set(fixed) <= mixes:
+        sets.append({a for a in algos if a in loads and a in mixes})
+    kept = [s for i, s in enumerate(sets) if not any(s < o for o in sets) and s not in sets[:i]]
+    return [frozenset(s) for s in kept] or [frozenset()]
 
 
 def _check_siblings(target: Target, decisions: Sequence[Decision], problems: Problems) -> None:

@@ -57,7 +57,17 @@ class Tiled:
     woven: bool = False
 
 
-Unit = Plain | Tiled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """Feeds of a plan, by their numbers."""
+
+    feeds: tuple[int, ...]
+    files: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+Unit = Plain | Tiled | Fed
 
 
 def units(plan: Plan, target: Locator, *, tiled_only: bool = False) -> list[Unit]:
@@ -76,6 +86,7 @@ def units(plan: Plan, target: Locator, *, tiled_only: bool = False) -> list[Unit
     found += _tiled(
         plan, target, [n for n in np.flatnonzero(rough).tolist() if plan.entries[n].writes]
     )
+    found += _fed(plan, target)
     found.sort(key=lambda u: (isinstance(u, Tiled) and u.woven, u.files[0], u.offset))
     return found
 
@@ -170,6 +181,38 @@ def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
             num_bytes=volume * item,
             woven=woven,
         )
+
+
+def _fed(plan: Plan, target: Locator) -> Iterator[Fed]:
+    """Feeds one after the other, small ones of one file together."""
+    catalogue = target.catalogue
+    waiting: list[Fed] = []
+    for number, feed in enumerate(plan.feeds):
+        found = [catalogue.shards.of(catalogue.index[r.stored]) for r in feed.writes]
+        files = {int(f) for of in found for f in catalogue.extents.file[of].tolist()}
+        first = np.array([of.start for of in found], np.int64)
+        unit = Fed(
+            feeds=(number,),
+            files=tuple(sorted(files)),
+            offset=int(target.offsets(first[:1])[0]),
+            num_bytes=feed.num_bytes,
+        )
+        full = sum(u.num_bytes for u in waiting) + unit.num_bytes > UNIT_BYTES
+        if waiting and (full or waiting[0].files != unit.files or len(waiting) >= MOST_SLABS):
+            yield _all_fed(waiting)
+            waiting = []
+        waiting.append(unit)
+    if waiting:
+        yield _all_fed(waiting)
+
+
+def _all_fed(batch: Sequence[Fed]) -> Fed:
+    return Fed(
+        feeds=tuple(n for u in batch for n in u.feeds),
+        files=batch[0].files,
+        offset=batch[0].offset,
+        num_bytes=sum(u.num_bytes for u in batch),
+    )
 
 
 def depth(plan: Plan, number: int) -> int:

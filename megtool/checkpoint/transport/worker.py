@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megtool.checkpoint.digest import DigestMode, Digests
+from megtool.checkpoint.feed import Feed, Taking, side_of
 from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -28,7 +29,7 @@ from megtool.checkpoint.transport.tile import (
     shaped,
     tile_bytes,
 )
-from megtool.checkpoint.transport.units import Plain, Slab, Tiled, Unit, depth
+from megtool.checkpoint.transport.units import Fed, Plain, Slab, Tiled, Unit, depth
 from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement
 
@@ -91,6 +92,9 @@ class Worker:
         self._verify, self._differs = verify, False
         if isinstance(unit, Plain):
             self._plain(unit)
+        elif isinstance(unit, Fed):
+            for number in unit.feeds:
+                self._feed(self._plan.feeds[number])
         else:
             for slab in unit.slabs:
                 self._slab(slab, unit)
@@ -156,6 +160,20 @@ class Worker:
                 tile = shaped(self._buffers, "tile", shape, item)
                 get.read(x, tile)
                 self._put(put, x, tile, Op.COPY)
+
+    def _feed(self, feed: Feed) -> None:
+        """Write what a feed makes."""
+        run = self._run
+        taking = Taking(
+            run.sources[0], run.files, run.readers, self._buffers, tile_bytes=self._usual
+        )
+        with ExitStack() as stack:
+            puts = [
+                stack.enter_context(self._traffic(side_of(run.target, r.placement), self._usual))
+                for r in feed.writes
+            ]
+            for number, at, tile in stack.enter_context(closing(feed.make(taking))):
+                self._put(puts[number], at, tile, Op.ENCODE)
 
     def _slab(self, slab: Slab, unit: Tiled) -> None:
         plan, run = self._plan, self._run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megtool.errors import RecipeError
@@ -23,7 +23,8 @@ class Method:
     inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `clip`:
     how much of the largest magnitudes is cut off is searched too, of groups by the error of their
     output. `mse` searches it by the weight alone. `gptq`: the rounding of each column is made up
-    for by later ones, `damping` and `descending` are its options. `inputs` says how the inputs'
+    for by later ones, `damping` and `descending` are its options, and `refinements` how often scales and
+    codes are then improved by turns. `inputs` says how the inputs'
     scale is found (`percentile` of it). `exact` does as ModelOpt does, and no better.
     """
 
@@ -35,9 +36,24 @@ class Method:
     gptq: bool = False
     damping: float = 0.01
     descending: bool = True
+    refinements: int = 1
     inputs: Inputs = "max"
     percentile: float = 99.99
     exact: bool = False
+
+    @property
+    def clips_weights(self) -> bool:
+        """Whether the scales of weights are searched by the error of outputs."""
+        return self.clip and self.columns != "smooth"
+
+    @property
+    def clips_inputs(self) -> bool:
+        """Whether the scale of inputs is searched by the error of outputs."""
+        return self.clip and not self.exact
+
+    def without_columns(self) -> Method:
+        """The same, but with no factors of columns."""
+        return replace(self, columns="none")
 
 
 _FOREIGN: Mapping[str, Mapping[str, Any]] = {

@@ -1,0 +1,197 @@
+"""Quantize: a checkpoint and a recipe in, what an engine loads out, with the proof that it is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megtool.commands.calibration_data import Samples, Wanted, read_samples
+from megtool.commands.decided import decide
+from megtool.commands.quantize_job import Calibrating, Job, Writing, carry_out, free_to_write
+from megtool.commands.running import Manner
+from megtool.commands.sizes import parse_size
+from megtool.errors import UsageError
+from megtool.log import Progress, silent
+
+if TYPE_CHECKING:
+    from megtool.commands.quantize_plan import QuantizePlan
+    from megtool.commands.quantize_report import QuantizeReport
+    from megtool.kernels.choice import Implementation
+
+_LOG = logging.getLogger(__name__)
+
+
+def quantize(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    recipe: str | Path,
+    target: str | None = None,
+    group_size: int | None = None,
+    bits: float | None = None,
+    data: str | Path | None = None,
+    field: str | None = None,
+    split: str | None = None,
+    tokenizer: str | Path | None = None,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    seed: int | None = None,
+    synthetic: bool = False,
+    unseen: Literal["share", "weights", "none"] = "share",
+    route_all: bool = False,
+    resident: bool = False,
+    spill: bool = False,
+    backend: Literal["megtool", "modelopt"] = "megtool",
+    calibration: Sequence[str | Path] = (),
+    save_calibration: str | Path | None = None,
+    calibrate_only: bool = False,
+    work: str | Path | None = None,
+    evaluate: str | Path | None = None,
+    evaluate_tokens: int = 8192,
+    page: str | Path | None = None,
+    max_shard_size: str | None = None,
+    memory: str = "256MiB",
+    dtype: str | None = None,
+    device: str | None = None,
+    kernels: Implementation = "auto",
+    threads: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    fsync: bool = True,
+    progress: Progress = silent,
+) -> QuantizeReport | QuantizePlan:
+    """Quantize the checkpoint `source` by a recipe, and write it to the folder `destination`.
+
+    The recipe is a shipped one's name or a file in any dialect; `target`, `group_size` and `bits`
+    (the budget of a recipe that chooses) are as in `explain_recipe`. Where it needs data, `samples`
+    rows of `length` tokens of `data` (a text that comes with megtool, or with `synthetic` random
+    tokens) go through the model, layer by layer or `resident`; finished layers are kept in the
+    folder `work` until all is done, and a run that was killed goes on there. `unseen` says what
+    experts get that saw too little, `route_all` shows them everything. `calibration` are files that
+    an earlier run kept by `save_calibration` or wrote by `calibrate_only`, used instead of data.
+
+    What was written is read again and compared with the source before it appears at `destination`.
+    On `evaluate`, a text, perplexity and divergence are measured before and after; `page` is where
+    the report is written as HTML. Of several processes (torchrun) the first writes.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
+        CalibrationError: activations are no numbers, or a calibration is of another model.
+        MegtoolError: see `megtool.errors`; nothing is left at `destination`.
+    """
+    began = time.monotonic()
+    decided = decide(
+        source,
+        recipe,
+        target=target,
+        group_size=group_size,
+        iteration=iteration,
+        family=family,
+        like=like,
+    )
+    job = Job(
+        decided=decided,
+        destination=Path(destination),
+        recipe=str(recipe),
+        bits=bits,
+        began=began,
+        manner=Manner(
+            device=device,
+            dtype=dtype,
+            kernels=kernels,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            threads=threads,
+        ),
+        calibrating=Calibrating(
+            wanted=Wanted(
+                data=data,
+                field=field,
+                split=split,
+                samples=samples,
+                length=length,
+                seed=seed,
+                synthetic=synthetic,
+            ),
+            tokenizer=tokenizer,
+            unseen=unseen,
+            route_all=route_all,
+            resident=resident,
+            spill=spill,
+            backend=backend,
+            given=tuple(Path(path) for path in calibration),
+            keep=None if save_calibration is None else Path(save_calibration),
+            only=calibrate_only,
+            work=None if work is None else Path(work),
+        ),
+        writing=Writing(
+            memory_bytes=parse_size(memory, "memory"),
+            max_shard_bytes=(
+                parse_size(max_shard_size, "max shard size") if max_shard_size else None
+            ),
+            overwrite=overwrite,
+            fsync=fsync,
+            evaluate=None if evaluate is None else str(evaluate),
+            evaluate_tokens=evaluate_tokens,
+            page=None if page is None else Path(page),
+        ),
+    )
+    _check(job)
+    job.check_storable()
+    texts = _samples(job)
+    if dry_run:
+        return job.planned(texts)
+    free_to_write(job)
+    return carry_out(job, texts, progress)
+
+
+def _check(job: Job) -> None:
+    """Options that make no sense together."""
+    c = job.calibrating
+    asks = job.asks_data
+    chooses = any(d.choices for d in job.decisions)
+    if job.bits is not None and not chooses:
+        raise UsageError(
+            f"--bits {job.bits:g}, and this recipe chooses no format",
+            hint="a recipe with `choose` does, such as auto_nvfp4_fp8",
+        )
+    if c.only and not asks:
+        raise UsageError(
+            f"--calibrate-only, and recipe {job.decided.recipe.name} needs no data",
+            hint="leave it out: the weights say all",
+        )
+    if c.given and (c.wanted.data is not None or c.wanted.synthetic or c.only):
+        raise UsageError(
+            "--calibration with --data, --synthetic or --calibrate-only",
+            hint="a calibration file stands for the data it has seen",
+        )
+    if not asks and (c.wanted.data is not None or c.wanted.synthetic or c.given):
+        _LOG.warning("recipe %s needs no data; what was given is not used", job.decided.recipe.name)
+
+
+def _samples(job: Job) -> Samples | None:
+    """The samples, where any are needed."""
+    if not job.asks_data or job.calibrating.given:
+        return None
+    wanted, config = job.calibrating.wanted, job.runnable.config
+    found = read_samples(
+        wanted,
+        None if wanted.synthetic else job.runnable.tokenizer(job.calibrating.tokenizer),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+    )
+    if found.note:
+        _LOG.warning("%s", found.note)
+    return found

@@ -1,0 +1,75 @@
+"""MX formats from bfloat16: a power of two moves exponents, and a table has all codes.
+
+Dividing by a scale of 8 bits is an addition to the bits of an element; what comes of it is a
+bfloat16 number again, of which there are 65536. No float is computed with.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.packing.floats import single
+from megtool.packing.int4 import paired
+from megtool.packing.rounding import SMALL, small_codes
+from megtool.packing.scratch import scratch
+
+_FAR = 100  # binary places up to which zeros moved up remain too small for any code but zero's
+_INFINITY = 0x7F80
+
+
+def encoded(
+    values: NDArray[np.uint16],
+    exponents: NDArray[np.uint8],
+    kind: str,
+    half_down: bool,
+    out: NDArray[Any],
+) -> bool:
+    """Put the codes of bfloat16 bits `[rows, columns]` over E8M0 scales `[rows, blocks]` to `out`,
+    those of FP4 two a byte. False, and nothing done, where a float is needed: scales above 1,
+    numbers that the scales bring near infinity or that are tiny, infinity and NaN."""
+    moved = _moved(values, exponents)
+    if moved is None:
+        return False
+    index = scratch("index", values.shape, np.intp)
+    np.copyto(index, moved)
+    table = _table(kind, half_down)
+    room = out
+    if kind == "float4_e2m1fn" or not out.flags.c_contiguous:
+        room = scratch("codes", values.shape, np.uint8)
+    np.take(table, index, out=room, mode="clip")
+    if kind == "float4_e2m1fn":
+        paired(room, out)
+    elif room is not out:
+        np.copyto(out, room)
+    return True
+
+
+def _moved(values: NDArray[np.uint16], exponents: NDArray[np.uint8]) -> NDArray[np.uint16] | None:
+    rows, count = exponents.shape
+    blocks = values.reshape(rows, count, values.shape[1] // count)
+    up = 127 - exponents.astype(np.int16)
+    if up.min() < 0:
+        return None
+    far = up > _FAR
+    if far.any():
+        if (blocks[far] & np.uint16(0x7FFF)).any():
+            return None
+        up[far] = 0
+    steps = (up << 7).astype(np.uint16)
+    top = max(int(values.view(np.int16).max()), int(values.max()) & 0x7FFF)
+    if top + int(steps.max()) >= _INFINITY:
+        return None
+    out = scratch("moved", blocks.shape, np.uint16)
+    np.add(blocks, steps[:, :, None], out=out)
+    return out.reshape(values.shape)
+
+
+@functools.cache
+def _table(kind: str, half_down: bool) -> NDArray[np.uint8]:
+    """Codes by the bits of a bfloat16; those of NaN are nobody's."""
+    x = single(np.arange(1 << 16, dtype=np.uint16), "bfloat16")
+    return small_codes(np.nan_to_num(x), SMALL[kind], half_down=half_down)

@@ -1,0 +1,159 @@
+"""GPTQ: integers for a weight, each column rounded so that later ones make up for its error.
+
+Elias Frantar and others, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers" (2023): with H the Gram matrix of the inputs, the error of column i, divided by the
+i-th diagonal of the upper Cholesky factor of H^-1, is taken from the columns after it times that
+factor's row. Scales are given (static groups), so that columns may be taken in any order.
+
+What it leaves is then lowered further, as the error tr((W-Q) H (W-Q)^T) is quadratic: by turns,
+each column is given the integer that is best with all others as they are (`improved`; Kayhan
+Behdin and others, "QuantEase", 2023), and each group the best scale for its integers (`rescaled`).
+Neither can raise the error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megtool.errors import CalibrationError
+from megtool.quant.algorithms.grid import Grid
+
+BLOCK = 64
+
+
+def damped(gram_II: Tensor, damping: float) -> Tensor:
+    """`gram_II` with `damping` times the mean of its diagonal added to the diagonal, and ones for
+    columns that are never anything but zero."""
+    out = gram_II.clone()
+    diagonal = out.diagonal()
+    mean = float(diagonal.mean()) or 1.0
+    diagonal += torch.where(diagonal == 0, mean, 0.0)
+    diagonal += damping * mean
+    return out
+
+
+def order_of(gram_II: Tensor, *, descending: bool) -> Tensor:
+    """The order in which columns are rounded: as they stand, or largest inputs first."""
+    if not descending:
+        return torch.arange(len(gram_II))
+    return torch.argsort(gram_II.diagonal(), descending=True, stable=True)
+
+
+def rounded_columns(
+    weight_OI: Tensor,
+    upper_II: Tensor,
+    order_I: Tensor,
+    grid: Grid,
+    amax: Tensor,
+    second_amax: float | None = None,
+) -> Tensor:
+    """The integers `[out, in]`, float32, under scales from `amax`, columns taken in `order_I`;
+    `upper_II` is the `upper_factor` of the Gram matrix in that order."""
+    by = grid.spread(grid.scale(amax, second_amax))
+    by = by.expand_as(weight_OI)[:, order_I].T.contiguous()
+    rest = weight_OI[:, order_I].T.contiguous()
+    codes = torch.empty_like(rest)
+    errors = torch.empty(BLOCK, rest.shape[1])
+    for begin in range(0, len(rest), BLOCK):
+        end = min(begin + BLOCK, len(rest))
+        for i in range(begin, end):
+            code = grid.integers(rest[i] / by[i])
+            codes[i] = code
+            left = rest[i] - grid.again(code * by[i], second_amax)
+            left /= upper_II[i, i]
+            errors[i - begin] = left
+            rest[i + 1 : end].addr_(upper_II[i, i + 1 : end], left, alpha=-1)
+        rest[end:].addmm_(upper_II[begin:end, end:].T, errors[: end - begin], alpha=-1)
+    out = torch.empty_like(weight_OI)
+    out[:, order_I] = codes.T
+    return out
+
+
+def improved(
+    weight_OI: Tensor,
+    codes_OI: Tensor,
+    gram_II: Tensor,
+    grid: Grid,
+    amax: Tensor,
+    second_amax: float | None = None,
+    *,
+    passes: int = 1,
+) -> Tensor:
+    """Integers of lower error: `passes` times over all columns, the best one for each in turn."""
+    by = grid.spread(grid.scale(amax, second_amax))
+    by = by.expand_as(weight_OI).T.contiguous()
+    codes = codes_OI.T.contiguous()
+    values = grid.again(codes * by, second_amax)
+    pull = gram_II @ (weight_OI.T - values)  # half the negative gradient, [in, out]
+    moved = torch.empty(BLOCK, codes.shape[1])
+    for _ in range(passes):
+        for begin in range(0, len(codes), BLOCK):
+            end = min(begin + BLOCK, len(codes))
+            for i in range(begin, end):
+                wanted = values[i] + pull[i] / gram_II[i, i]
+                code = grid.integers(wanted / by[i])
+                value = grid.again(code * by[i], second_amax)
+                if grid.second:  # the nearest integer need not have the nearest value
+                    worse = (value - wanted).abs() > (values[i] - wanted).abs()
+                    code, value = (
+                        torch.where(worse, codes[i], code),
+                        torch.where(worse, values[i], value),
+                    )
+                step = value - values[i]
+                codes[i], values[i], moved[i - begin] = code, value, step
+                pull[begin:end].addr_(gram_II[begin:end, i], step, alpha=-1)
+            now = moved[: end - begin]
+            pull[:begin].addmm_(gram_II[:begin, begin:end], now, alpha=-1)
+            pull[end:].addmm_(gram_II[end:, begin:end], now, alpha=-1)
+    return codes.T.contiguous()
+
+
+def rescaled(
+    weight_OI: Tensor, codes_OI: Tensor, gram_II: Tensor, grid: Grid, amax: Tensor
+) -> Tensor:
+    """The `amax` of least error for these integers, row by row by least squares; rows for which it
+    would be no better, or not above zero, keep theirs."""
+    out, width = weight_OI.shape
+    per = grid.columns or width
+    groups = width // per
+    codes = codes_OI.reshape(out, groups, per)
+    wanted = (codes_OI * (weight_OI @ gram_II)).reshape(out, groups, per).sum(dim=2)
+    normal = torch.empty(out, groups, groups)
+    for g in range(groups):
+        rows = slice(g * per, (g + 1) * per)
+        pulled = codes[:, g] @ gram_II[rows]
+        normal[:, :, g] = (codes_OI * pulled).reshape(out, groups, per).sum(dim=2)
+    diagonal = normal.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(dim=1, keepdim=True)
+    diagonal += 1e-6 * mean + (mean == 0)
+    scales = torch.linalg.solve(normal.double(), wanted.double()).float()
+    now = (amax / grid.largest).reshape(out, groups)
+    good = torch.isfinite(scales) & (scales > 0.25 * now) & (scales < 4 * now)
+    before = row_errors(weight_OI, codes_OI, now, gram_II)
+    after = row_errors(weight_OI, codes_OI, torch.where(good, scales, now), gram_II)
+    better = (after < before)[:, None] & good.all(dim=1, keepdim=True)
+    return (torch.where(better, scales, now) * grid.largest).reshape(amax.shape)
+
+
+def row_errors(weight_OI: Tensor, codes_OI: Tensor, scales: Tensor, gram_II: Tensor) -> Tensor:
+    """The squared error of each output."""
+    per = weight_OI.shape[1] // scales.shape[1]
+    left = weight_OI - codes_OI * scales.repeat_interleave(per, dim=1)
+    return ((left @ gram_II) * left).sum(dim=1)
+
+
+def upper_factor(gram_II: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of what `damped` gives.
+
+    Raises:
+        CalibrationError: it has none.
+    """
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram_II.double()))
+        return torch.linalg.cholesky(inverse, upper=True).float()
+    except torch.linalg.LinAlgError as error:
+        raise CalibrationError(
+            f"the second moments of inputs cannot be inverted ({error})",
+            hint="more calibration data, or a larger damping",
+        ) from None

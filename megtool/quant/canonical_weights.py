@@ -1,0 +1,62 @@
+"""Canonical weights: those of modules by their own names, whatever file and layout they lie in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.values import numbers
+from megtool.errors import CalibrationError
+from megtool.inference.weights import Source
+
+_TILE = 1 << 20
+
+
+class CanonicalWeights:
+    """Reads a module's weight, float32 `[out, in]` on the CPU, each time it is asked for.
+
+    Nothing is kept, and no parallel layout has a say: what is settled by these is the same for all.
+    Use in `with`; not for several threads at once.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._side = source.side
+        self._reader = Reader(source.catalogue, Files())
+
+    def __call__(self, module: str) -> Tensor:
+        """A weight.
+
+        Raises:
+            CalibrationError: it holds a NaN or an infinity.
+            StorageError: it cannot be read.
+        """
+        name = f"{module}.weight"
+        view = self._reader.canonical(self._side.placements[name])
+        out = np.empty(view.shape, np.float32)
+        flat = out.reshape(-1)
+        for at, tile in view.tiles(_TILE):
+            values = flat[at : at + tile.size]
+            values[:] = numbers(tile, view.dtype)
+            if not np.isfinite(values).all():
+                place = at + int(np.argmin(np.isfinite(values)))
+                index = [int(i) for i in np.unravel_index(place, view.shape)]
+                raise CalibrationError(
+                    f"element {index} of the weight is {flat[place]}",
+                    tensor=name,
+                    hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, or "
+                    "one of an earlier iteration",
+                )
+        return torch.from_numpy(out)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def __enter__(self) -> CanonicalWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,65 @@
+"""Rounding to small numbers with torch, on any device: the values that codes mean, not the codes.
+
+The same numbers, to the last bit, as `megtool.packing` encodes and decodes; nothing waits for the
+host, so that all of it may be part of a CUDA graph. Every function takes and gives float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3_LARGEST = 448.0
+E2M1_LARGEST = 6.0
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """To the nearest FP8 (E4M3) number, ties to even, saturated; overwrites `x`."""
+    # The cast itself makes NaN of what is beyond the largest number.
+    return x.clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+
+
+def to_e2m1(x: Tensor, *, half_down: bool = False) -> Tensor:
+    """To the nearest FP4 (E2M1) number, ties to even (or towards zero), saturated.
+
+    Numbers below zero that become it are minus zero; with `half_down`, zeros are too, as NVIDIA
+    ModelOpt stores them.
+    """
+    size = x.abs().clamp_(max=E2M1_LARGEST)
+    # Steps are 0.5 below 2, then 1, and 2 from 4 on.
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size.div_(step)
+    size = size.sub_(0.5).ceil_().add_(0.0) if half_down else size.round_()
+    size.mul_(step)
+    return torch.where(x <= 0 if half_down else x < 0, -size, size)
+
+
+def to_integers(x: Tensor, low: int, high: int) -> Tensor:
+    """To the nearest integer, ties to even, within `low` and `high`; overwrites `x`."""
+    return x.round_().clamp_(low, high).add_(0.0)  # zero has no sign
+
+
+def plain_scale(amax: Tensor, largest: float) -> Tensor:
+    """`amax / largest`, 1 under zeros: `megtool.packing.scales.modelopt_scale`."""
+    top = torch.where(amax == 0, largest, amax).clamp_(min=_TINY)
+    return (top / largest).clamp_(min=2.0**-149)
+
+
+def power_scale(amax: Tensor, largest: float) -> Tensor:
+    """The smallest power of two that brings `amax` within `largest`, of those that E8M0 has:
+    `megtool.packing.scales.modelopt_exponent`."""
+    share, exponent = torch.frexp(amax / largest)
+    exponent = torch.where(share == 0.5, exponent - 1, exponent)
+    exponent = torch.where(share == 0, -127, exponent).clamp_(-127, 127)
+    # As bits, for a power may be too small for arithmetic that flushes such numbers.
+    bits = torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def block_scale(amax: Tensor, second: Tensor | float) -> Tensor:
+    """NVFP4's scales of blocks, in E4M3: `megtool.packing.scales.modelopt_block`. The factor of a
+    block is this times `second`."""
+    found = amax / (E2M1_LARGEST * second)
+    found = torch.where(found == 0, 1.0, found)
+    return to_e4m3(found.clamp_(min=2.0**-9))

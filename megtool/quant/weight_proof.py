@@ -1,0 +1,341 @@
+"""Weight proof: a quantised weight beside its source, tile by tile, with a bound for every element.
+
+Nearest rounding leaves every element within half a step of the format at its size, or cut off at
+the largest code. So an element that is off by more, and not because it was cut off, was put there
+by something else than rounding: another row, swapped nibbles, a scale of another block. This sees
+damage of a few elements that no mean over a matrix would show.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.sweep import each
+from megtool.checkpoint.transport.side import cut_dims
+from megtool.checkpoint.transport.tile import cut
+from megtool.checkpoint.values import numbers
+from megtool.dtypes import dtype
+from megtool.errors import FormatError, MappingError
+from megtool.packing.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.packing.floats import single
+from megtool.packing.parts import factors
+from megtool.tensors.box import numel, strides
+from megtool.tensors.relation import Placement, narrow, refine
+
+Floats = NDArray[np.float32]
+
+TILE_BYTES = 1 << 20
+"""Of float32 of one side; a thread holds about a dozen arrays of this size."""
+
+SLACK = 2.0**-8
+"""What elements may be off besides, of their size: rounded to bfloat16 on the way."""
+
+FOLDED_SLACK = 2.0**-6
+"""The same where factors of columns were rounded to bfloat16 too, once with a norm and once more
+in a file."""
+
+LARGEST: Mapping[str, float] = {
+    "fp8": 448.0,
+    "mxfp8": 448.0,
+    "int8": 127.0,
+    "int8words": 127.0,
+    "int4": 7.0,
+    "int4rows": 7.0,
+    "mxfp4": 6.0,
+    "nvfp4": 6.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One weight to be proved: where it lies in the source and in what was written. `gammas` are
+    what its inputs, column by column, are multiplied by that those of the source are not (None:
+    ones; NaN: nothing is known): the source's columns are divided by them, as before rounding."""
+
+    name: str
+    source: Placement
+    written: Placement
+    shape: tuple[int, int]
+    gammas: Floats | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What is added up over a weight.
+
+    `num_bounded` elements were held against half a step; `num_wrong` of them are off by more than
+    that, the first at `first_wrong` (row, column), and `num_clipped` are so only because they lie
+    beyond the largest code. `worst_row` is the one with the largest error against its size.
+    """
+
+    count: int = 0
+    num_nan: int = 0
+    source: float = 0.0
+    written: float = 0.0
+    product: float = 0.0
+    error: float = 0.0
+    max_error: float = 0.0
+    num_bounded: int = 0
+    num_wrong: int = 0
+    num_clipped: int = 0
+    first_wrong: tuple[int, int] | None = None
+    worst_row: int = -1
+    worst_row_error: float = 0.0
+
+    def merge(self, other: Sums) -> None:
+        """Take in other elements."""
+        for name in ("count", "num_nan", "source", "written", "product", "error"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("num_bounded", "num_wrong", "num_clipped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_error = max(self.max_error, other.max_error)
+        if other.first_wrong is not None:
+            here = self.first_wrong
+            self.first_wrong = other.first_wrong if here is None else min(here, other.first_wrong)
+        mine = (self.worst_row_error, -self.worst_row)
+        if (other.worst_row_error, -other.worst_row) > mine and other.worst_row >= 0:
+            self.worst_row, self.worst_row_error = other.worst_row, other.worst_row_error
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantisation noise; infinite without noise."""
+        if not self.error:
+            return math.inf
+        return 10 * math.log10(self.source / self.error) if self.source else -math.inf
+
+    @property
+    def cosine(self) -> float:
+        """1 for the same direction; of two zeros as well."""
+        size = math.sqrt(self.source) * math.sqrt(self.written)
+        return self.product / size if size else float(self.source == self.written)
+
+    @property
+    def relative_error(self) -> float:
+        """The norm of the difference over that of the source."""
+        if not self.error:
+            return 0.0
+        return math.sqrt(self.error / self.source) if self.source else math.inf
+
+
+def in_full(catalogue: Catalogue) -> Catalogue:
+    """The catalogue with packed tensors decoded to float32, not rounded to what they had been."""
+    wide = dtype("float32")
+    tensors = [t if t.packing is None else replace(t, dtype=wide) for t in catalogue.tensors]
+    return replace(catalogue, tensors=tensors, _index={})
+
+
+def without_columns(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]:
+    """The catalogue with matrices as they were rounded, and what engines multiply the columns of
+    their inputs by (`pre_quant_scale`), by stored name."""
+    factors: dict[str, Floats] = {}
+    packed = dict(catalogue.packed)
+    for name, parts in catalogue.packed.items():
+        shape = catalogue[name].shape
+        for one in parts:
+            if one.part.role == COLUMNS and one.part.shape == shape[1:] and len(shape) == 2:
+                factors[name] = single(np.array(_mapped(catalogue, one)), one.part.dtype)
+        if name in factors:
+            packed[name] = tuple(p for p in parts if p.part.role != COLUMNS)
+    return replace(catalogue, packed=packed), factors
+
+
+def _mapped(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
+    """A part of a packed tensor, its bytes in no memory until they are looked at."""
+    mapped = np.memmap(
+        catalogue.path(one.file),
+        dtype(one.part.dtype).view,
+        mode="r",
+        offset=one.offset,
+        shape=one.part.shape or (1,),
+    )
+    return mapped.reshape(one.part.shape)
+
+
+def measure(
+    weights: Sequence[Weight],
+    source: Reader,
+    written: Reader,
+    *,
+    threads: int,
+    progress: Callable[[int], None],
+) -> dict[str, Sums]:
+    """Read all weights once on both sides, and say by name how they differ.
+
+    `written` reads a catalogue `in_full`. `progress` is told of elements, from any thread.
+    """
+    out = {w.name: Sums() for w in weights}
+    lock = threading.Lock()
+    scales = {w.name: _Steps.of(w, written.catalogue) for w in weights}
+
+    def work(job: Job) -> None:
+        found = _measured(job, source, written, scales[job.weight.name])
+        with lock:
+            out[job.weight.name].merge(found)
+        progress(found.count + found.num_nan)
+
+    each([job for w in weights for job in jobs_of(w, source, written)], work, threads=threads)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A part of a weight, from flat index `start`."""
+
+    weight: Weight
+    start: int
+    source: Placement
+    written: Placement
+
+
+def jobs_of(w: Weight, source: Reader, written: Reader) -> Iterator[Job]:
+    """The parts in which a weight is read: whole rows where it can be."""
+    try:
+        p, q = refine(w.source, w.written)
+    except MappingError:  # they cannot be cut alike
+        yield Job(w, 0, w.source, w.written)
+        return
+    depth: int | None = None
+    for reader, place in ((source, p), (written, q)):
+        stored = reader.catalogue[place.stored]
+        if stored.packing is not None:
+            try:
+                rows = cut_dims(place, stored)
+            except FormatError:
+                rows = 0
+            depth = rows if depth is None else min(depth, rows)
+    step, zero = strides(p.shape), (0,) * len(p.shape)
+    for lo, hi in cut(zero, p.shape, 4, TILE_BYTES, depth=depth):
+        start = sum(i * s for i, s in zip(lo, step, strict=True))
+        yield Job(w, start, narrow(p, lo, hi), narrow(q, lo, hi))
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The scales of a packed weight as mapped arrays, by role."""
+
+    kind: str
+    base: tuple[int, int]
+    parts: list[tuple[StoredPart, NDArray[Any]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, w: Weight, catalogue: Catalogue) -> _Steps | None:
+        """None where elements do not lie as the matrix does, so that scales are not lined up."""
+        packing = catalogue[w.written.stored].packing
+        kind = (packing or "").partition(":")[0]
+        place = w.written
+        if kind not in LARGEST or place.dims != (0, 1) or place.mults != (1, 1):
+            return None
+        out = cls(kind, (place.base[0], place.base[1]))
+        for one in catalogue.packed[place.stored]:
+            if one.part.role == ZEROS:
+                return None
+            if one.part.role != CODES and numel(one.part.shape):
+                out.parts.append((one, _mapped(catalogue, one)))
+        return out
+
+    def step(self, first: int, end: int, columns: int) -> Floats:
+        """What a code of one stands for in some rows, `[rows or 1, columns or 1]`."""
+        lo = (self.base[0] + first, self.base[1])
+        hi = (self.base[0] + end, self.base[1] + columns)
+        out = np.ones((1, 1), np.float32)
+        for one, mapped in self.parts:
+            if one.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
+                continue
+            begin, stop = one.part.window(lo, hi)
+            window = np.array(mapped[tuple(slice(*b) for b in zip(begin, stop, strict=True))])
+            values, per = factors(window, one.part, lo, hi, (0, 1))
+            if per:
+                values = np.repeat(values, per, axis=1)
+            with np.errstate(all="ignore"):
+                out = out / values if one.part.role == DIVISOR else out * values
+        return out
+
+
+def _measured(job: Job, source: Reader, written: Reader, steps: _Steps | None) -> Sums:
+    u, v = source.canonical(job.source), written.canonical(job.written)
+    x = numbers(u.read().reshape(-1), u.dtype).astype(np.float32, copy=False)
+    y = numbers(v.read().reshape(-1), v.dtype).astype(np.float32, copy=False)
+    columns = job.weight.shape[1]
+    whole = job.start % columns == 0 and x.size % columns == 0
+    if (gammas := job.weight.gammas) is not None:
+        at = np.arange(job.start, job.start + x.size) % columns
+        by = gammas[at]
+        unread = np.isnan(by)  # columns whose input is zero, so that nothing is known about them
+        with np.errstate(all="ignore"):
+            x, y = np.where(unread, np.float32(0), x / by), np.where(unread, np.float32(0), y)
+    out = Sums()
+    good = np.isfinite(x) & np.isfinite(y)
+    if not good.all():
+        out.num_nan = int(x.size - good.sum())
+        x, y = np.where(good, x, np.float32(0)), np.where(good, y, np.float32(0))
+    apart = np.abs(x - y)
+    out.count = x.size - out.num_nan
+    out.source, out.written = float(np.dot(x, x)), float(np.dot(y, y))
+    out.product, out.error = float(np.dot(x, y)), float(np.dot(apart, apart))
+    out.max_error = float(apart.max(initial=0.0))
+    if not whole:
+        return out
+    first = job.start // columns
+    size, gap = np.abs(x).reshape(-1, columns), apart.reshape(-1, columns)
+    _rows(out, size, gap, first)
+    if steps is not None:
+        with np.errstate(all="ignore"):
+            step = np.abs(steps.step(first, first + len(size), columns))
+        slack = SLACK if gammas is None else FOLDED_SLACK
+        _bounded(out, steps.kind, size, gap, step, slack, first)
+    return out
+
+
+def _rows(out: Sums, size: Floats, gap: Floats, first: int) -> None:
+    """The row that is furthest off."""
+    square = np.einsum("ij,ij->i", size, size)
+    error = np.einsum("ij,ij->i", gap, gap)
+    ratio = np.sqrt(np.divide(error, square, out=np.zeros_like(error), where=square > 0))
+    if ratio.size:
+        worst = int(ratio.argmax())
+        out.worst_row, out.worst_row_error = first + worst, float(ratio[worst])
+
+
+def _bounded(
+    out: Sums, kind: str, size: Floats, gap: Floats, step: Floats, slack: float, first: int
+) -> None:
+    """Count the elements that are further off than rounding takes them."""
+    bound = half_step(kind, size, step)
+    bound += np.float32(slack) * size
+    off = ~(gap <= bound)
+    out.num_bounded = size.size
+    if not off.any():
+        return
+    clipped = off & (size > np.float32(LARGEST[kind]) * step)
+    wrong = off & ~clipped
+    out.num_clipped = int(clipped.sum())
+    out.num_wrong = int(wrong.sum())
+    if out.num_wrong:
+        row, column = divmod(int(wrong.argmax()), size.shape[1])
+        out.first_wrong = (first + row, column)
+
+
+def half_step(kind: str, size: Floats, step: Floats) -> Floats:
+    """Half the distance between two numbers of a format around `size`, or a little more.
+
+    Of FP4 numbers lie 0.5, 1 and 2 apart, from 2 and from 4 on; of FP8 (E4M3) an eighth of the
+    power of two below, and 2^-9 at the bottom; INT4 and INT8 are even.
+    """
+    whole = np.broadcast_to(step, size.shape)
+    if kind in ("mxfp4", "nvfp4"):
+        out = np.where(size < 2 * whole, np.float32(0.25), np.float32(0.5))
+        out = np.where(size < 4 * whole, out, np.float32(1)) * whole
+    elif kind in ("fp8", "mxfp8"):
+        out = np.maximum(size * np.float32(2.0**-4), whole * np.float32(2.0**-10))
+    else:
+        out = whole * np.float32(0.5)
+    return np.asarray(out, np.float32)

@@ -1,0 +1,295 @@
+"""`megtool quantize`: from any checkpoint by every shipped recipe to what an engine loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megtool.cli import main
+from megtool.commands.quantize import quantize
+from megtool.commands.quantize_plan import QuantizePlan
+from megtool.commands.quantize_report import QuantizeReport
+from megtool.commands.reshard import reshard
+from megtool.errors import (
+    CalibrationError,
+    DestinationError,
+    MegtoolError,
+    RecipeError,
+    UsageError,
+)
+from megtool.quant.dialects import recipe_names
+from tests.inference import tiny_text
+from tests.quant import tiny_models
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+}
+SMALL: dict[str, Any] = {"samples": 4, "length": 32, "device": "cpu", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("quantize")
+    return tiny_text.save(root / "hf", dtype="bfloat16", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def fp8(folder: Path) -> Path:
+    """The folder quantized in the simplest way, with what it was calibrated by."""
+    out = folder.parent / "fp8"
+    done(folder, out, recipe="fp8", save_calibration=folder.parent / "fp8.safetensors")
+    return out
+
+
+def done(source: Path, destination: Path, **options: Any) -> QuantizeReport:
+    report = quantize(source, destination, **(SMALL | options))
+    assert isinstance(report, QuantizeReport)
+    return report
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name != "megtool.json"
+    }
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    out = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), "pt") as f:
+            out |= {name: f.get_tensor(name) for name in f.keys()}
+    return out
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_shipped_recipe(folder: Path, tmp_path: Path, recipe: str) -> None:
+    report = done(folder, tmp_path / "out", recipe=recipe)
+    assert report.exit_status == 0
+    errors = [f for f in report.proof.findings if f.severity == "error"]
+    assert not errors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    beside = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "modelopt"
+    assert beside["producer"]["name"] == "megtool"
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not list(tmp_path.glob(".*"))  # nothing of the work is left
+
+
+def test_the_same_bytes_from_every_layout(folder: Path, tmp_path: Path) -> None:
+    reshard(folder, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
+    for recipe in ("fp8", "int4_awq"):
+        kept = [tmp_path / f"{recipe}-{n}.safetensors" for n in ("hf", "dist")]
+        done(folder, tmp_path / f"{recipe}-hf", recipe=recipe, save_calibration=kept[0])
+        done(tmp_path / "dist", tmp_path / f"{recipe}-dist", recipe=recipe, save_calibration=kept[1])
+        assert kept[0].read_bytes() == kept[1].read_bytes()
+        hf, dist = (tensors_of(tmp_path / f"{recipe}-{n}") for n in ("hf", "dist"))
+        assert hf.keys() == dist.keys()
+        for name, tensor in hf.items():
+            assert tensor.dtype == dist[name].dtype
+            assert tensor.view(-1).view(dtype=_BYTES).equal(dist[name].view(-1).view(dtype=_BYTES))
+
+
+def test_a_calibration_serves_again(folder: Path, fp8: Path, tmp_path: Path) -> None:
+    kept = folder.parent / "fp8.safetensors"
+    done(folder, tmp_path / "again", recipe="fp8", calibration=[kept])
+    assert files_of(tmp_path / "again") == files_of(fp8)
+    other = done(folder, tmp_path / "other", recipe="nvfp4", calibration=[kept])
+    direct = done(folder, tmp_path / "direct", recipe="nvfp4")
+    assert other.exit_status == direct.exit_status == 0
+    assert files_of(tmp_path / "other") == files_of(tmp_path / "direct")
+    with pytest.raises(CalibrationError, match="int4_awq|awq"):
+        done(folder, tmp_path / "awq", recipe="int4_awq", calibration=[kept])
+    stranger = tiny_text.save(tmp_path / "stranger", dtype="bfloat16", seed=9, **SIZES)
+    with pytest.raises(CalibrationError, match="another model"):
+        done(stranger, tmp_path / "wrong", recipe="fp8", calibration=[kept])
+    assert not (tmp_path / "awq").exists()
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_calibrations_of_two_machines_add_up(folder: Path, tmp_path: Path) -> None:
+    text = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 8
+    for n, part in enumerate((text[:320], text[320:640])):
+        (tmp_path / f"{n}.txt").write_text(part)
+        quantize(
+            folder,
+            tmp_path / f"{n}.safetensors",
+            recipe="fp8",
+            data=tmp_path / f"{n}.txt",
+            calibrate_only=True,
+            **(SMALL | {"samples": None}),
+        )
+    both = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    report = done(folder, tmp_path / "both", recipe="fp8", calibration=both)
+    assert report.exit_status == 0
+    scales = {
+        n: float(t)
+        for n, t in tensors_of(tmp_path / "both").items()
+        if n.endswith("input_scale")
+    }
+    for n in (0, 1):
+        done(folder, tmp_path / f"one{n}", recipe="fp8", calibration=[both[n]])
+        for name, t in tensors_of(tmp_path / f"one{n}").items():
+            if name.endswith("input_scale"):
+                assert float(t) <= scales[name]
+
+
+def test_a_model_whose_experts_saw_nothing(tmp_path: Path) -> None:
+    source = tiny_models.moe(tmp_path / "moe")
+    for recipe in ("fp8", "nvfp4", "int8_sq"):
+        report = done(source, tmp_path / recipe, recipe=recipe, synthetic=True, samples=1, length=16)
+        assert report.exit_status == 0
+        for name, t in tensors_of(tmp_path / recipe).items():
+            if name.endswith("_scale"):
+                values = t.float()
+                assert bool((values > 0).all()), name
+                assert bool(values.isfinite().all()), name
+
+
+def test_what_it_costs_is_measured(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "held-out.txt").write_text("A tale told by someone else, of other things. " * 6)
+    report = done(
+        folder,
+        tmp_path / "out",
+        recipe="int4_weight_only",
+        group_size=32,
+        evaluate=tmp_path / "held-out.txt",
+        page=tmp_path / "report.html",
+    )
+    assert report.evaluation is not None
+    assert report.evaluation.perplexity_after != report.evaluation.perplexity_before
+    assert report.evaluation.kl_mean > 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    assert "http-equiv" not in page
+    json.dumps(report.to_json())
+    assert any("perplexity" in line for line in report.lines())
+
+
+def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
+    plan = quantize(folder, tmp_path / "out", recipe="fp8", dry_run=True, **SMALL)
+    assert isinstance(plan, QuantizePlan)
+    assert plan.num_samples == 4
+    assert plan.num_tokens == 128
+    assert plan.explained.num_bytes < plan.explained.source_bytes
+    assert "about" in "\n".join(plan.lines())
+    assert not (tmp_path / "out").exists()
+    report = done(folder, tmp_path / "out", recipe="fp8")
+    assert abs(report.num_bytes - plan.explained.num_bytes) < 64
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"recipe": "fp9"}, RecipeError, "fp9"),
+        ({"recipe": "mxfp4", "target": "vllm"}, RecipeError, "does not load"),
+        ({"recipe": "fp8", "samples": 4000}, UsageError, "tokens"),
+        ({"recipe": "fp8", "length": 4000}, UsageError, "positions"),
+        ({"recipe": "fp8", "synthetic": True, "data": "x.txt"}, UsageError, "synthetic"),
+        ({"recipe": "fp8", "bits": 4.0}, UsageError, "chooses"),
+        ({"recipe": "fp8", "data": "nowhere.txt"}, MegtoolError, "nowhere"),
+        ({"recipe": "mxfp8", "calibrate_only": True}, UsageError, "needs no data"),
+        ({"recipe": "fp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_any_work(
+    folder: Path, tmp_path: Path, options: dict[str, Any], error: type[MegtoolError], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        done(folder, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_does_not_divide_names_the_one_that_does(
+    tmp_path: Path, folder: Path
+) -> None:
+    odd = tiny_text.save(tmp_path / "odd", dtype="bfloat16", **(SIZES | {"hidden_size": 192}))
+    with pytest.raises(RecipeError, match="--group-size 64"):
+        done(odd, tmp_path / "out", recipe="int4_weight_only")
+    assert done(odd, tmp_path / "out", recipe="int4_weight_only", group_size=64).exit_status == 0
+
+
+def test_a_destination_that_exists_stays(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(DestinationError):
+        done(folder, tmp_path / "out", recipe="fp8")
+    assert (tmp_path / "out" / "mine").read_text() == "x"
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_text.save(tmp_path / "hf", dtype="bfloat16", **SIZES)
+    held = load_file(source / "model.safetensors")
+    held["model.layers.2.mlp.up_proj.weight"][5, 7] = float("nan")
+    save_file({n: t.contiguous() for n, t in held.items()}, source / "model.safetensors")
+    assert torch.isnan(held["model.layers.2.mlp.up_proj.weight"]).any()
+    for recipe in ("fp8", "mxfp8"):
+        with pytest.raises(MegtoolError, match=r"nan|NaN") as caught:
+            done(source, tmp_path / "out", recipe=recipe)
+        assert "layers.2" in str(caught.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ["--samples", "2", "--length", "32", "--device", "cpu", "--threads", "1"]
+    out = str(tmp_path / "out")
+    assert main(["quantize", str(folder), out, "--recipe", "fp8", *said, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"] == "fp8"
+    assert main(["quantize", str(folder), out, "--recipe", "fp8", *said]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["quantize", str(folder), out + "2", "--recipe", "fp0", *said]) == 4
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(folder: Path, fp8: Path, tmp_path: Path) -> None:
+    """Killed again and again, wherever it happens to be, it ends with the same bytes."""
+    out = tmp_path / "out"
+    command = [
+        *(sys.executable, "-m", "megtool", "quantize", str(folder), str(out)),
+        *("--recipe", "fp8", "--samples", "4", "--length", "32", "--device", "cpu"),
+        *("--threads", "1", "-q"),
+    ]
+    began = time.monotonic()
+    for attempt in range(40):
+        process = subprocess.Popen(command, env=dict(os.environ))
+        try:
+            assert process.wait(1.5 + 0.25 * attempt) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            assert not out.exists()
+        assert time.monotonic() - began < 300
+    assert files_of(out) == files_of(fp8)
+    assert np.array_equal(*(sorted(os.listdir(p)) for p in (out, fp8)))
+
+
+def _bytes() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+_BYTES = _bytes()

@@ -1,0 +1,25 @@
+"""Statistics of plain arrays, by the tally that recording uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megtool.model.taps import Place
+from megtool.parallel.groups import Groups
+from megtool.quant.reduction import reduced
+from megtool.quant.statistics import Statistics
+from megtool.quant.tally import Tally
+
+
+def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> Statistics:
+    """Of rows `[tokens, width]` that came in these parts."""
+    width = parts[0].shape[1]
+    tally = Tally(width, torch.device("cpu"), gram_width=width if gram else 0, samples=sample)
+    for x in parts:
+        assert tally.add(torch.from_numpy(np.ascontiguousarray(x, np.float32))) is None
+    place = Place(module=torch.nn.Identity())
+    return reduced(tally, place, width, Groups.alone(), gram=gram, sample=sample)

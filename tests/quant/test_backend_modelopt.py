@@ -1,0 +1,172 @@
+"""ModelOpt behind our interface, and as the oracle of what we find ourselves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megtool.commands.decided import Decided, decide
+from megtool.errors import MissingPackageError, RecipeError, UsageError
+from megtool.inference.load import Source, load
+from megtool.model.batch import Batch
+from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_config
+from megtool.quant.canonical_weights import CanonicalWeights
+from megtool.quant.points import Point, list_points
+from megtool.quant.record import Recorder
+from megtool.quant.settle import settle
+from megtool.quant.simulate import fake_weight
+from megtool.quant.treatment import Settlement
+from tests.quant import tiny_models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model in float32, so that both compute the same."""
+    return tiny_models.llama(
+        tmp_path_factory.mktemp("modelopt") / "llama", dtype="float32", num_hidden_layers=2
+    )
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(tokens_BS=torch.randint(0, 128, (2, 24), generator=generator)) for _ in range(3)
+    ]
+
+
+def points_of(decided: Decided) -> tuple[Point, ...]:
+    config = decided.opened.side.config
+    assert config is not None
+    return list_points(decided.modules.modules, config)
+
+
+def source_of(decided: Decided) -> Source:
+    opened = decided.opened
+    return Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+
+
+def theirs(folder: Path, decided: Decided, batches: Sequence[Batch]) -> Settlement:
+    return calibrate_with_modelopt(
+        folder, decided.recipe, decided.matched.decisions, points_of(decided), batches
+    )
+
+
+def ours(decided: Decided, batches: Sequence[Batch]) -> Settlement:
+    source, points = source_of(decided), points_of(decided)
+    decoder = load(source, dtype="float32")
+    recorder = Recorder(decoder, points)
+    statistics = {}
+    for layer in (*decoder.stage.layers, None):
+        recorder.start(layer)
+        with torch.inference_mode():
+            for batch in batches:
+                recorder.see(batch)
+                decoder(batch)
+        statistics |= recorder.take()
+    with CanonicalWeights(source) as weights:
+        return settle(
+            points,
+            statistics,
+            {d.module.name: d for d in decided.matched.decisions},
+            decided.recipe,
+            weights,
+            config=decoder.config,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("recipe", "group"),
+    [("fp8", 0), ("fp8_per_channel", 0), ("fp8_block128", 0), ("int8_weight_only", 0)]
+    + [("int4_weight_only", 64), ("nvfp4", 0), ("mxfp8", 0), ("kv_fp8", 0)],
+)
+def test_amaxes_are_modelopts(
+    recipe: str, group: int, folder: Path, batches: list[Batch]
+) -> None:
+    """Those of weights exactly: codes and scales that follow from them are equal."""
+    decided = decide(folder, recipe, group_size=group or None)
+    expected, found = theirs(folder, decided, batches), ours(decided, batches)
+    assert expected.treatments.keys() == found.treatments.keys()
+    assert expected.caches.keys() == found.caches.keys()
+    assert expected.treatments or expected.caches
+    with CanonicalWeights(source_of(decided)) as weights:
+        for name, t in expected.treatments.items():
+            weight = weights(name)
+            mine = fake_weight(weight, found.treatments[name])
+            assert torch.equal(fake_weight(weight, t), mine), name
+            assert found.treatments[name].input_amax == pytest.approx(t.input_amax, rel=1e-6)
+            assert found.treatments[name].second_amax in (0, t.second_amax), name
+    for name, c in expected.caches.items():
+        assert found.caches[name].key_amax == pytest.approx(c.key_amax, rel=1e-6)
+        assert found.caches[name].value_amax == pytest.approx(c.value_amax, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("recipe", "group"), [("int8_sq", 0), ("int4_awq", 64), ("w4a8_awq", 64)]
+)
+def test_factors_of_columns_go_to_norms_or_are_stored(
+    recipe: str, group: int, folder: Path, batches: list[Batch]
+) -> None:
+    decided = decide(folder, recipe, group_size=group)
+    decided = replace(decided, recipe=replace(decided.recipe, algorithm=plain(decided)))
+    done = theirs(folder, decided, batches)
+    for point in points_of(decided):
+        some = [done.treatments[m] for m in point.modules if m in done.treatments]
+        if not some:
+            continue
+        assert all(t.columns is not None and t.columns.shape == (point.width,) for t in some)
+        assert all(np.array_equal(t.columns, some[0].columns) for t in some)  # type: ignore[arg-type]
+        assert {t.stores_columns for t in some} == {not point.norm}
+        assert (point.norm in done.norms) == bool(point.norm)
+    with CanonicalWeights(source_of(decided)) as weights:
+        for name, t in done.treatments.items():
+            weight = weights(name)
+            columns = torch.from_numpy(t.columns)
+            error = ((fake_weight(weight, t) - weight) * columns).norm()
+            assert error < (0.02 if recipe == "int8_sq" else 0.2) * (weight * columns).norm()
+
+
+def plain(decided: Decided) -> dict[str, object]:
+    """The algorithm without options that it does not have."""
+    return {"method": decided.recipe.algorithm["method"]}
+
+
+def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
+    decided = decide(folder, "int4_gptq", group_size=64)
+    with pytest.raises(RecipeError, match="ModelOpt is not asked for 'gptq'"):
+        modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = decide(folder, "nvfp4_awq")
+    with pytest.raises(UsageError, match="awq_lite for NVFP4 on a GPU alone|awq_full for NVFP4"):
+        modelopt_config(decided.recipe, decided.matched.decisions)
+    assert modelopt_config(decided.recipe, decided.matched.decisions, device="cuda")
+    decided = decide(folder, "auto_nvfp4_fp8")
+    with pytest.raises(RecipeError, match="is still to be chosen"):
+        modelopt_config(decided.recipe, decided.matched.decisions)
+
+
+def test_settings_name_each_module(folder: Path) -> None:
+    decided = decide(folder, "fp8")
+    config = modelopt_config(decided.recipe, decided.matched.decisions)
+    entries = config["quant_cfg"]
+    assert entries[0] == {"quantizer_name": "*", "enable": False}
+    names = [e["quantizer_name"] for e in entries[1:]]
+    assert len(names) == len(set(names)) == 2 * 2 * 7
+    assert "model.layers.1.mlp.down_proj.weight_quantizer" in names
+
+
+def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = decide(folder, "fp8")
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.quantization", None)
+    with pytest.raises(MissingPackageError, match="nvidia-modelopt"):
+        theirs(folder, decided, [])
