@@ -34,7 +34,7 @@ class Progress(Protocol):
         """Count `num_bytes` more bytes in `stage`."""
 
 
-COUNTED = {"generate": "tokens", "evaluate": "tokens", "calibrate": "tokens"}
+COUNTED = {"generate": "tokens", "evaluate": "tokens", "calibrate": "tokens", "settle": "points"}
 """Stages that count no bytes, and what they count."""
 
 

@@ -173,6 +173,8 @@ def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: i
 
 def _computes(plan: Plan) -> bool:
     """Whether torch will be needed."""
+    if plan.feeds:
+        return True
     single = dtype("float32")
     for e in plan.entries:
         at, to = single, plan.target_tensor(e).dtype

@@ -112,7 +112,15 @@ def evaluate(
     at_once = batch_size or max(1, _BATCH_TOKENS // window)
     texts: list[Document] = []
     if data is not None:
-        texts = _texts(data, spoken, field, split, join, all_turns, max_tokens)
+        texts = read_texts(
+            data,
+            spoken,
+            field=field,
+            split=split,
+            join=join,
+            all_turns=all_turns,
+            max_tokens=max_tokens,
+        )
     if dry_run:
         return _plan(runnable, str(data or tasks), texts, window, stride, at_once)
     return _evaluate(
@@ -245,14 +253,15 @@ def _windows(window: int | None, stride: int | None, most: int) -> tuple[int, in
     return window, stride
 
 
-def _texts(
+def read_texts(
     data: str | Path,
     tokenizer: Tokenizer,
-    field: str | None,
-    split: str | None,
-    join: bool,
-    all_turns: bool,
-    max_tokens: int | None,
+    *,
+    field: str | None = None,
+    split: str | None = None,
+    join: bool = False,
+    all_turns: bool = False,
+    max_tokens: int | None = None,
 ) -> list[Document]:
     """The data as tokens, up to `max_tokens` of them."""
     from megtool.data.encode import encode

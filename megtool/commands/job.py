@@ -132,7 +132,7 @@ def carry_out(
         fingerprint=plan.fingerprint,
         overwrite=manner.overwrite,
         is_file=job.target.is_file,
-        sources=[place for opened in job.all_opened for place in _places(opened)],
+        sources=[place for opened in job.all_opened for place in places_of(opened)],
     )
     if manner.dry_run:
         stage.check()
@@ -148,7 +148,7 @@ def carry_out(
         summary,
         dry_run=False,
         seconds=time.monotonic() - began,
-        peak_rss_bytes=_peak_rss_bytes(),
+        peak_rss_bytes=peak_rss_bytes(),
         warnings=tuple(stage.messages),
         **written,
     )
@@ -171,11 +171,11 @@ def _write(job: Job, stage: Stage, manner: Manner, progress: Progress) -> dict[s
             memory_bytes=manner.memory_bytes,
             digest=manner.digest,
             progress=lambda n: progress("reshard", n, total),
-            expected=_expected(opened),
+            expected=expected_digests(opened),
         )
         if target.finish is not None:
             target.finish(stage, manner.threads)
-        sidecar = _sidecar(opened, target, plan, copied)
+        sidecar = sidecar_of(opened, target, plan, copied)
         if sidecar.tensors:
             stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
         stage.commit(fsync=manner.fsync, threads=manner.threads)
@@ -225,7 +225,7 @@ def _shares(job: Job) -> tuple[tuple[str, float], ...]:
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
-def _places(opened: Opened) -> list[Path]:
+def places_of(opened: Opened) -> list[Path]:
     """Files and folders that the destination must neither be in nor hold."""
     catalogue = opened.catalogue
     if opened.path.is_dir():
@@ -239,7 +239,7 @@ def _used(opened: Opened, target: Target) -> Mapping[str, Placement]:
     return {n: p for n, p in opened.side.placements.items() if n in wanted}
 
 
-def _expected(opened: Opened) -> dict[str, int]:
+def expected_digests(opened: Opened) -> dict[str, int]:
     """Digests the source is known to have, under the names this run uses."""
     return {name: d.crc32c for name, d in _known(opened).items()}
 
@@ -256,7 +256,7 @@ def _known(opened: Opened) -> dict[str, TensorDigest]:
     return out
 
 
-def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
+def sidecar_of(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
     """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
     known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}
@@ -281,7 +281,7 @@ def _sidecar(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> 
     )
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
     """This process's largest resident set so far (not its parent's, which getrusage inherits)."""
     try:
         status = Path("/proc/self/status").read_text()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megtool.commands.calibration_data import Samples, Wanted, read_samples
 from megtool.commands.decided import decide
-from megtool.commands.quantize_job import Calibrating, Job, Writing, carry_out, free_to_write
+from megtool.commands.quantize_job import Calibrating, Job, Writing, carry_out
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
 from megtool.errors import UsageError
@@ -104,6 +104,7 @@ def quantize(
         destination=Path(destination),
         recipe=str(recipe),
         bits=bits,
+        group_size=group_size or 0,
         began=began,
         manner=Manner(
             device=device,
@@ -153,7 +154,7 @@ def quantize(
     texts = _samples(job)
     if dry_run:
         return job.planned(texts)
-    free_to_write(job)
+    job.check_free()
     return carry_out(job, texts, progress)
 
 
@@ -176,6 +177,11 @@ def _check(job: Job) -> None:
         raise UsageError(
             "--calibration with --data, --synthetic or --calibrate-only",
             hint="a calibration file stands for the data it has seen",
+        )
+    if c.backend == "modelopt" and (c.keep is not None or c.only):
+        raise UsageError(
+            "--backend modelopt leaves no calibration to keep",
+            hint="leave out --save-calibration and --calibrate-only, or --backend",
         )
     if not asks and (c.wanted.data is not None or c.wanted.synthetic or c.given):
         _LOG.warning("recipe %s needs no data; what was given is not used", job.decided.recipe.name)

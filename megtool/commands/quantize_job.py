@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.commands.calibration_data import Samples, Wanted
 from megtool.commands.decided import Decided
+from megtool.commands.reshard import reshard
 from megtool.commands.running import Manner, Runnable, on_ranks, runnable_of
-from megtool.errors import DestinationError
+from megtool.errors import DestinationError, UsageError
 from megtool.log import Progress
 from megtool.quant.match import Decision
 from megtool.quant.points import Point, list_points
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from megtool.commands.quantize_report import QuantizeReport
     from megtool.inference.weights import Source
     from megtool.quant.artefact import Artefact
+    from megtool.quant.auto import Choice
     from megtool.quant.fingerprint import Fingerprint
     from megtool.quant.treatment import Settlement
 
@@ -69,6 +72,7 @@ class Job:
     destination: Path
     recipe: str
     bits: float | None
+    group_size: int
     began: float
     manner: Manner
     calibrating: Calibrating
@@ -182,14 +186,70 @@ def carry_out(job: Job, samples: Samples | None, progress: Progress) -> Quantize
     Raises:
         MegtoolError: see `quantize`.
     """
+    from megtool.commands.quantize_finish import artefact_report, finish
     from megtool.commands.quantize_report import QuantizeReport
 
     seconds: dict[str, float] = {"plan": time.monotonic() - job.began}
+    auto = None
+    if any(d.choices for d in job.decisions):
+        with _timed(seconds, "measure"):
+            auto = _choose(job, samples, progress)
     with _timed(seconds, "calibrate"):
         found = settled(job, samples, progress)
     if found is None:  # another process writes
         return QuantizeReport.elsewhere(str(job.decided.opened.path), str(job.destination))
-    raise NotImplementedError
+    if found.artefact is not None:
+        if job.calibrating.only:
+            found.artefact.save(job.destination)
+        if job.calibrating.keep is not None:
+            found.artefact.save(job.calibrating.keep)
+    report = (
+        artefact_report(job, found, samples, seconds)
+        if job.calibrating.only
+        else finish(job, found, samples, auto, seconds, progress)
+    )
+    if job.calibrating.work is None:
+        shutil.rmtree(job.work, ignore_errors=True)
+    return report
+
+
+def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
+    """Formats for what the recipe leaves open; the job's decisions are these from now on."""
+    from megtool.quant.auto import choose
+    from megtool.quant.sensitivity import measure
+
+    if samples is None:
+        raise UsageError(
+            "a recipe that chooses formats with --calibration",
+            hint="what each format costs has to be measured: give --data",
+        )
+    decided = job.decided
+    with on_ranks(job.manner) as groups:
+        sensitivities = measure(
+            job.source(),
+            job.decisions,
+            decided.recipe,
+            job.points,
+            samples.batches(),
+            group_size=job.group_size,
+            groups=groups,
+            dtype=job.manner.dtype or "float32",
+            device=groups.device,
+            resident=job.calibrating.resident,
+            threads=job.manner.threads,
+            progress=progress,
+        )
+    choice = choose(
+        job.decisions,
+        decided.recipe,
+        sensitivities,
+        target=decided.target,
+        bits=job.bits or 0.0,
+        group_size=job.group_size,
+    )
+    job.decided = replace(decided, matched=replace(decided.matched, decisions=choice.decisions))
+    job.__dict__.pop("wants_data", None)
+    return choice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,6 +335,8 @@ def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settle
     if samples is None:
         raise ValueError("a recipe that asks for data is given some")
     c = job.calibrating
+    if c.backend == "modelopt":
+        return _by_modelopt(job, samples, progress)
     with on_ranks(job.manner) as groups:
         artefact = calibrate(
             job.source(),
@@ -298,6 +360,41 @@ def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settle
     if not first:
         return None
     return Settled(settlement=artefact.settlement, artefact=artefact, ranks=world)
+
+
+def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
+    """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
+    from megtool.quant.backend_modelopt import calibrate_with_modelopt
+
+    if job.manner.layout.world_size > 1:
+        raise UsageError(
+            "--backend modelopt in several processes", hint="it runs a whole model in one"
+        )
+    opened = job.decided.opened
+    with tempfile.TemporaryDirectory(prefix="megtool-") as made:
+        folder = opened.path
+        if opened.catalogue.format != "hf":
+            folder = Path(made) / "hf"
+            reshard(
+                opened.path,
+                folder,
+                to="hf",
+                like=opened.like,
+                family=job.decided.family,
+                optimizer="none",
+                fsync=False,
+            )
+        settlement = calibrate_with_modelopt(
+            folder,
+            job.decided.recipe,
+            job.decisions,
+            job.points,
+            samples.batches(),
+            dtype=job.manner.dtype or "float32",
+            device=job.manner.device or "cpu",
+            progress=progress,
+        )
+    return Settled(settlement=settlement, artefact=None)
 
 
 @contextmanager

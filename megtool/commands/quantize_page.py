@@ -42,11 +42,11 @@ dd{margin:0;overflow-wrap:anywhere}.error{color:var(--bad)}.warning{color:var(--
 .label{fill:var(--weak);font-size:12px;text-anchor:middle}.grid{stroke:var(--line);
 stroke-width:.6}.axis{stroke:var(--weak)}.line{fill:none;stroke-width:1.6}
 .cell{fill:var(--c0);stroke:var(--line);stroke-width:.4}
-.short{fill:var(--c0);stroke:var(--bad);stroke-width:1.4}
+.short{fill:none;stroke:var(--bad);stroke-width:1.4}
 .legend{color:var(--weak);font-size:13px}.key{margin-right:1.2rem}
 .key::before{content:"\\25CF\\00A0"}
 """ + "".join(
-    f"circle.c{i}{{fill:var(--c{i})}}.line.c{i}{{stroke:var(--c{i})}}"
+    f"g.c{i}{{fill:var(--c{i})}}.line.c{i}{{stroke:var(--c{i})}}"
     f".key.c{i}::before{{color:var(--c{i})}}"
     for i in range(6)
 )
@@ -104,19 +104,8 @@ def _sections(report: QuantizeReport) -> Iterator[str]:
 
 
 def _facts(report: QuantizeReport) -> str:
-    facts = [tuple(line.strip().split(None, 1)) for line in _summary_lines(report)]
-    return _pairs([(f[0], f[1] if len(f) > 1 else "") for f in facts])
-
-
-def _summary_lines(report: QuantizeReport) -> Iterator[str]:
-    """The summary of the report as a person reads it on a terminal, without its tables."""
-    lines = report.lines()
-    yield f"source {report.source}"
-    next(lines, None)
-    for line in lines:
-        if not line:
-            return
-        yield line
+    notes = [("note", note) for note in report.notes]
+    return _pairs([("source", report.source), *report.facts(), *notes])
 
 
 def _pairs(facts: Sequence[tuple[str, str]]) -> str:

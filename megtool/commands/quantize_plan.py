@@ -52,7 +52,8 @@ class QuantizePlan:
         before, after = self.explained.source_bytes, self.explained.num_bytes
         yield f"  size        {format_bytes(before)} -> {format_bytes(after)}"
         if self.calibration:
-            yield f"  calibration {self.num_samples} samples, {self.num_tokens:,} tokens: {self.data}"
+            shown = f"{self.num_samples} samples, {self.num_tokens:,} tokens"
+            yield f"  calibration {shown}: {self.data}"
             yield f"  needed for  {self.calibration}"
         else:
             yield "  calibration none needed"
@@ -71,9 +72,8 @@ def plan_of(
     wants_data: Sequence[Decision],
     samples: Samples | None,
     threads: int,
-    passes: float,
 ) -> QuantizePlan:
-    """The plan of a run; `passes` is how often each layer is run over the samples."""
+    """The plan of a run of which `wants_data` are the decisions that data is needed for."""
     tokens = samples.num_tokens if samples else 0
     linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
     return QuantizePlan(
@@ -83,7 +83,7 @@ def plan_of(
         data=samples.name if samples else "",
         num_samples=len(samples) if samples else 0,
         num_tokens=tokens,
-        calibrate_seconds=passes * 2 * linear * tokens / _flops() if tokens else 0.0,
+        calibrate_seconds=2 * linear * tokens / _flops() if tokens else 0.0,
         write_seconds=_pack_seconds(decided.matched.decisions) / threads,
         notes=(samples.note,) if samples and samples.note else (),
     )

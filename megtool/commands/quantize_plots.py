@@ -13,8 +13,9 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 COLOURS = 6
 """Classes `c0` to `c5` that the page gives colours to, in light and in dark."""
 
-_MOST_CELLS = 6000
+_MOST_CELLS = 12000
 _MOST_TIPS = 1500
+_SHADES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +87,12 @@ def scatter(
         if lines:
             path = " ".join(f"{across.at(a):.1f},{up.at(b):.1f}" for a, b, _ in one.points)
             out.append(f'<polyline class="line {colour}" points="{path}"/>')
+        out.append(f'<g class="{colour}">')
         for a, b, tip in one.points:
-            at = f'cx="{across.at(a):.1f}" cy="{up.at(b):.1f}"'
-            said = f"<title>{escape(tip)}</title>" if tips else ""
-            out.append(f'<circle class="{colour}" {at} r="3">{said}</circle>')
+            at = f'cx="{across.at(a):.1f}" cy="{up.at(b):.1f}" r="3"'
+            said = f"<circle {at}><title>{escape(tip)}</title></circle>"
+            out.append(said if tips else f"<circle {at}/>")
+        out.append("</g>")
     return _figure(title, out, HEIGHT, [s.name for s in series])
 
 
@@ -112,25 +115,32 @@ def bars(title: str, series: Sequence[Series], *, x: str, y: str) -> str:
 def cells(title: str, rows: Sequence[tuple[str, Sequence[float]]], *, x: str, short: float) -> str:
     """A row of cells for each name, darker for larger values; those below `short` are outlined.
 
-    Very large ones are thinned to every n-th column.
+    Where there are very many, a cell stands for several neighbours and shows the least of them.
     """
     widest = max((len(values) for _, values in rows), default=1)
     step = max(1, math.ceil(len(rows) * widest / _MOST_CELLS))
     most = max((v for _, values in rows for v in values), default=0) or 1
     height = max(3, min(16, 480 // max(len(rows), 1)))
     wide = (WIDTH - LEFT - RIGHT) / max(widest, 1)
+    room = f"h{max(wide * step - 0.5, 0.5):.1f}v{height - 0.5}h-{max(wide * step - 0.5, 0.5):.1f}z"
+    by_shade: dict[int, list[str]] = {}
+    outlined: list[str] = []
     out = []
     for r, (name, values) in enumerate(rows):
         if height > 8:
             at = f'x="{LEFT - 6}" y="{TOP + r * height + height - 3}"'
             out.append(f'<text class="tick end" {at}>{escape(name[-9:])}</text>')
         for c in range(0, len(values), step):
-            shade = math.log1p(values[c]) / math.log1p(most)
-            mark = ' class="short"' if values[c] < short else ' class="cell"'
-            place = f'x="{LEFT + c * wide:.1f}" y="{TOP + r * height}"'
-            size = f'width="{max(wide * step - 0.5, 0.5):.1f}" height="{height - 0.5}"'
-            tip = f"<title>{escape(name)} {x} {c}: {values[c]:,.0f}</title>"
-            out.append(f'<rect{mark} {place} {size} fill-opacity="{shade:.2f}">{tip}</rect>')
+            value = min(values[c : c + step])
+            cell = f"M{LEFT + c * wide:.1f} {TOP + r * height}{room}"
+            shade = round(math.log1p(max(value, 0)) / math.log1p(most) * _SHADES)
+            by_shade.setdefault(shade, []).append(cell)
+            if value < short:
+                outlined.append(cell)
+    for shade, some in sorted(by_shade.items()):
+        opacity = f'fill-opacity="{shade / _SHADES:.2f}"'
+        out.append(f'<path class="cell" {opacity} d="{"".join(some)}"/>')
+    out.append(f'<path class="short" d="{"".join(outlined)}"/>')
     total = TOP + len(rows) * height + BOTTOM
     out.append(f'<text class="label" x="{WIDTH / 2}" y="{total - 12}">{escape(x)}</text>')
     return _figure(title, out, total, [])

@@ -168,7 +168,7 @@ class QuantizeReport:
             return
         kind = f" ({self.source_format})" if self.source_format else ""
         yield f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
-        for name, text in self._facts():
+        for name, text in self.facts():
             yield f"  {name:<12}{text}"
         yield from (f"  {'note':<12}{note}" for note in self.notes[:_MOST_NOTES])
         if len(self.notes) > _MOST_NOTES:
@@ -180,7 +180,8 @@ class QuantizeReport:
         if self.proof is not None:
             yield from _proved(self.proof)
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The summary, each fact by a word or two."""
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
         if self.target:

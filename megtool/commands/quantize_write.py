@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megtool import __version__
@@ -26,18 +27,26 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.job import expected_digests, peak_rss_bytes, places_of, sidecar_of
 from megtool.commands.opened import Opened
+from megtool.commands.quantize_layout import (
+    Piece,
+    StoredModule,
+    cache_scales,
+    config_of,
+    feeds_of_module,
+    folded_norms,
+    stored_modules,
+    tensors_of,
+    treatments_of,
+)
 from megtool.commands.target import Request, Target, make_target
-from megtool.errors import MappingError, UsageError
 from megtool.log import Progress, silent
-from megtool.quant.given import Folded, Given
-from megtool.quant.hf_config import Layer, hf_quant_config, quantization, with_quantization
+from megtool.quant.given import Given
+from megtool.quant.hf_config import hf_quant_config, with_quantization
 from megtool.quant.match import Decision
 from megtool.quant.modules import fused_with
-from megtool.quant.pack import Weight, feeds_of, grain_of, taken_as
-from megtool.quant.stored import Held, caches_of, held_of, input_scale, needs_amax
-from megtool.quant.treatment import Floats, Settlement, Treatment
+from megtool.quant.stored import needs_amax
+from megtool.quant.treatment import Settlement, Treatment
 from megtool.quant.whole_amax import find_amaxes
-from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 _LOG = logging.getLogger(__name__)
@@ -66,33 +75,6 @@ class WriteReport:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Piece:
-    """A canonical weight in a stored module: its decision, its treatment, its first row there."""
-
-    decision: Decision
-    treatment: Treatment
-    weight: Weight
-    at: int
-    amax: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Stored:
-    """A stored module that is to be quantised: several canonical ones where a family has them in
-    one tensor."""
-
-    name: str
-    tensor: GlobalTensor
-    pieces: list[_Piece] = field(default_factory=list)
-
-    @property
-    def smoothed(self) -> Floats | None:
-        """Factors of columns that are to be stored."""
-        first = self.pieces[0].treatment
-        return first.columns if first.stores_columns else None
-
-
 def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
     """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
 
@@ -107,8 +89,8 @@ def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
         if d.format is not None and d.format.algo
     }
     target = make_target(opened, Request(to="hf"))
-    for stored in _modules(opened, decisions, plain, target):
-        _held(stored, checked=False)
+    for stored in stored_modules(opened, decisions, plain, target):
+        tensors_of(stored, checked=False)
 
 
 def write(
@@ -125,13 +107,15 @@ def write(
     fsync: bool = True,
     digest: DigestMode = DigestMode.BUFFERED,
     files: Files | None = None,
+    before_commit: Callable[[Path], None] | None = None,
     progress: Progress = silent,
 ) -> WriteReport:
     """Write the model of `opened` as `decisions` and `settlement` say, in ModelOpt's form.
 
     Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
     files are not touched. Where a format needs the largest magnitude of whole weights, these are
-    read once before (by `dry_run` they are not).
+    read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
+    result before it takes its name; what it raises is raised, and nothing is at `destination`.
 
     Raises:
         MappingError, UsageError: see `check_storable`; before any work.
@@ -145,26 +129,34 @@ def write(
     target = make_target(
         opened, Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
     )
-    modules = _modules(opened, decisions, _treatments(decisions, settlement), target)
-    _check_inputs(modules)
-    whole = opened.catalogue.num_bytes
-    stage_of = _stages(opened, destination, system, overwrite=overwrite)
-    stage_of("").check()
+    modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
+    for stored in modules:
+        tensors_of(stored)
+    stage_of = partial(
+        Stage,
+        destination,
+        files=system,
+        overwrite=overwrite,
+        sources=places_of(opened),
+    )
+    stage_of(fingerprint="").check()
     if not dry_run:
         _find_amaxes(opened, modules, system, threads=count, progress=progress)
     plan = _plan(opened, decisions, settlement, modules, target, digest, max_shard_bytes)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
-        source_bytes=whole,
+        source_bytes=opened.catalogue.num_bytes,
         tensors=len(plan.target.catalogue.tensors),
         files=_files(plan),
         notes=tuple(settlement.notes),
     )
     if dry_run:
         return report
-    stage = stage_of(plan.fingerprint)
+    stage = stage_of(fingerprint=plan.fingerprint)
     try:
-        copied = _write(opened, target, plan, stage, count, memory_bytes, digest, fsync, progress)
+        copied = _write(
+            opened, target, plan, stage, count, memory_bytes, digest, fsync, before_commit, progress
+        )
     except BaseException:
         if stage.describe_resume() in stage.messages:  # something was kept
             _LOG.warning("%s", stage.describe_resume())
@@ -181,18 +173,133 @@ def write(
     )
 
 
-class _stages:  # noqa: N801 - a function with arguments kept
-    """Makes the stage of a fingerprint."""
-
-    def __init__(self, opened: Opened, path: Path, files: Files, *, overwrite: bool) -> None:
-        self._opened, self._path, self._files = opened, path, files
-        self._overwrite = overwrite
-
-    def __call__(self, fingerprint: str) -> Stage:
-        return Stage(
-            self._path,
-            files=self._files,
-            fingerprint=fingerprint,
-            overwrite=self._overwrite,
-            sources=places_of(self._opened),
+def _write(
+    opened: Opened,
+    target: Target,
+    plan: Plan,
+    stage: Stage,
+    threads: int,
+    memory_bytes: int,
+    digest: DigestMode,
+    fsync: bool,
+    before_commit: Callable[[Path], None] | None,
+    progress: Progress,
+) -> CopyReport:
+    """Carry out the plan and commit it."""
+    total = plan.target.catalogue.num_bytes
+    with stage:
+        for message in stage.messages:
+            _LOG.info("%s", message)
+        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
+        progress("quantize", 0, total)
+        copied = execute(
+            plan,
+            stage,
+            files=stage.files,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            digest=digest,
+            progress=lambda n: progress("quantize", n, total),
+            expected=expected_digests(opened),
         )
+        sidecar = sidecar_of(opened, target, plan, copied)
+        if sidecar.tensors:
+            stage.write(SIDECAR, write_sidecar(sidecar))
+        if before_commit is not None:
+            before_commit(stage.tree)
+        stage.commit(fsync=fsync, threads=threads)
+    return copied
+
+
+def _find_amaxes(
+    opened: Opened,
+    modules: Sequence[StoredModule],
+    files: Files,
+    *,
+    threads: int,
+    progress: Progress,
+) -> None:
+    """Let pieces know the amax of whole weights: what engines run as one has one."""
+    pieces = [p for stored in modules for p in stored.pieces]
+    unknown = [p for p in pieces if needs_amax(p.treatment)]
+    total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
+    found = find_amaxes(
+        opened.catalogue,
+        [p.weight for p in unknown],
+        files,
+        threads=threads,
+        progress=lambda n: progress("scan", n, total),
+    )
+    together: dict[tuple[str, str], float] = defaultdict(float)
+
+    def key(p: Piece) -> tuple[str, str]:
+        return fused_with(p.decision.module), p.treatment.format.algo
+
+    for p, amax in zip(unknown, found, strict=True):
+        together[key(p)] = max(together[key(p)], amax)
+    for p in pieces:
+        if needs_amax(p.treatment):
+            p.amax = together[key(p)]
+        elif p.treatment.format.algo == "FP8" and p.treatment.amax is not None:
+            p.amax = float(p.treatment.amax.max())
+        else:
+            p.amax = p.treatment.second_amax
+
+
+def _plan(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    settlement: Settlement,
+    modules: Sequence[StoredModule],
+    target: Target,
+    digest: DigestMode,
+    max_shard_bytes: int | None,
+) -> Plan:
+    """Everything laid out, and the copies and feeds that fill it."""
+    becomes: dict[str, list[GlobalTensor]] = {}
+    feeds: list[Feed] = []
+    gone: set[str] = set()
+    for stored in modules:
+        held = tensors_of(stored)
+        becomes[stored.tensor.name] = [h.tensor for h in held]
+        feeds += feeds_of_module(stored, held)
+        gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
+    folded = folded_norms(opened, settlement, target)
+    feeds += folded
+    written = {f.tensor.name for f in folded}
+    gone.update(n for n, p in target.side.placements.items() if p.stored in written)
+    caches = cache_scales(decisions, settlement)
+    values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
+    if values:
+        feeds.append(Given(values=values))
+    tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
+    tensors += [h.tensor for h in caches]
+    small = {n: data for n, data in target.destination.small.items() if n != INDEX}
+    said = config_of(decisions, settlement, modules)
+    if "config.json" in small:
+        small["config.json"] = with_quantization(small["config.json"], said)
+    small[QUANT_FILE] = hf_quant_config(said)
+    laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
+    placements = {n: p for n, p in target.side.placements.items() if n not in gone}
+    wanted = {opened.repeats.get(n, n) for n in target.side.placements}
+    return build(
+        [
+            Source(
+                catalogue=opened.catalogue,
+                placements={n: p for n, p in opened.side.placements.items() if n in wanted},
+            )
+        ],
+        laid_out,
+        placements,
+        fills=target.fills,
+        dropped=target.dropped,
+        copies={n: held for n, held in opened.repeats.items() if n in placements},
+        feeds=feeds,
+        options=repr((__version__, digest.value)),
+    )
+
+
+def _files(plan: Plan) -> tuple[str, ...]:
+    destination = plan.target
+    names = [f.path for f in destination.catalogue.files]
+    return tuple(sorted([*names, *(path for path, _ in destination.all_small())]))

@@ -105,7 +105,8 @@ def encode(
             by = (out[SCALE] if powers else by).reshape(shape)
             for box, under, into in slabs(values, by, codes, stored):
                 if powers:
-                    if mx_encoded(box, under, _POWERS[name](codes), half_down, into):
+                    kind, sure = _POWERS[name](codes), SCALE not in (scales or {})
+                    if mx_encoded(box, under, kind, into, half_down=half_down, sure=sure):
                         continue
                     under = single(under, scale.dtype)
                 encoder(rounded(divided(box, dtype, under), quotient), codes, into)

@@ -63,8 +63,8 @@ def _offset_pairs() -> NDArray[np.uint64]:
 
 
 def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.int32]) -> None:
-    """Put values `[rows, columns]`, divided by their scales and given up, to `out` (`[rows, words]`,
-    any strides) as integers in int32 words; what a last word has left over is zero."""
+    """Put values `[rows, columns]`, divided by their scales and given up, to `out` (`[rows,
+    words]`, any strides) as integers in int32 words; what a last word has left over is zero."""
     per = part.spans[-1].per
     half = 1 << (32 // per - 1)
     room = scratch("codes", scaled.shape, np.int8)

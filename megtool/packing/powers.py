@@ -25,13 +25,16 @@ def encoded(
     values: NDArray[np.uint16],
     exponents: NDArray[np.uint8],
     kind: str,
-    half_down: bool,
     out: NDArray[Any],
+    *,
+    half_down: bool,
+    sure: bool,
 ) -> bool:
     """Put the codes of bfloat16 bits `[rows, columns]` over E8M0 scales `[rows, blocks]` to `out`,
     those of FP4 two a byte. False, and nothing done, where a float is needed: scales above 1,
-    numbers that the scales bring near infinity or that are tiny, infinity and NaN."""
-    moved = _moved(values, exponents)
+    numbers that the scales bring near infinity or that are tiny, infinity and NaN. `sure` says that
+    the scales are of these very numbers, which are all finite."""
+    moved = _moved(values, exponents, sure)
     if moved is None:
         return False
     index = scratch("index", values.shape, np.intp)
@@ -48,24 +51,30 @@ def encoded(
     return True
 
 
-def _moved(values: NDArray[np.uint16], exponents: NDArray[np.uint8]) -> NDArray[np.uint16] | None:
+def _moved(
+    values: NDArray[np.uint16], exponents: NDArray[np.uint8], sure: bool
+) -> NDArray[np.uint16] | None:
     rows, count = exponents.shape
-    blocks = values.reshape(rows, count, values.shape[1] // count)
     up = 127 - exponents.astype(np.int16)
     if up.min() < 0:
         return None
     far = up > _FAR
     if far.any():
+        blocks = values.reshape(rows, count, values.shape[1] // count)
         if (blocks[far] & np.uint16(0x7FFF)).any():
             return None
         up[far] = 0
-    steps = (up << 7).astype(np.uint16)
-    top = max(int(values.view(np.int16).max()), int(values.max()) & 0x7FFF)
-    if top + int(steps.max()) >= _INFINITY:
-        return None
-    out = scratch("moved", blocks.shape, np.uint16)
-    np.add(blocks, steps[:, :, None], out=out)
-    return out.reshape(values.shape)
+    steps = up.astype(np.uint64) << np.uint64(7)
+    if not sure:
+        top = max(int(values.view(np.int16).max()), int(values.max()) & 0x7FFF)
+        if top + int(steps.max()) >= _INFINITY:
+            return None
+    # Sums stay within 16 bits, so four are made at a time.
+    out = scratch("moved", values.shape, np.uint16)
+    four = values.view(np.uint64).reshape(rows, count, -1)
+    steps *= np.uint64(0x0001_0001_0001_0001)
+    np.add(four, steps[:, :, None], out=out.view(np.uint64).reshape(four.shape))
+    return out
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,14 +114,15 @@ def curve(items: Sequence[Item]) -> tuple[Step, ...]:
     """
     _check(items, None)
     hulls = [_hull(item) for item in items]
-    first = [item.options[hull[0]] for item, hull in zip(items, hulls, strict=True)]
-    size, loss = sum(o.num_bytes for o in first), sum(o.loss for o in first)
-    out = [Step(num_bytes=size, loss=loss)]
+    taken = [item.options[hull[0]] for item, hull in zip(items, hulls, strict=True)]
+    size = sum(o.num_bytes for o in taken)
+    out = [Step(num_bytes=size, loss=math.fsum(o.loss for o in taken))]
     for rise in _rises(items, hulls):
-        size, loss = size + rise.num_bytes, loss + rise.loss
         item = items[rise.item]
-        option = item.options[hulls[rise.item][rise.place]]
-        out.append(Step(num_bytes=size, loss=max(loss, 0.0), item=item.name, option=option.name))
+        taken[rise.item] = option = item.options[hulls[rise.item][rise.place]]
+        size += rise.num_bytes
+        loss = math.fsum(o.loss for o in taken)
+        out.append(Step(num_bytes=size, loss=loss, item=item.name, option=option.name))
     return tuple(out)
 
 
@@ -186,7 +188,7 @@ def _rises(items: Sequence[Item], hulls: Sequence[Sequence[int]]) -> list[_Rise]
 
 
 def _greedy(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> tuple[int, ...]:
-    """A good choice: steps by what they gain for a byte, as long as they fit; then whatever fits."""
+    """A good choice: steps by what they gain for a byte while they fit, then whatever fits."""
     places = [0] * len(items)
     left = budget - sum(
         item.options[hull[0]].num_bytes for item, hull in zip(items, hulls, strict=True)

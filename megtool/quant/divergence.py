@@ -117,5 +117,7 @@ def _divergences(
                     logits_CV = decoder.logits(ours[number][some])
                 gap_CV = log_p_CV - logits_CV.float().log_softmax(-1)
                 gap_CV.masked_fill_(log_p_CV == -torch.inf, 0)
-                sums[number] += float(gap_CV.mul_(p_CV).sum(dtype=torch.float64))
+                # p (gap + q / p - 1): its sum is that of p gap, and small gaps cancel term by term.
+                kl_CV = torch.expm1(-gap_CV).add_(gap_CV).mul_(p_CV)
+                sums[number] += float(kl_CV.sum(dtype=torch.float64))
     return [run.finite(max(s / max(tokens, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]

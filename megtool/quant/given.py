@@ -103,6 +103,7 @@ class Folded:
 
 
 def whole(tensor: GlobalTensor) -> Region:
+    """All of a tensor."""
     return Region(stored=tensor.name, lo=(0,) * len(tensor.shape), hi=tensor.shape)
 
 
@@ -112,6 +113,7 @@ def bits_of(values: NDArray[Any], dtype: DType) -> Array:
 
 
 def hash_of(*facts: Any) -> bytes:
+    """What tells whether facts (arrays among them) are the same."""
     h = hashlib.sha256()
     for fact in facts:
         if isinstance(fact, np.ndarray):

@@ -148,6 +148,7 @@ def prove(
         findings += check_scales(folder, decisions, names)
         findings += check_settled(folder, decisions, names, settlement)
         if opened is None:
+            findings += _absent(folder, decisions)
             return Proof(path=str(destination), findings=in_order(findings))
         sizes = {d.module.name: _num_bytes(folder, names.get(d.module.name)) for d in decisions}
     proof = _Proof(source, *opened, decisions, settlement, method, findings)
@@ -198,6 +199,14 @@ def _stored_names(decisions: Sequence[Decision], side: Side | None) -> dict[str,
         elif d.module.kind != "kv_cache" and (called := d.module.called("hf")):
             out[d.module.name] = called[0]
     return out
+
+
+def _absent(folder: Folder, decisions: Sequence[Decision]) -> Iterator[Finding]:
+    """Weights that are in no file, of a folder that cannot be decoded for it."""
+    for d in decisions:
+        stored = [f"{name}.weight" for name in d.module.called("hf")]
+        if d.module.kind != "kv_cache" and stored and not any(n in folder.tensors for n in stored):
+            yield error("missing", d.module.name, f"{stored[0]} is in no file", "engines stop")
 
 
 def _num_bytes(folder: Folder, stored: str | None) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
+from megtool.log import Progress, silent
 from megtool.quant.algorithms.grid import input_largest
-from megtool.quant.algorithms.joint import Joint, decide
-from megtool.quant.algorithms.method import Method, method_of
+from megtool.quant.algorithms.joint import decide
+from megtool.quant.algorithms.method import method_of
 from megtool.quant.formats import Format
 from megtool.quant.match import Decision
 from megtool.quant.points import Point
@@ -76,14 +78,14 @@ def settle(
     weights: Weights,
     *,
     config: ModelConfig,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress = silent,
 ) -> Settlement:
     """Settle all modules of `points` for which `decisions` (by module) have a format.
 
     `statistics` are by the points' names. `weights` gives a canonical module's weight as float32
-    `[out, in]`, from several threads at once; it is asked only where weights are looked at. The
-    result depends neither on the number of threads (`torch.get_num_threads()`) nor on the order of
-    points. `progress` is told the name of each point that is done.
+    `[out, in]`, to one thread at a time; it is asked only where weights are looked at. The result
+    depends neither on the number of threads (`torch.get_num_threads()`) nor on the order of points.
+    `progress` counts points.
 
     Raises:
         CalibrationError: a decision needs data and there is none at all.
@@ -102,10 +104,9 @@ def settle(
     )
     done = Settlement()
     with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
-        for point, part in zip(listed, pool.map(work.settled, listed), strict=True):
+        for part in pool.map(work.settled, listed):
             done.add(part)
-            if progress:
-                progress(point.name)
+            progress("settle", 1, len(listed))
     return done
 
 
@@ -130,6 +131,7 @@ class _Work:
     weights: Weights
     config: ModelConfig
     points: tuple[Point, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)
     shared: frozenset[str]
 
     def settled(self, point: Point) -> Settlement:
@@ -148,9 +150,10 @@ class _Work:
             for found in dict.fromkeys(formats.values()):
                 alike = [m for m, f in formats.items() if f == found]
                 self._add(done, point, seen, found, alike, len(alike) == len(point.modules))
-        inputs = {t.input_amax for t in done.treatments.values()}
-        if len(inputs) > 1:
-            _share_inputs(done)
+        inputs = max((t.input_amax for t in done.treatments.values()), default=0.0)
+        for module, treatment in done.treatments.items():
+            if treatment.input_amax:
+                done.treatments[module] = replace(treatment, input_amax=inputs)
         return done
 
     def _add(
@@ -173,15 +176,17 @@ class _Work:
                 f"nothing was seen of the inputs of {point.name}",
                 hint="calibrate with data that reaches it",
             )
+        if seen is not None:
+            _check_kept(point, seen, needed)
         looks = seen is not None and any(n.gram or n.sample for n in needed)
         looks |= seen is not None and method.columns != "none" and found.number.smooths
         two_levels = packing_of(found).startswith("nvfp4") or found.algo == "W4A8_AWQ"
         looks |= method.mse or (two_levels and len(modules) > 1)
+        held: dict[str, Tensor] = {}
         if looks:
-            held = {m: self.weights(m) for m in modules}
-            joint = decide(held, found, method, seen, stores_columns=stores)
-        else:
-            joint = decide({}, found, method, seen, stores_columns=stores)
+            with self.lock:
+                held = {m: self.weights(m) for m in modules}
+        joint = decide(held, found, method, seen, stores_columns=stores)
         if seen is None and input_largest(found):
             joint.input_amax = self._borrowed(point)
             done.notes.append(f"{point.name} saw no token: its input scale is that of others")
@@ -209,8 +214,6 @@ class _Work:
         if point.norm.endswith(".attn_norm"):
             at = point.norm.removesuffix("_norm")
             readers = {f"{at}.{name}" for name in _READERS} & set(self.decisions)
-            if f"{at}.q_down" in readers or f"{at}.q" in readers:
-                readers -= {f"{at}.kv"}
             return readers <= set(point.modules)
         return True
 
@@ -254,3 +257,14 @@ class _Work:
                 value = float((seen.amax if latent else seen.amax[half:]).max()) or value
             done.caches[module] = Cache(module=module, format=found, key_amax=key, value_amax=value)
         return done
+
+
+def _check_kept(point: Point, seen: Statistics, needed: Iterable[Needs]) -> None:
+    """What is kept while a layer is settled, and in no artefact, is there where it is needed."""
+    for n in needed:
+        if (n.gram and seen.gram is None) or (n.sample and seen.sample is None):
+            what = "second moments" if n.gram and seen.gram is None else "a sample"
+            raise CalibrationError(
+                f"{point.name} needs {what} of its inputs, and there are none",
+                hint="calibrate with data again: artefacts do not hold them",
+            )

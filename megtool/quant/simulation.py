@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -94,7 +94,7 @@ class Simulation:
             named = {m: p.layer for p in here for m in p.modules if m in settlement.treatments}
             self._views = WeightViews(decoder, named)
             for module, layer in named.items():
-                if module in self._views.pieces:
+                if module in self._views.parts:
                     self._modules[layer].append(module)
 
     def start(self) -> Simulation:
@@ -204,7 +204,7 @@ class Simulation:
             if place.expert is not None:
                 num_experts = place.module.get_parameter("weight").shape[0]
                 by_expert = {p.expert: self._own(r, p) for p, r in found if p.expert is not None}
-                tap: Callable[..., Any] = _expert_tap(by_expert, num_experts)
+                tap: Callable[..., Any] = _expert_tap(by_expert, num_experts, place)
             else:
                 tap = _input_tap(self._own(rounding, place), place)
             self._taps.append((place, tap))
@@ -270,7 +270,7 @@ def _input_tap(rounding: Rounding, place: Place) -> Callable[[Tensor], Tensor]:
 
 
 def _expert_tap(
-    by_expert: dict[int, Rounding], num_experts: int
+    by_expert: Mapping[int, Rounding], num_experts: int, place: Place
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Rows sorted by expert, each as its expert has it, without a loop over experts.
 
@@ -304,7 +304,13 @@ def _expert_tap(
         for kind, scales_E, columns_EI, here_E in tables:
             scale = scales_E.to(rows_RI.device)[ids_R].unsqueeze(1)
             columns = None if columns_EI is None else columns_EI[ids_R]
-            rounded = rounded_input(rows_RI, kind, scale=scale, columns=columns)
+            rounded = rounded_input(
+                rows_RI,
+                kind,
+                scale=scale,
+                columns=columns,
+                largest=lambda top: all_max(top, place.columns),
+            )
             if len(by_expert) == num_experts and len(tables) == 1:
                 return rounded
             out = torch.where(here_E.to(rows_RI.device)[ids_R].unsqueeze(1), rounded, out)

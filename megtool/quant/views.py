@@ -6,9 +6,9 @@ of one, as a rank has it: the tables that load and reshard say where each elemen
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,22 +22,27 @@ from megtool.dtypes import dtype as named
 from megtool.errors import MappingError
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import ALONE, Group
+from megtool.parallel.groups import Group
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A part of a weight: where it is in this rank's `parameter`, and where in the whole weight."""
+class Part:
+    """What a rank has of a weight: pieces of it in its own `parameter`, perhaps none.
+
+    Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
+    says that ranks have different pieces, whichever rank is asked.
+    """
 
     parameter: str
-    here: Placement
-    there: Placement
+    shape: tuple[int, ...]
+    is_cut: bool
+    pieces: tuple[tuple[Placement, Placement], ...]
 
 
 class WeightViews:
-    """Reads and writes weights of modules, float or not, as `[out, in]`, in a loaded decoder.
+    """Reads and writes weights of modules as `[out, in]`, in a loaded decoder.
 
     Of those named, the ones that this rank has a part of: other stages and expert ranks have the
     others. A weight that is cut is gathered to be read, by all ranks of its group together.
@@ -48,7 +53,7 @@ class WeightViews:
         config, groups = decoder.config, decoder.groups
         layers = {str(n) for n in decoder.stage.layers}
         wanted = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
-        self._shapes, self.pieces = {}, dict[str, tuple[Piece, ...]]()
+        self.parts: dict[str, Part] = {}
         if not wanted:
             return
         side = _side(decoder, {_layer(n) for n in wanted})
@@ -65,49 +70,58 @@ class WeightViews:
             stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
         )
         ranks = rank_parameters(target.tensors, config, groups.parallel)
-        fused = {target.placements[n].stored for n in wanted}
-        mine = [t for t in local_tensors(ranks, seat).values() if t.key in fused]
-        local = local_side(mine, side, target)
-        found: dict[str, list[Piece]] = defaultdict(list)
+        stored = {n: target.placements[n].stored for n in wanted}
+        fused = set(stored.values())
+        mine = {t.key: t for t in local_tensors(ranks, seat).values() if t.key in fused}
+        local = local_side(mine.values(), side, target)
+        found: dict[str, list[tuple[Placement, Placement]]] = {
+            n: [] for n, key in stored.items() if key in mine
+        }
         for part, there in local.source.items():
             name = part.rpartition("#")[0]
-            if name in wanted:
-                here = local.target[part]
-                found[name.removesuffix(".weight")].append(
-                    Piece(parameter=here.stored, here=here, there=there)
-                )
-        self.pieces = {name: tuple(some) for name, some in found.items()}
-        self._shapes = {n: side.canonical[f"{n}.weight"].shape for n in self.pieces}
+            if name in found:
+                found[name].append((local.target[part], there))
+        sizes = {t.name: prod(t.shape) for t in target.tensors}
+        for name, pieces in found.items():
+            if ".experts." in name and not pieces:  # another rank's
+                continue
+            tensor = mine[stored[name]]
+            share = groups.ep.size if ".experts." in name else 1
+            self.parts[name.removesuffix(".weight")] = Part(
+                parameter=tensor.name,
+                shape=side.canonical[name].shape,
+                is_cut=prod(tensor.shape) * share < sizes[tensor.key],
+                pieces=tuple(pieces),
+            )
 
     def parameters(self, modules: Iterable[str]) -> tuple[str, ...]:
         """The parameters that hold the weights of modules."""
-        return tuple(dict.fromkeys(p.parameter for m in modules for p in self.pieces[m]))
+        return tuple(dict.fromkeys(self.parts[m].parameter for m in modules))
 
     def read(self, module: str) -> Tensor:
         """The whole weight `[out, in]`, in memory of its own."""
-        shape, pieces = self._shapes[module], self.pieces[module]
-        held = sum(_numel(p.here.shape) for p in pieces)
-        first = self._decoder.get_parameter(pieces[0].parameter)
-        out = torch.zeros(shape, dtype=first.dtype, device=first.device)
-        for p in pieces:
-            view = _strided(self._decoder.get_parameter(p.parameter).detach(), p.here)
-            _strided(out, p.there).copy_(view)
-        return out if held == out.numel() else all_sum(out, self._group(module))
+        part = self.parts[module]
+        held = self._decoder.get_parameter(part.parameter).detach()
+        out = torch.zeros(part.shape, dtype=held.dtype, device=held.device)
+        for here, there in part.pieces:
+            _strided(out, there).copy_(_strided(held, here))
+        return all_sum(out, self._group(module)) if part.is_cut else out
 
     def write(
         self, module: str, weight_OI: Tensor, into: Mapping[str, Tensor] | None = None
     ) -> None:
         """Put this rank's part of a weight in its place, as the type that is there: in tensors by
         the parameters' names, or the parameters themselves."""
-        weight_OI = weight_OI.contiguous()
-        for p in self.pieces[module]:
-            held = self._decoder.get_parameter(p.parameter) if into is None else into[p.parameter]
-            _strided(held.detach(), p.here).copy_(_strided(weight_OI, p.there))
+        part, weight_OI = self.parts[module], weight_OI.contiguous()
+        held = (
+            self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
+        )
+        for here, there in part.pieces:
+            _strided(held.detach(), here).copy_(_strided(weight_OI, there))
 
     def _group(self, module: str) -> Group:
         groups = self._decoder.groups
-        group = groups.etp if ".experts." in module else groups.tp
-        return group if group.size > 1 else ALONE
+        return groups.etp if ".experts." in module else groups.tp
 
 
 def _layer(name: str) -> str:
@@ -144,9 +158,3 @@ def _strided(tensor: Tensor, p: Placement) -> Tensor:
     strides = [m * steps[d] for m, d in zip(p.mults, p.dims, strict=True)]
     return tensor.as_strided(p.shape, strides, start)
 
-
-def _numel(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

@@ -99,7 +99,9 @@ def test_the_same_bytes_from_every_layout(folder: Path, tmp_path: Path) -> None:
     for recipe in ("fp8", "int4_awq"):
         kept = [tmp_path / f"{recipe}-{n}.safetensors" for n in ("hf", "dist")]
         done(folder, tmp_path / f"{recipe}-hf", recipe=recipe, save_calibration=kept[0])
-        done(tmp_path / "dist", tmp_path / f"{recipe}-dist", recipe=recipe, save_calibration=kept[1])
+        done(
+            tmp_path / "dist", tmp_path / f"{recipe}-dist", recipe=recipe, save_calibration=kept[1]
+        )
         assert kept[0].read_bytes() == kept[1].read_bytes()
         hf, dist = (tensors_of(tmp_path / f"{recipe}-{n}") for n in ("hf", "dist"))
         assert hf.keys() == dist.keys()
@@ -141,9 +143,7 @@ def test_calibrations_of_two_machines_add_up(folder: Path, tmp_path: Path) -> No
     report = done(folder, tmp_path / "both", recipe="fp8", calibration=both)
     assert report.exit_status == 0
     scales = {
-        n: float(t)
-        for n, t in tensors_of(tmp_path / "both").items()
-        if n.endswith("input_scale")
+        n: float(t) for n, t in tensors_of(tmp_path / "both").items() if n.endswith("input_scale")
     }
     for n in (0, 1):
         done(folder, tmp_path / f"one{n}", recipe="fp8", calibration=[both[n]])
@@ -155,7 +155,9 @@ def test_calibrations_of_two_machines_add_up(folder: Path, tmp_path: Path) -> No
 def test_a_model_whose_experts_saw_nothing(tmp_path: Path) -> None:
     source = tiny_models.moe(tmp_path / "moe")
     for recipe in ("fp8", "nvfp4", "int8_sq"):
-        report = done(source, tmp_path / recipe, recipe=recipe, synthetic=True, samples=1, length=16)
+        report = done(
+            source, tmp_path / recipe, recipe=recipe, synthetic=True, samples=1, length=16
+        )
         assert report.exit_status == 0
         for name, t in tensors_of(tmp_path / recipe).items():
             if name.endswith("_scale"):
@@ -218,9 +220,7 @@ def test_what_makes_no_sense_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_that_does_not_divide_names_the_one_that_does(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_group_that_does_not_divide_names_the_one_that_does(tmp_path: Path, folder: Path) -> None:
     odd = tiny_text.save(tmp_path / "odd", dtype="bfloat16", **(SIZES | {"hidden_size": 192}))
     with pytest.raises(RecipeError, match="--group-size 64"):
         done(odd, tmp_path / "out", recipe="int4_weight_only")

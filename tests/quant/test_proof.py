@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(
-    dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Made]]:
+def made(dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     at = tmp_path_factory.mktemp("made")
-    yield {
+    return {
         "fp8": quantise(dense, at / "fp8", algos="FP8"),
         "nvfp4": quantise(dense, at / "nvfp4", algos="NVFP4"),
         "awq": quantise(dense, at / "awq", algos="W4A16_AWQ", smooth=True),
@@ -182,12 +180,16 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str, str]] = {
         "scale-underflow",
         "layers.2.mlp.up",
     ),
-    "second scale too large": (
+    "block scales flushed to zero": (
         "nvfp4",
-        lambda ts: (
-            (times(f"{O}.weight_scale_2", 1e6)(ts), times(f"{O}.weight_scale", 1e-6)(ts)) and None
-        ),
+        times(f"{O}.weight_scale", 1e-6),
         "scale-zero",
+        "layers.1.attn.o",
+    ),
+    "block scales at the bottom of FP8": (
+        "nvfp4",
+        lambda ts: set_to(f"{O}.weight_scale", 2.0**-9, (slice(0, 100),))(ts),
+        "scale-underflow",
         "layers.1.attn.o",
     ),
     "scale outlier": (

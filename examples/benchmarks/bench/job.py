@@ -128,6 +128,91 @@ def peer_forward(options: Options, phase: Phases) -> Options:
     return {}
 
 
+def calibrate(options: Options, phase: Phases) -> Options:
+    """Show a model random tokens, layer by layer, and settle what becomes of it."""
+    import torch
+
+    from megtool.commands.decided import decide
+    from megtool.inference.load import Source
+    from megtool.model.batch import Batch
+    from megtool.quant.calibrate import calibrate
+    from megtool.quant.fingerprint import Fingerprint
+    from megtool.quant.points import list_points
+
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        decided = decide(options["source"], options["recipe"])
+        side, config = decided.opened.side, decided.opened.side.config
+        if config is None:
+            raise SystemExit("no model")
+        source = Source(catalogue=decided.opened.catalogue, side=side, config=config)
+        points = list_points(decided.modules.modules, config)
+    batches = [Batch(tokens_BS=t) for t in rows_of_tokens(options, config.vocab_size)]
+    with phase("calibrate"):
+        found = calibrate(
+            source,
+            decided.matched.decisions,
+            decided.recipe,
+            points,
+            batches,
+            fingerprint=Fingerprint(model="", recipe="", data=""),
+            dtype=options["dtype"],
+            threads=options["threads"],
+        )
+    amax = {
+        name: float(s.amax.max())
+        for name, s in found.statistics.items()
+        if name.startswith("layers.0.") and not name.endswith(".kv")
+    }
+    return {"num_tokens": found.num_tokens, "amax": amax}
+
+
+def peer_calibrate(options: Options, phase: Phases) -> Options:
+    """The same by NVIDIA ModelOpt on transformers' model, its scales of FP8."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import modelopt.torch.quantization as mtq
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        kind = getattr(torch, options["dtype"])
+        model = LlamaForCausalLM.from_pretrained(options["source"], dtype=kind)
+    batches = rows_of_tokens(options, model.config.vocab_size)
+
+    def show(model: torch.nn.Module) -> None:
+        with torch.inference_mode():
+            for tokens in batches:
+                model(tokens, use_cache=False)
+
+    with phase("calibrate"):
+        mtq.quantize(model, mtq.FP8_DEFAULT_CFG, show)
+    layer = model.model.layers[0]
+    named = {
+        "layers.0.attn.qkv": layer.self_attn.q_proj,
+        "layers.0.attn.o": layer.self_attn.o_proj,
+        "layers.0.mlp.fc1": layer.mlp.gate_proj,
+        "layers.0.mlp.down": layer.mlp.down_proj,
+    }
+    amax = {name: float(module.input_quantizer.amax) for name, module in named.items()}
+    return {"num_tokens": sum(t.numel() for t in batches), "amax": amax}
+
+
+def rows_of_tokens(options: Options, vocab: int) -> list[Any]:
+    """Random tokens, about 2048 at a time."""
+    import torch
+
+    made = torch.Generator().manual_seed(0)
+    samples, length = options["samples"], options["length"]
+    tokens = torch.randint(0, vocab, (samples, length), generator=made)
+    return list(tokens.split(max(1, 2048 // length)))
+
+
 def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
     from megtool.checkpoint.plan import Source
@@ -250,6 +335,8 @@ JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "transformers": transformers,
     "forward": forward,
     "peer_forward": peer_forward,
+    "calibrate": calibrate,
+    "peer_calibrate": peer_calibrate,
     "plan": plan,
     "cross_entropy": cross_entropy,
     "through_buffer": through_buffer,

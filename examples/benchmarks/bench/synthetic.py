@@ -34,6 +34,7 @@ class Shape:
 
 LARGE = Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32768)
 SMALL = Shape(hidden=1024, ffn=3584, heads=16, kv_heads=4, vocab=4096)
+SMOLLM2 = Shape(hidden=576, ffn=1536, heads=9, kv_heads=3, vocab=49152)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +56,17 @@ def llama(
     only: tuple[str, ...] = ("",),
     sparse: bool = False,
     num_files: int = 4,
+    shape: Shape | None = None,
+    finite: bool = False,
 ) -> Synthetic:
     """Write a Llama of about `gib` GiB with megtool's own layout (tensors start on pages).
 
-    Below 1 GiB its dimensions are smaller, so that it has layers still, an even number of them.
-    `only` keeps the tensors whose names hold one of these; with `sparse` all data are holes.
+    Below 1 GiB its dimensions are smaller, so that it has layers still, an even number of them,
+    unless `shape` gives them. `only` keeps the tensors whose names hold one of these; with `sparse`
+    all data are holes; with `finite` they are bfloat16 numbers that a model can compute with.
     """
-    shape = LARGE if gib >= 1 else SMALL
+    if shape is None:
+        shape = LARGE if gib >= 1 else SMALL
     kind = named_dtype(dtype)
     wanted = int(gib * 2**30)
     layers = 0
@@ -81,6 +86,9 @@ def llama(
     )
     folder.mkdir(parents=True)
     block = np.random.default_rng(0).integers(0, 256, (8 << 20) + 4099, np.uint8).data
+    if finite:
+        normal = np.random.default_rng(0).standard_normal((4 << 20) + 2049, np.float32) * 0.02
+        block = (normal.view("<u4") >> 16).astype("<u2").view(np.uint8).data
     for file in laid.catalogue.files:
         with (folder / file.path).open("wb") as out:
             for start in range(0, 0 if sparse else file.size, len(block)):

@@ -8,7 +8,7 @@ does with a few rows of them: Ji Lin and others, "AWQ: Activation-aware Weight Q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,9 +63,17 @@ def by_weight(
     return _least(weight_OI, grid, second_amax, shrinks, errors)
 
 
-def _least(weight_OI, grid, second_amax, shrinks, errors):  # type: ignore[no-untyped-def]
+def _least(
+    weight_OI: Tensor,
+    grid: Grid,
+    second_amax: float | None,
+    shrinks: Sequence[float],
+    errors: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The best `amax` by `errors`, of each row's groups, `[out, groups]`."""
     top = grid.amax(weight_OI)
-    best, least = top, None
+    best = top
+    least: Tensor | None = None
     for shrink in shrinks:
         tried = top * shrink
         left = grid.rounded(weight_OI, tried, second_amax) - weight_OI

@@ -151,9 +151,10 @@ def upper_factor(gram_II: Tensor) -> Tensor:
     """
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram_II.double()))
-        return torch.linalg.cholesky(inverse, upper=True).float()
-    except torch.linalg.LinAlgError as error:
+        upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    except RuntimeError as error:  # torch's LinAlgError is one
         raise CalibrationError(
             f"the second moments of inputs cannot be inverted ({error})",
             hint="more calibration data, or a larger damping",
         ) from None
+    return upper.float()

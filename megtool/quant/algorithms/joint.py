@@ -58,7 +58,7 @@ def decide(
         tops = [
             float((w if columns is None else w * columns).abs().max()) for w in weights.values()
         ]
-        out.second_amax = max(tops) if len(tops) > 1 or known is not None else 0.0
+        out.second_amax = max(tops, default=0.0) if len(tops) > 1 or known is not None else 0.0
     gram_II = _gram(known, columns, method)
     for name, weight_OI in weights.items():
         scaled = weight_OI if columns is None else weight_OI * columns

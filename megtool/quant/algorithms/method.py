@@ -21,11 +21,12 @@ class Method:
 
     `columns`: none, by SmoothQuant's formula, or searched as AWQ does. `alpha` is the share of the
     inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `clip`:
-    how much of the largest magnitudes is cut off is searched too, of groups by the error of their
-    output. `mse` searches it by the weight alone. `gptq`: the rounding of each column is made up
-    for by later ones, `damping` and `descending` are its options, and `refinements` how often scales and
-    codes are then improved by turns. `inputs` says how the inputs'
-    scale is found (`percentile` of it). `exact` does as ModelOpt does, and no better.
+    how much of the largest magnitudes is cut off is searched too, of weights (not with SmoothQuant)
+    and of inputs, by the error of outputs. `mse` searches it by the weight alone. `gptq`: the
+    rounding of each column is made up for by later ones; `damping` and `descending` are its
+    options, and `refinements` is how often scales and codes are then improved by turns. `inputs`
+    says how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does,
+    and no better.
     """
 
     columns: Columns = "none"
@@ -93,7 +94,7 @@ def method_of(recipe: Recipe, format: Format | None) -> Method:
         return Method(**{**_FOREIGN[name], **known}, exact=True)
     options = {k: v for k, v in options.items() if k in METHODS[name]}
     if name == "smoothquant":
-        return Method(columns="smooth", **{"clip": True, **options})
+        return Method(columns="smooth", **options)
     if name == "awq":
         return Method(columns="search", **options)
     if name == "gptq":

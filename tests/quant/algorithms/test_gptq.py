@@ -1,0 +1,98 @@
+"""GPTQ: never worse than rounding to the nearest, and just that where inputs are independent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megtool.errors import CalibrationError
+from megtool.quant.algorithms import gptq
+from megtool.quant.algorithms.grid import grid_of
+from megtool.quant.formats import Format
+from tests.quant.algorithms import inputs
+
+INT4 = grid_of(Format(name="f", algo="W4A16_AWQ", group_size=32))
+INT8 = grid_of(Format(name="f", algo="W8A8_SQ_PER_CHANNEL"))
+W4A8 = grid_of(Format(name="f", algo="W4A8_AWQ", group_size=32))
+
+
+def chosen(weight: Tensor, gram: Tensor, grid: object = INT4, *, descending: bool = True) -> Tensor:
+    order = gptq.order_of(gram, descending=descending)
+    upper = gptq.upper_factor(gram[order][:, order])
+    second = float(weight.abs().max()) if grid is W4A8 else None
+    return gptq.rounded_columns(weight, upper, order, grid, grid.amax(weight), second)  # type: ignore[attr-defined,arg-type]
+
+
+def lost(weight: Tensor, codes: Tensor, gram: Tensor, amax: Tensor) -> float:
+    return float(gptq.row_errors(weight, codes, amax / 7, gram).sum())
+
+
+@pytest.mark.parametrize("descending", [True, False])
+def test_independent_inputs_leave_nothing_to_make_up_for(descending: bool) -> None:
+    weight = inputs.weight(24, 128)
+    gram = torch.diag(torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.1)
+    codes = chosen(weight, gram, descending=descending)
+    nearest = INT4.integers(weight / INT4.spread(INT4.scale(INT4.amax(weight))))
+    assert torch.equal(codes, nearest)
+    assert torch.equal(gptq.improved(weight, codes, gram, INT4, INT4.amax(weight)), nearest)
+
+
+def test_columns_are_made_up_for_one_by_one() -> None:
+    """The textbook's recursion: H^-1 without the columns that are done."""
+    weight, x = inputs.weight(8, 64), inputs.rows(200, 64)
+    gram = gptq.damped(x.T @ x / 200, 0.01).double()
+    amax = INT4.amax(weight)
+    scale = INT4.spread(INT4.scale(amax)).double()
+    rest, inverse = weight.double().clone(), torch.linalg.inv(gram)
+    codes = torch.zeros_like(rest)
+    for i in range(64):
+        codes[:, i] = (rest[:, i] / scale[:, i]).round().clamp(-8, 7)
+        left = (rest[:, i] - codes[:, i] * scale[:, i]) / inverse[i, i]
+        rest -= left[:, None] * inverse[i]
+        inverse = inverse - inverse[:, i : i + 1] * inverse[i : i + 1] / inverse[i, i]
+        rest[:, : i + 1] = 0
+    assert (chosen(weight, gram.float(), descending=False) == codes).float().mean() > 0.99
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), groups=st.integers(1, 4), out=st.integers(1, 9))
+def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
+    width = 32 * groups
+    weight, x = inputs.weight(out, width, seed=seed), inputs.rows(3 * width, width, seed=seed)
+    gram = gptq.damped(x.T @ x / len(x), 0.01)
+    amax = INT4.amax(weight)
+    codes = chosen(weight, gram)
+    better = gptq.improved(weight, codes, gram, INT4, amax, passes=2)
+    assert lost(weight, better, gram, amax) <= lost(weight, codes, gram, amax) * (1 + 1e-5)
+    scales = gptq.rescaled(weight, better, gram, INT4, amax)
+    assert lost(weight, better, gram, scales) <= lost(weight, better, gram, amax) * (1 + 1e-5)
+    assert codes.abs().max() <= 8 and bool((scales >= 0).all())
+
+
+@pytest.mark.parametrize("grid", [INT4, INT8, W4A8], ids=["int4", "int8", "w4a8"])
+def test_the_output_is_nearer_than_rounded_to_nearest(grid: object) -> None:
+    weight, x = inputs.weight(32, 128), inputs.rows(400, 128)
+    gram = gptq.damped(x.T @ x / len(x), 0.01)
+    second = float(weight.abs().max())
+    amax = grid.amax(weight)  # type: ignore[attr-defined]
+    by = grid.spread(grid.scale(amax))  # type: ignore[attr-defined]
+    values = grid.again(chosen(weight, gram, grid) * by, second)  # type: ignore[attr-defined]
+    nearest = grid.rounded(weight, amax, second)  # type: ignore[attr-defined]
+    errors = [float(((x @ (q - weight).T) ** 2).sum()) for q in (values, nearest)]
+    assert errors[0] < 0.75 * errors[1]
+
+
+def test_a_column_that_is_always_zero_is_harmless() -> None:
+    x = inputs.rows(100, 64)
+    x[:, 5] = 0
+    weight = inputs.weight(8, 64)
+    codes = chosen(weight, gptq.damped(x.T @ x, 0.0001))
+    assert bool(torch.isfinite(codes).all())
+
+
+def test_what_cannot_be_inverted_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="cannot be inverted"):
+        gptq.upper_factor(-torch.eye(4))
