@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.inference import tiny_text
+
 MIB = 1 << 20
 FOLDER = Path("examples/benchmarks")
 OPTIONS = {
@@ -36,7 +38,22 @@ OPTIONS = {
         "1",
     ],
     "forward_memory.py": ["--gib", "0.5", "--rounds", "1"],
+    "calibration_speed.py": [
+        "--gib",
+        "0.1",
+        "--small-gib",
+        "0.06",
+        "--samples",
+        "2",
+        "--length",
+        "32",
+        "--rounds",
+        "1",
+        "--no-peer",
+    ],
+    "quantize_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "packing_speed.py": ["--mib", "2", "--rounds", "1", "--tile", "128"],
+    "quantize_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
 }
 
 pytestmark = pytest.mark.slow
@@ -107,6 +124,14 @@ def test_peers_do_the_same_job_in_more_memory(measure: Measure) -> None:
     assert [f for f in figures if f["peak_bytes"] > 64 * MIB] == []
 
 
+def test_quantised_folders_are_smaller_and_memory_is_bounded(measure: Measure) -> None:
+    printed, figures = measure("quantize_speed.py")
+    assert len(figures) == 8
+    assert "w4a16_nvfp4" in printed
+    assert [f for f in figures if f["peak_bytes"] > 768 * MIB] == []
+    assert [f for f in figures if not 0 < f["least"] == min(f["seconds"]) / min(f["copies"])] == []
+
+
 def test_shared_blocks_take_no_new_space(measure: Measure) -> None:
     printed, figures = measure("reflink_speed.py")
     if printed.startswith("skipped: "):
@@ -138,6 +163,39 @@ def test_every_number_format_is_timed(measure: Measure) -> None:
     assert {f["threads"] for f in timed} == {1, 2}
     assert len({f["job"] for f in timed}) == 9
     assert min(f["gbs"] for f in timed) > 0
+
+
+def test_calibration_is_timed_and_watched(measure: Measure) -> None:
+    _, figures = measure("calibration_speed.py")
+    assert [f["job"].split(",")[0] for f in figures] == ["megtool", "megtool", "large"]
+    assert min(f["tokens_per_second"] for f in figures) > 0
+    assert max(f["peak_bytes"] for f in figures) < 1536 * MIB
+
+
+@pytest.mark.peers
+def test_recipes_are_measured_beside_modelopt(
+    measure: Measure, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("quality")
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "head_dim": 64}
+    model = tiny_text.save(folder / "hf", num_attention_heads=3, num_key_value_heads=3, **sizes)
+    text = folder / "text.txt"
+    text.write_text("All happy families are alike; each unhappy one is so in its own way. " * 8)
+    data = ["--model", str(model), "--data", str(text), "--held-out", str(text)]
+    chosen = ["fp8", "fp8_block128", "int4_awq", "nvfp4"]
+    printed, figures = measure("quantize_quality.py", *data, "--recipes", ",".join(chosen))
+    found = {f["recipe"]: f for f in figures}
+    assert list(found) == chosen
+    assert printed.count("| ") > len(chosen)
+    for name in ("fp8", "int4_awq"):
+        f = found[name]
+        assert f["before"] == pytest.approx(f["modelopt_before"], rel=1e-4), "the same text"
+        assert f["kl"] > 0
+        assert f["modelopt_kl"] > 0
+    assert (found["fp8"]["group"], found["int4_awq"]["group"]) == (0, 64)
+    assert found["fp8"]["kl"] == pytest.approx(found["fp8"]["modelopt_kl"], rel=0.2)
+    assert "does not divide" in found["fp8_block128"]["refused"]
+    assert found["nvfp4"]["modelopt_kl"] is None, "not on a CPU"
 
 
 def test_help_imports_nothing_heavy(measure: Measure) -> None:

@@ -21,6 +21,7 @@ ARGUMENTS = {
     "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),
     "generate_text.py": (["text", "Once"], "--- seed 2"),
     "inspect_checkpoint.py": (["hf"], "family      llama"),
+    "quantize_twice.py": (["text", "scratch", "text.txt"], "perplexity"),
     "reshard_optimizer.py": (["trained", "out"], "equal"),
     "reshard_tp.py": (["hf", "out"], "tp=3 pp=1"),
     "tokenize_text.py": (["tokenizer", "corpus.jsonl", "tokens"], "3 documents, 5 rows of 8"),

@@ -101,13 +101,13 @@ def main() -> None:
             num_bytes=large.num_bytes,
         )
         note = (
-            f"{small.num_layers} layers of SmolLM2's sizes, {given.samples} x {given.length} random "
-            f"tokens, {given.threads} threads; FP8 with a scale a tensor. Loading the model is left "
-            "out of ModelOpt's time; megtool reads the weights layer by layer while it runs, and "
-            "that counts. Both see all inputs of the linear layers; megtool counts them in "
-            "histograms besides, and computes no logits. The last row takes rows of at most 256 "
-            "tokens; its limit is 1.5 GiB. Memory is that of the whole process when anonymous and "
-            "shared memory together were most."
+            f"{small.num_layers} layers of SmolLM2's sizes, {given.samples} x {given.length} "
+            f"random tokens, {given.threads} threads; FP8 with a scale a tensor. Loading the model "
+            "is left out of ModelOpt's time; megtool reads weights layer by layer while it runs, "
+            "and that counts. Both see all inputs of the linear layers; megtool counts them in "
+            "histograms besides, and computes no logits. The last row has rows of 256 tokens at "
+            "most; its limit is 1.5 GiB. Memory is that of the whole process when anonymous "
+            "and shared memory together were most."
         )
         show(given, root, [table], note)
 

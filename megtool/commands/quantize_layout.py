@@ -126,14 +126,15 @@ def _check_place(d: Decision, to: Placement, tensor: GlobalTensor) -> None:
             n == 1 or a == b for n, a, b in zip(to.shape, lies, strides(to.shape), strict=True)
         )
         if not plain or to.base[1] or d.module.shape[1] != tensor.shape[1]:
-            swapped = tensor.shape == (d.module.shape[1], d.module.shape[0])
-            why = "transposed" if swapped and to.dims[:1] == (1,) else "interleaved with others"
+            across = any(k == 0 and n > 1 for n, k in zip(to.shape[-1:], to.dims[-1:], strict=True))
+            why = "transposed" if across else "interleaved with others"
     if why:
         raise MappingError(
             f"{d.module.name} is to be {d.format.label if d.format else ''}, and a Hugging Face "
             f"folder of this family stores it {why}",
             tensor=tensor.name,
-            hint=f"keep it by a rule before the others: {{name: {d.module.name}, format: keep}}",
+            hint=f"keep it by a rule before the others: - {{match: {{glob: {d.module.name}}}, "
+            "format: keep}",
         )
 
 

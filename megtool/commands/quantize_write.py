@@ -139,9 +139,11 @@ def write(
         overwrite=overwrite,
         sources=places_of(opened),
     )
-    stage_of(fingerprint="").check()
+    first = stage_of(fingerprint="")
+    if dry_run or system.lstat(first.staging) is None:  # else what an earlier run left is sorted out
+        first.check()
     if not dry_run:
-        _find_amaxes(opened, modules, system, threads=count, progress=progress)
+        find_shared_amaxes(opened, modules, system, threads=count, progress=progress)
     plan = _plan(opened, decisions, settlement, modules, target, digest, max_shard_bytes)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
@@ -211,13 +213,13 @@ def _write(
     return copied
 
 
-def _find_amaxes(
+def find_shared_amaxes(
     opened: Opened,
     modules: Sequence[StoredModule],
     files: Files,
     *,
     threads: int,
-    progress: Progress,
+    progress: Progress = silent,
 ) -> None:
     """Let pieces know the amax of whole weights: what engines run as one has one."""
     pieces = [p for stored in modules for p in stored.pieces]
@@ -231,9 +233,13 @@ def _find_amaxes(
         progress=lambda n: progress("scan", n, total),
     )
     together: dict[tuple[str, str], float] = defaultdict(float)
+    stored_as = {p.treatment.module: stored.name for stored in modules for p in stored.pieces}
 
     def key(p: Piece) -> tuple[str, str]:
-        return fused_with(p.decision.module), p.treatment.format.algo
+        # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
+        algo = p.treatment.format.algo
+        alone = algo == "FP8"
+        return stored_as[p.treatment.module] if alone else fused_with(p.decision.module), algo
 
     for p, amax in zip(unknown, found, strict=True):
         together[key(p)] = max(together[key(p)], amax)

@@ -104,10 +104,12 @@ def magnitudes(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """
     if dtype == "float32":
         out = scratch("magnitudes", values.shape, np.uint32)
-        return np.bitwise_and(values.view(np.uint32), np.uint32(0x7FFFFFFF), out=out)
+        np.bitwise_and(values.view(np.uint32), np.uint32(0x7FFFFFFF), out=out)
+        return out
     if dtype in ("bfloat16", "float16"):
         out = scratch("magnitudes", values.shape, np.uint16)
-        return np.bitwise_and(values.view(np.uint16), np.uint16(0x7FFF), out=out)
+        np.bitwise_and(values.view(np.uint16), np.uint16(0x7FFF), out=out)
+        return out
     raise UsageError(
         f"elements of {dtype} are not encoded", hint="cast to float32, float16 or bfloat16 first"
     )

@@ -25,7 +25,7 @@ from megtool.packing.parts import WHOLE, Index, Part, Span
 from megtool.packing.powers import encoded as mx_encoded
 from megtool.packing.rounding import E2M1, E4M3, SMALL, rounded
 from megtool.packing.scales import RULES
-from megtool.packing.scratch import scratch
+from megtool.packing.scratch import look_up
 from megtool.packing.slabs import divided, slabs
 
 Encoder = Callable[[NDArray[np.float32], Part, NDArray[Any]], None]
@@ -238,12 +238,7 @@ def _look_up(
     for box, _, into in slabs(bits, one, codes, out.view(np.uint8)):
         if name == "int8" and not is_number(box, _SHORT[dtype]):
             raise FormatError("elements are NaN", hint="they cannot be quantised")
-        index = scratch("index", box.shape, np.intp)
-        np.copyto(index, box)
-        if into.flags.c_contiguous:
-            np.take(table, index, out=into, mode="clip")
-        else:
-            np.copyto(into, np.take(table, index, mode="clip"))
+        look_up(table, box, into)
 
 
 def _plain(ndim: int) -> tuple[Span, ...]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megtool.packing.floats import single
 from megtool.packing.int4 import paired
 from megtool.packing.rounding import SMALL, small_codes
-from megtool.packing.scratch import scratch
+from megtool.packing.scratch import look_up, scratch
 
 _FAR = 100  # binary places up to which zeros moved up remain too small for any code but zero's
 _INFINITY = 0x7F80
@@ -37,17 +37,13 @@ def encoded(
     moved = _moved(values, exponents, sure)
     if moved is None:
         return False
-    index = scratch("index", values.shape, np.intp)
-    np.copyto(index, moved)
     table = _table(kind, half_down)
-    room = out
-    if kind == "float4_e2m1fn" or not out.flags.c_contiguous:
-        room = scratch("codes", values.shape, np.uint8)
-    np.take(table, index, out=room, mode="clip")
     if kind == "float4_e2m1fn":
+        room = scratch("codes", values.shape, np.uint8)
+        look_up(table, moved, room)
         paired(room, out)
-    elif room is not out:
-        np.copyto(out, room)
+    else:
+        look_up(table, moved, out)
     return True
 
 

@@ -85,10 +85,11 @@ def _borders(half_down: bool) -> NDArray[np.float32]:
     """What a magnitude must be larger than to have the next code of FP4: the middle between two
     values or, where that itself is rounded up, the number before it."""
     values = np.array(FP4, np.float32)
-    middle = (values[1:] + values[:-1]) / 2
+    middle = (values[1:] + values[:-1]) / np.float32(2)
     if not half_down:
         middle[1::2] = np.nextafter(middle[1::2], np.float32(0))
-    return middle[:, None]
+    out: NDArray[np.float32] = middle[:, None]
+    return out
 
 
 def _four_bits(x: NDArray[np.float32], out: NDArray[np.uint8], half_down: bool) -> None:
@@ -116,6 +117,8 @@ def rounded(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     for begin in range(0, x.size, _SERIAL):
         part = flat[begin : begin + _SERIAL]
         part.copy_(part.to(getattr(torch, name)))
+    if name == "bfloat16" and np.isnan(x.max(initial=0)):
+        x[np.isnan(x)] = np.nan  # of which torch's sign is any
     return x
 
 

@@ -38,3 +38,20 @@ def scratch(use: str, shape: Index | int, dtype: DTypeLike) -> NDArray[Any]:
     if held is None or held.size < size:
         held = _rooms.by_use[use] = np.empty(size, np.uint8)
     return held[:size].view(kind).reshape(shape)
+
+
+_INDICES = 1 << 16  # as `take` wants them, of eight bytes each
+
+
+def look_up(table: NDArray[np.uint8], bits: NDArray[np.uint16], out: NDArray[np.uint8]) -> None:
+    """Put `table[bits]` (matrices) to `out`, some rows at a time."""
+    rows, columns = bits.shape
+    step = max(1, _INDICES // max(1, columns))
+    for r in range(0, rows, step):
+        some, into = bits[r : r + step], out[r : r + step]
+        index = scratch("index", some.shape, np.intp)
+        np.copyto(index, some)
+        if into.flags.c_contiguous:
+            np.take(table, index, out=into, mode="clip")
+        else:
+            np.copyto(into, np.take(table, index, mode="clip"))

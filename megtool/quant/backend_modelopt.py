@@ -199,13 +199,33 @@ def quantised_model(
         def run(model: Any) -> None:
             with torch.no_grad():
                 for number, batch in enumerate(batches):
-                    tokens = batch.tokens_BS.to(device)
-                    valid = None if batch.valid_BS is None else batch.valid_BS.long().to(device)
-                    model(input_ids=tokens, attention_mask=valid, use_cache=False)
+                    model(**_inputs(batch, model.dtype, device), use_cache=False)
                     progress("calibrate", number + 1, len(batches))
 
         # A copy: it changes what it is given.
         return mtq.quantize(model, {**config, "quant_cfg": list(config["quant_cfg"])}, run)
+
+
+def _inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """A batch as transformers takes it; tokens attend within their documents alone."""
+    import torch
+
+    valid_BS, documents_BS = batch.valid_BS, batch.documents_BS
+    out: dict[str, Any] = {"input_ids": batch.tokens_BS.to(device)}
+    if batch.positions_BS is not None:
+        out["position_ids"] = batch.positions_BS.to(device)
+    if documents_BS is not None:
+        tokens = documents_BS.shape[1]
+        may_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+        may_BSS &= torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        if valid_BS is not None:
+            may_BSS &= valid_BS[:, None, :] | torch.eye(tokens, dtype=torch.bool)
+        mask = torch.zeros(may_BSS.shape, dtype=dtype)
+        mask.masked_fill_(~may_BSS, torch.finfo(dtype).min)
+        out["attention_mask"] = mask[:, None].to(device)
+    elif valid_BS is not None:
+        out["attention_mask"] = valid_BS.long().to(device)
+    return out
 
 
 @contextlib.contextmanager
@@ -278,14 +298,15 @@ def _held(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
 
 
 def _read_point(done: Settlement, point: Point, some: Sequence[tuple[Decision, Any]]) -> None:
-    columns = None
+    columns: Floats | None = None
     if some[0][1].input_quantizer.pre_quant_scale is not None:
         if len(some) > 1:
             from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
             with _quiet():
                 preprocess_linear_fusion([m for _, m in some], resmooth_only=True)
-        columns = 1 / _numbers(some[0][1].input_quantizer.pre_quant_scale).reshape(-1)
+        factors = _numbers(some[0][1].input_quantizer.pre_quant_scale).reshape(-1)
+        columns = np.float32(1) / factors
         if point.norm:
             done.norms[point.norm] = columns
     made = [_treatment(d, m, columns, stores=not point.norm) for d, m in some]
@@ -363,5 +384,3 @@ def _known(amax: Any, decision: Decision) -> Any:
 def _numbers(tensor: Any) -> Floats:
     out: Floats = np.array(tensor.detach().float().cpu().numpy(), np.float32)
     return out
-
-

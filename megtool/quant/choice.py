@@ -283,7 +283,8 @@ def _thinned(kept: NDArray[np.intp], sizes: NDArray[np.int64], most: int) -> NDA
     width = max(int(sizes[-1] - sizes[0]), 1)
     bins = (sizes - sizes[0]) * (most - 1) // width
     last = np.append(np.flatnonzero(np.diff(bins)), len(bins) - 1)
-    return kept[last]
+    out: NDArray[np.intp] = kept[last]
+    return out
 
 
 def _by_clearness(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> list[int]:

@@ -82,7 +82,10 @@ def _declared(where: str, said: Mapping[str, Any], exclude: Any) -> Declared:
     group = _size(said.get("group_size"))
     if group is None:
         group = _size_in_groups(said.get("config_groups"))
-    smooths = said.get("pre_quant_scale")
+    entries = [said]
+    if isinstance(listed, dict):
+        entries += [e for e in listed.values() if isinstance(e, dict)]
+    smooths = [e["pre_quant_scale"] for e in entries if isinstance(e.get("pre_quant_scale"), bool)]
     return Declared(
         where=where,
         algo=_algo(said.get("quant_algo")),
@@ -90,12 +93,17 @@ def _declared(where: str, said: Mapping[str, Any], exclude: Any) -> Declared:
         kv_algo=_kv(said),
         exclude=tuple(str(e) for e in exclude) if isinstance(exclude, list) else (),
         layers=layers,
-        pre_quant_scale=smooths if isinstance(smooths, bool) else None,
+        pre_quant_scale=any(smooths) if smooths else None,
     )
 
 
+_SMOOTHED = {"NVFP4_AWQ": "NVFP4"}
+
+
 def _algo(value: Any) -> str:
-    return value.upper() if isinstance(value, str) else ""
+    """In capitals; names that only add that columns are scaled are those of the plain formats."""
+    name = value.upper() if isinstance(value, str) else ""
+    return _SMOOTHED.get(name, name)
 
 
 def _size(value: Any) -> int | None:

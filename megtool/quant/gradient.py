@@ -74,7 +74,7 @@ def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
     def watched(unit: Unit) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             found: list[Tensor] = []
-            output.register_hook(found.append)
+            output.register_hook(found.append)  # type: ignore[no-untyped-call]
             held = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
             calls.append(_Seen(unit, module, held, output.detach(), found))
 
@@ -99,14 +99,15 @@ def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
             logits_TV = decoder.logits(states_TH)
             for unit in (u for u in survey.units if u.layer is None):
                 watched(unit)(_Head(decoder), (states_TH,), logits_TV)
-            F.cross_entropy(
+            loss = F.cross_entropy(
                 logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
-            ).backward()
+            )
+            torch.autograd.backward(loss)
     finally:
         for handle in handles:
             handle.remove()
         decoder.rotary.forget()
-    del logits_TV, states_TH, x_TH
+    del loss, logits_TV, states_TH, x_TH
     while calls:
         yield calls.pop()
 

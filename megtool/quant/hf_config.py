@@ -50,12 +50,10 @@ def quantization(
     `kept` are the stored names of linear modules that are left as they are.
     """
     said = [_said(layer) for layer in layers]
-    different = {json.dumps({k: v for k, v in s.items() if k != "pre_quant_scale"}) for s in said}
+    different = {(layer.algo, layer.group_size) for layer in layers}
     out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
-    if len(different) == 1:
-        out |= said[0]
-        if "pre_quant_scale" in out:
-            out["pre_quant_scale"] = any(s["pre_quant_scale"] for s in said)
+    if len(different) == 1:  # smoothed or not: the norm before some takes their factors
+        out |= next((s for s in said if s.get("pre_quant_scale")), said[0])
     elif different:
         out["quant_algo"] = MIXED
     out["exclude_modules"] = summarised(kept, [layer.name for layer in layers])

@@ -48,14 +48,14 @@ class Layers:
             ]
             self._keeper.reads_ahead = max(sizes) <= AHEAD_BYTES or self.device.type == "cuda"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
         """What enters the first layer, piece by piece."""
         for piece in self.pieces:
             yield self.decoder.embed(piece.batch, self._frame(piece))
         self.release()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, layer: int, number: int, x_TH: Tensor) -> Tensor:
         """What a layer makes of a piece."""
         out: Tensor = self.decoder.decoder.layers[str(layer)](
@@ -63,7 +63,7 @@ class Layers:
         )
         return out
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def finish(self, x_TH: Tensor) -> Tensor:
         """What enters the head, of which nothing but the norm is loaded."""
         return self.decoder.finish(x_TH)
@@ -155,7 +155,7 @@ class Replayed:
         graphs = self._graphs[shape]
         captured = len(graphs.captured)
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 out: Tensor = graphs(x_TH)
         except GraphRuleError as error:
             if len(graphs.captured) > captured:

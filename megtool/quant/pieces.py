@@ -113,6 +113,7 @@ def _num_valid(batch: Batch) -> int:
 
 def rows_of(batch: Batch, some: slice, rows: int) -> Batch:
     """Some of the `rows` of a batch."""
+
     def part(t: Tensor | None) -> Tensor | None:
         return t if t is None or (t.shape[0] == 1 and rows != 1) else t[some]
 

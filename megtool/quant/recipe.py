@@ -35,10 +35,17 @@ METHODS: Mapping[str, Mapping[str, type]] = MappingProxyType(
             "clip": bool,
             "gptq": bool,
             "damping": float,
+            "shrinkage": float,
             "descending": bool,
             "refinements": int,
         },
-        "gptq": {"damping": float, "descending": bool, "clip": bool, "refinements": int},
+        "gptq": {
+            "damping": float,
+            "shrinkage": float,
+            "descending": bool,
+            "clip": bool,
+            "refinements": int,
+        },
         "kl_div": {},
         "gradient": {},
     }

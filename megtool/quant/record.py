@@ -162,8 +162,9 @@ class Recorder:
 
         def rows(x_TW: Tensor) -> Tensor:
             labels_T = self._labelled(x_TW, place.rows.size)
+            padded = self._is_padded(labels_T)
             for w in here:
-                self._count(w, x_TW, labels_T)
+                self._count(w, x_TW, labels_T, padded)
             return x_TW
 
         def cache(key_BSKD: Tensor, value_BSKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,13 +210,13 @@ class Recorder:
         labels_R = mixture.labels_R
         if labels_R is None or (self._route_all and not mixture.is_showing):
             return
-        counts = counts_E.tolist()
+        counts, padded = counts_E.tolist(), self._is_padded(labels_R)
         parts, labels = torch.split(rows_RW, counts), torch.split(labels_R, counts)
         for w in here:
             if w.place.expert is not None and counts[w.place.expert]:
-                self._count(w, parts[w.place.expert], labels[w.place.expert])
+                self._count(w, parts[w.place.expert], labels[w.place.expert], padded)
 
-    def _count(self, w: _Watched, x_TW: Tensor, labels_T: Tensor) -> None:
+    def _count(self, w: _Watched, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
         tally, columns = w.tally, w.place.columns
         if tally is None:
             return
@@ -223,7 +224,7 @@ class Recorder:
             full = gather_columns(x_TW, columns) if self._needs_all(tally, columns) else None
             tally.add_labelled(x_TW, labels_T, full)
             return
-        if bool((labels_T < 0).any()):
+        if padded:
             is_real_T = labels_T >= 0
             x_TW, labels_T = x_TW[is_real_T], labels_T[is_real_T]
         full = gather_columns(x_TW, columns) if self._needs_all(tally, columns) else None
@@ -234,6 +235,10 @@ class Recorder:
                 self.stop()
                 _raise(w.point, sample)
             tally.fault.fill_(min(sample, int(tally.fault)))
+
+    def _is_padded(self, labels_T: Tensor) -> bool:
+        """Some rows do not count; looked up on a CPU alone."""
+        return self._on_host and bool((labels_T < 0).any())
 
     @staticmethod
     def _needs_all(tally: Tally, columns: Group) -> bool:

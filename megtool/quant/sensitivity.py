@@ -24,9 +24,9 @@ from megtool.quant.sensitivities import How, Sensitivities
 from megtool.quant.survey import Survey
 from megtool.quant.units import list_units
 
-MOST_TOKENS = 4096
+MOST_TOKENS = 1024
 """Tokens that divergence is measured over, where there are more: it takes a run for each unit and
-format, and a few thousand tokens tell which of two is larger."""
+format, and some hundred tokens tell which of two is larger."""
 
 STATES_BYTES = 1 << 30
 """What the states of all runs that go on together may take."""

@@ -7,7 +7,7 @@ are applied, and taken off again. Nothing waits for the host but `fake_weight`'s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,11 @@ from megtool.quant.rounding_torch import (
     E2M1_LARGEST,
     E4M3_LARGEST,
     block_scale,
+    group_amax,
     plain_scale,
     power_scale,
+    round_e2m1_,
+    round_e4m3_,
     to_e2m1,
     to_e4m3,
     to_integers,
@@ -30,6 +33,9 @@ from megtool.quant.treatment import INPUTS, Cache, Treatment, packing_of
 
 CHUNK = 1 << 22
 """Elements of a weight that are rounded at a time."""
+
+CHUNK_INPUT = 1 << 16
+"""Elements of inputs that are, on a CPU."""
 
 SECOND_LARGEST = {"W4A8_NVFP4_FP8": E4M3_LARGEST}
 """What the amax of a whole tensor is divided by under formats with two levels, where that is not
@@ -105,7 +111,8 @@ def fake_weight(
         run = plain_scale(torch.tensor(treatment.second_amax or float(top)), E4M3_LARGEST)
     out = torch.empty(weight_OI.shape, dtype=torch.float32, device=device)
     rows, width = weight_OI.shape
-    step = max(128, CHUNK // max(width, 1) // 128 * 128)
+    most = CHUNK if device.type != "cpu" else CHUNK_INPUT
+    step = max(128, most // max(width, 1) // 128 * 128)
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         x = weight_OI[part].float()
@@ -114,7 +121,10 @@ def fake_weight(
         dims = _reduced(how)
         if amax is None:
             found = top.reshape(1, 1) if how == "tensor" and top is not None else None
-            found = view.abs().amax(dims, keepdim=True) if found is None else found
+            if found is None and dims == (2,):
+                found = group_amax(x, view.shape[2])
+            elif found is None:
+                found = view.abs().amax(dims, keepdim=True)
         else:
             found = _part(amax, how, part).reshape(
                 [1 if d in dims else n for d, n in enumerate(view.shape)]
@@ -144,8 +154,10 @@ def _on(values: Any, device: torch.device) -> Tensor | None:
 def _whole_amax(weight_OI: Tensor, columns: Tensor | None) -> Tensor:
     """The largest magnitude of a weight times its columns' factors."""
     if columns is None:
-        return torch.linalg.vector_norm(weight_OI, torch.inf).float()
-    return (torch.linalg.vector_norm(weight_OI.float(), torch.inf, dim=0) * columns).max()
+        low, high = torch.aminmax(weight_OI)
+        return torch.maximum(-low, high).float()
+    low, high = torch.aminmax(weight_OI, dim=0)
+    return (torch.maximum(-low, high).float() * columns).max()
 
 
 def _blocks(x: Tensor, how: str) -> Tensor:
@@ -253,6 +265,28 @@ def rounded_input(
     `scale`, where the kind has one from calibration, and `columns` may differ from row to row:
     `[T, 1]` and `[T, in]`.
     """
+    together = largest is not None and kind.endswith(":token")
+    if x_TI.device.type != "cpu" or together or x_TI.numel() <= 2 * CHUNK_INPUT:
+        return _rounded_rows(x_TI, kind, scale, columns, largest)
+    # In parts that stay in the processor's cache.
+    flat = x_TI.reshape(-1, x_TI.shape[-1])
+    step = max(1, CHUNK_INPUT // flat.shape[1])
+    out = torch.empty_like(flat)
+    for begin in range(0, len(flat), step):
+        rows = slice(begin, begin + step)
+        by = scale[rows] if isinstance(scale, Tensor) else scale
+        factors = columns[rows] if columns is not None and columns.ndim > 1 else columns
+        out[rows] = _rounded_rows(flat[rows], kind, by, factors, None)
+    return out.view(x_TI.shape)
+
+
+def _rounded_rows(
+    x_TI: Tensor,
+    kind: str,
+    scale: Tensor | float,
+    columns: Tensor | None,
+    largest: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     x = x_TI.float()
     x = x / columns if columns is not None else x
     name, _, how = kind.partition(":")
@@ -260,12 +294,12 @@ def rounded_input(
         # Engines multiply by the reciprocal.
         inverse = 1 / scale if isinstance(scale, Tensor) else float(np.float32(1) / scale)
         x = x * inverse
-        x = to_integers(x, -128, 127) if name == "int8" else to_e4m3(x)
+        x = to_integers(x, -128, 127) if name == "int8" else round_e4m3_(x)
         x.mul_(scale)
     elif how == "token":
         top = x.abs().amax(-1, keepdim=True)
         each = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
-        x = to_e4m3(x / each).mul_(each)
+        x = round_e4m3_(x / each).mul_(each)
     else:
         x = _rounded_groups(x, name, int(how), scale)
     if columns is not None:
@@ -277,16 +311,15 @@ def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -
     """Rows in groups of columns with scales of their own; what a last one lacks is zero."""
     width = x_TI.shape[-1]
     over = -width % per
-    x = torch.nn.functional.pad(x_TI, (0, over)) if over else x_TI
-    x = x.unflatten(-1, (-1, per))
-    top = x.abs().amax(-1, keepdim=True)
+    x = torch.nn.functional.pad(x_TI, (0, over)) if over else x_TI.contiguous()
+    top = group_amax(x, per)
     if name == "nvfp4":
         second = second.unsqueeze(-1) if isinstance(second, Tensor) else second
         scale = block_scale(top, second) * second
     else:
         scale = power_scale(top, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
-    x = x / scale
-    x = (to_e4m3(x) if name == "mxfp8" else to_e2m1(x)).mul_(scale)
+    x = x.view(*x.shape[:-1], x.shape[-1] // per, per) / scale
+    x = (round_e4m3_(x) if name == "mxfp8" else round_e2m1_(x)).mul_(scale)
     return x.flatten(-2)[..., :width]
 
 
@@ -310,11 +343,3 @@ def _cached(x: Tensor, cache: Cache, amax: float) -> Tensor:
         return rounded_input(x, "fp8:tensor", scale=float(scale))
     second = second_scale("NVFP4", amax)
     return rounded_input(x, f"nvfp4:{_CACHE_BLOCK}", scale=float(second))
-
-
-def sliced(columns: Sequence[float] | None, rank: int, size: int) -> Any:
-    """The factors of one rank's columns, of which every rank has as many."""
-    if columns is None:
-        return None
-    width = len(columns) // size
-    return columns[rank * width : (rank + 1) * width]

@@ -79,9 +79,7 @@ class Simulation:
         self._folded = not weights
         stage = decoder.stage
         here = [
-            p
-            for p in points
-            if (p.layer in stage.layers if p.layer is not None else stage.head)
+            p for p in points if (p.layer in stage.layers if p.layer is not None else stage.head)
         ]
         self._taps: list[tuple[Place, Callable[..., Any]]] = []
         self._before: list[tuple[Place, Any]] = []
@@ -163,9 +161,7 @@ class Simulation:
         """Put rounded weights in the place of a layer's own, unless they are there."""
         decoder, modules = self._decoder, self._modules[layer]
         names = self._views.parameters(modules)
-        if all(
-            n in self._made and decoder.get_parameter(n) is self._made[n][0] for n in names
-        ):
+        if all(n in self._made and decoder.get_parameter(n) is self._made[n][0] for n in names):
             return
         for name in [n for n in self._made if decoder.get_parameter(n) is not self._made[n][0]]:
             del self._made[name]  # let go of by who loads on demand
@@ -204,7 +200,9 @@ class Simulation:
             if place.expert is not None:
                 num_experts = place.module.get_parameter("weight").shape[0]
                 by_expert = {p.expert: self._own(r, p) for p, r in found if p.expert is not None}
-                tap: Callable[..., Any] = _expert_tap(by_expert, num_experts, place)
+                tap: Callable[..., Any] = _expert_tap(
+                    by_expert, num_experts, place, self._decoder.groups.device
+                )
             else:
                 tap = _input_tap(self._own(rounding, place), place)
             self._taps.append((place, tap))
@@ -270,7 +268,7 @@ def _input_tap(rounding: Rounding, place: Place) -> Callable[[Tensor], Tensor]:
 
 
 def _expert_tap(
-    by_expert: Mapping[int, Rounding], num_experts: int, place: Place
+    by_expert: Mapping[int, Rounding], num_experts: int, place: Place, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Rows sorted by expert, each as its expert has it, without a loop over experts.
 
@@ -280,11 +278,10 @@ def _expert_tap(
     kinds: dict[str, list[int]] = defaultdict(list)
     for expert, rounding in by_expert.items():
         kinds[rounding.kind].append(expert)
-    device = next((r.columns.device for r in by_expert.values() if r.columns is not None), None)
-    tables = []
+        tables = []
     for kind, experts in kinds.items():
-        scales_E = torch.ones(num_experts)
-        scales_E[experts] = torch.tensor([by_expert[e].scale for e in experts])
+        scales_E = torch.ones(num_experts, device=device)
+        scales_E[experts] = torch.tensor([by_expert[e].scale for e in experts], device=device)
         columns_EI = None
         smoothed = [e for e in experts if by_expert[e].columns is not None]
         if smoothed:
@@ -292,7 +289,7 @@ def _expert_tap(
             columns_EI = torch.ones(num_experts, width, device=device)
             for e in smoothed:
                 columns_EI[e] = by_expert[e].columns  # type: ignore[assignment]
-        here_E = torch.zeros(num_experts, dtype=torch.bool)
+        here_E = torch.zeros(num_experts, dtype=torch.bool, device=device)
         here_E[experts] = True
         tables.append((kind, scales_E, columns_EI, here_E))
 
@@ -302,7 +299,7 @@ def _expert_tap(
         )
         out = rows_RI
         for kind, scales_E, columns_EI, here_E in tables:
-            scale = scales_E.to(rows_RI.device)[ids_R].unsqueeze(1)
+            scale = scales_E[ids_R].unsqueeze(1)
             columns = None if columns_EI is None else columns_EI[ids_R]
             rounded = rounded_input(
                 rows_RI,
@@ -313,7 +310,7 @@ def _expert_tap(
             )
             if len(by_expert) == num_experts and len(tables) == 1:
                 return rounded
-            out = torch.where(here_E.to(rows_RI.device)[ids_R].unsqueeze(1), rounded, out)
+            out = torch.where(here_E[ids_R].unsqueeze(1), rounded, out)
         return out
 
     return tap

@@ -107,7 +107,7 @@ class Run:
         """The unit to begin with: behind all that is finished, and sound, on every rank."""
         if self.work is None:
             return 0
-        done = min(self.ranks.gathered(self.work.num_finished(self.num_units)))
+        done: int = min(self.ranks.gathered(self.work.num_finished(self.num_units)))
         for unit in range(done):
             if (found := self.work.recorded(unit)) is not None:
                 self.found[unit] = found

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from megtool.quant.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, SAMPLE
 
-_TILE = 1 << 16  # elements worked on at a time: a cache's worth
+_TILE = (1 << 15) - 1  # elements worked on at a time: a cache's worth, and less than torch cuts
 _SHIFT = 23 - BINS_AN_OCTAVE.bit_length() + 1  # bits of a float32 below those that tell the bin
 _ALL_BINS = 1 << (31 - _SHIFT)
 _FIRST = (127 + OCTAVES[0]) * BINS_AN_OCTAVE  # the pattern of the smallest magnitude with a bin
@@ -56,16 +60,8 @@ class Tally:
         if not x_TW.shape[0]:
             return None
         x_TW = x_TW.detach()
-        amax = torch.zeros_like(self.amax)
-        abs_sum, square_sum = torch.zeros_like(self.abs_sum), torch.zeros_like(self.square_sum)
-        counts = torch.zeros_like(self.counts[0])
-        for tile in torch.split(x_TW, max(1, _TILE // x_TW.shape[1])):
-            size = tile.abs() if tile.dtype == torch.float32 else tile.float().abs_()
-            torch.maximum(amax, size.amax(0), out=amax)
-            abs_sum += size.sum(0)
-            counts += torch.bincount(_bins(size).flatten(), minlength=_ALL_BINS)
-            square_sum += size.mul_(size).sum(0)
-        if not bool(amax.isfinite().all()):
+        amax, abs_sum, square_sum, counts = _sums(x_TW)
+        if not math.isfinite(float(amax.amax())):
             return int((~x_TW.isfinite().all(1)).nonzero()[0, 0])
         torch.maximum(self.amax, amax, out=self.amax)
         self.abs_sum += abs_sum
@@ -128,6 +124,45 @@ class Tally:
     def histogram(self) -> Tensor:
         """The counts in the bins of `Statistics.histogram`."""
         return folded(self.counts.sum(0))
+
+
+def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By column the largest magnitudes, their sums and those of squares; counts of bit patterns.
+
+    Tiles are too small for torch to cut, and go over its threads whole; what they give is added up
+    in their order, so that the result does not depend on the number of threads.
+    """
+    width = x_TW.shape[1]
+    tiles = torch.split(x_TW, max(1, _TILE // width))
+    largest, sums, squares = (torch.empty(len(tiles), width) for _ in range(3))
+
+    @torch.inference_mode(torch.is_inference_mode_enabled())  # each thread has its own
+    def some(own: range) -> Tensor:
+        counts = torch.zeros(_ALL_BINS, dtype=torch.int64)
+        for i in own:
+            tile = tiles[i]
+            size = tile.abs() if tile.dtype == torch.float32 else tile.float().abs_()
+            torch.amax(size, 0, out=largest[i])
+            torch.sum(size, 0, out=sums[i])
+            counts += torch.bincount(_bins(size).flatten(), minlength=_ALL_BINS)
+            torch.sum(size.mul_(size), 0, out=squares[i])
+        return counts
+
+    threads = min(torch.get_num_threads(), len(tiles) // 4)
+    if threads < 2:
+        counts = some(range(len(tiles)))
+    else:
+        parts = _pool(threads).map(some, (range(k, len(tiles), threads) for k in range(threads)))
+        counts = torch.stack(list(parts)).sum(0)
+    if len(tiles) == 1:
+        return largest[0], sums[0].double(), squares[0].double(), counts
+    wide = torch.float64
+    return largest.amax(0), sums.sum(0, dtype=wide), squares.sum(0, dtype=wide), counts
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="megtool-tally")
 
 
 def _bins(size: Tensor) -> Tensor:

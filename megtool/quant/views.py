@@ -66,9 +66,7 @@ class WeightViews:
             per_layer=True,
             divisible_by=VOCAB_MULTIPLE,
         )
-        seat = Seat(
-            stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
-        )
+        seat = Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
         ranks = rank_parameters(target.tensors, config, groups.parallel)
         stored = {n: target.placements[n].stored for n in wanted}
         fused = set(stored.values())
@@ -113,9 +111,7 @@ class WeightViews:
         """Put this rank's part of a weight in its place, as the type that is there: in tensors by
         the parameters' names, or the parameters themselves."""
         part, weight_OI = self.parts[module], weight_OI.contiguous()
-        held = (
-            self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
-        )
+        held = self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
         for here, there in part.pieces:
             _strided(held.detach(), here).copy_(_strided(weight_OI, there))
 
@@ -157,4 +153,3 @@ def _strided(tensor: Tensor, p: Placement) -> Tensor:
     start = tensor.storage_offset() + sum(b * s for b, s in zip(p.base, steps, strict=True))
     strides = [m * steps[d] for m, d in zip(p.mults, p.dims, strict=True)]
     return tensor.as_strided(p.shape, strides, start)
-

@@ -35,7 +35,7 @@ class Reader(HTMLParser):
         self.seen.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag
+        assert self.open.pop() == tag
 
 
 def read(text: str) -> Reader:
@@ -57,7 +57,8 @@ def test_every_plot_is_well_formed_and_has_a_title_and_a_table() -> None:
     assert len(figures) == 6
     for one in figures:
         assert one.attrib["role"] == "img"
-        assert one[0].tag == f"{_SVG}title" and one[0].text == one.attrib["aria-label"]
+        assert one[0].tag == f"{_SVG}title"
+        assert one[0].text == one.attrib["aria-label"]
         _, _, width, height = map(float, one.attrib["viewBox"].split())
         for mark in one.iter():
             for key, end in (("cx", width), ("cy", height), ("x", width), ("y", height)):

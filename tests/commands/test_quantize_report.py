@@ -69,7 +69,7 @@ def test_errors_of_the_proof_are_the_exit_status() -> None:
 
 def test_a_run_without_data_proof_or_evaluation_is_told_too() -> None:
     bare = QuantizeReport(source="a", destination="b", recipe="fp8")
-    assert list(bare.lines())[0] == "a -> b by recipe fp8"
+    assert next(iter(bare.lines())) == "a -> b by recipe fp8"
     assert bare.exit_status == 0
     assert not list(QuantizeReport.elsewhere("a", "b").lines())
 

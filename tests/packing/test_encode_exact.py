@@ -83,15 +83,22 @@ def _check(packing: str, x: np.ndarray, dtype: str, given: Any, by: np.ndarray, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "packing",
-    ["fp8:tensor", "fp8:channel", "fp8:2x64", "fp8:32", "int8:tensor", "int8:channel"]
-    + ["int8:16", "int4rows:32", "int4:32", "int4:channel"],
+    [
+        "fp8:tensor",
+        "fp8:channel",
+        "fp8:2x64",
+        "fp8:32",
+        "int8:tensor",
+        "int8:channel",
+        "int8:16",
+        "int4rows:32",
+        "int4:32",
+        "int4:channel",
+    ],
 )
 def test_every_number_under_a_scale(packing: str, dtype: str) -> None:
     x = _numbers(dtype)
     x = x[: len(x) // 2 * 2]
-    # Infinity over the least scales is what it is; of finite ones overflows are saturated.
-    if dtype == "float16" and packing == "fp8:tensor":
-        pytest.skip("modelopt divides in float16 there; its own exporter is the test")
     parts = layout(packing, x.shape)
     shape = parts[1].shape
     rng = np.random.default_rng(1)
@@ -105,7 +112,7 @@ def test_every_number_under_a_scale(packing: str, dtype: str) -> None:
         for d in range(2):
             whole = np.repeat(whole, x.shape[d] // whole.shape[d], axis=d)
         style: Any = "modelopt"
-        if dtype == "bfloat16" and packing == "fp8:tensor":
+        if packing == "fp8:tensor":  # whose quotient modelopt rounds to the elements' type
             style, few = "compressed-tensors", few.reshape(1)
         _check(packing, x, dtype, {SCALE: few}, whole, style)
 
@@ -186,7 +193,7 @@ def test_slabs_do_not_show(packing: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("per", [1, 2, 6, 10, 16, 24, 32, 96, 128, 480])
+@pytest.mark.parametrize("per", [1, 2, 6, 10, 16, 24, 32, 96, 160, 480])
 def test_the_largest_of_every_run(per: int, dtype: str) -> None:
     raw = _numbers(dtype).reshape(-1)
     raw = np.random.default_rng(5).permutation(raw)[:11520].reshape(24, 480)

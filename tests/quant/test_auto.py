@@ -19,8 +19,11 @@ from megtool.inference.load import Source, load
 from megtool.model.batch import Batch
 from megtool.quant.auto import Choice, choose
 from megtool.quant.canonical_weights import CanonicalWeights
+from megtool.quant.dialects import recipe_from
+from megtool.quant.match import match
 from megtool.quant.points import Point, list_points
 from megtool.quant.record import Recorder
+from megtool.quant.rules import Problems
 from megtool.quant.sensitivities import Sensitivities
 from megtool.quant.sensitivity import measure
 from megtool.quant.settle import settle
@@ -179,7 +182,9 @@ def test_every_unit_costs_what_it_costs_alone(
             )
             key = key_of(found, decided.recipe)
             expected = true_loss(alone)
-            assert sensitivities.losses[unit.name][key] == pytest.approx(expected, rel=0.01, abs=1e-8)
+            assert sensitivities.losses[unit.name][key] == pytest.approx(
+                expected, rel=0.01, abs=1e-8
+            )
 
 
 def test_little_memory_and_layers_on_disk_change_nothing(
@@ -293,14 +298,11 @@ def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivitie
     assert choice.notes == ("FP8 left out: sglang does not mix them",)
     fixed = tuple(
         replace(d, format=decided.recipe.formats["fp8"], choices=())
-        if d.module.name.startswith("layers.0.mlp.")
-        and d.module.kind == "linear"
+        if d.module.name.startswith("layers.0.mlp.") and d.module.kind == "linear"
         else d
         for d in decided.matched.decisions
     )
-    found = choose(
-        fixed, decided.recipe, sensitivities, bits=12, target=read_target("vllm@0.19.0")
-    )
+    found = choose(fixed, decided.recipe, sensitivities, bits=12, target=read_target("vllm@0.19.0"))
     assert {u.label for u in found.units} <= {"FP8", "keep"}
 
 
@@ -314,7 +316,7 @@ def test_a_budget_that_nothing_meets(decided: Decided, sensitivities: Sensitivit
 
 def test_nothing_was_measured_about_it(decided: Decided, sensitivities: Sensitivities) -> None:
     other = replace(sensitivities, losses={})
-    with pytest.raises(CalibrationError, match="layers.0.attn.qkv as NVFP4"):
+    with pytest.raises(CalibrationError, match=r"layers\.0\.attn\.qkv as NVFP4"):
         chosen(decided, other)
 
 
@@ -325,6 +327,36 @@ def test_siblings_are_left_to_one_choice(decided: Decided) -> None:
     )
     with pytest.raises(RecipeError, match=r"run layers\.1\.mlp\.fc1 as one"):
         list_units(torn, decided.recipe)
+
+
+def test_modelopts_own_lists_of_formats(decided: Decided, sensitivities: Sensitivities) -> None:
+    """Its recipes name formats by what they do; those measured once serve them too."""
+    entries = [{"quantizer_name": "*", "enable": False}]
+    four = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
+    eight = {"num_bits": "e4m3", "axis": None}
+    given = {
+        "auto_quantize": {
+            "candidate_formats": [
+                {
+                    "quant_cfg": [
+                        *entries,
+                        {"quantizer_name": "*proj.weight_quantizer", "cfg": cfg},
+                        {"quantizer_name": "*proj.input_quantizer", "cfg": cfg},
+                    ]
+                }
+                for cfg in (four, eight)
+            ],
+            "constraints": {"effective_bits": 6.0},
+            "auto_quantize_method": "kl_div",
+        }
+    }
+    recipe = recipe_from(given)
+    problems = Problems("given")
+    matched = match(recipe, decided.modules.modules, problems)
+    problems.raise_all()
+    found = choose(matched.decisions, recipe, sensitivities)
+    expected = chosen(decided, sensitivities, bits=6)
+    assert [u.label for u in found.units] == [u.label for u in expected.units]
 
 
 def test_experts_are_measured_together(moe_random: Path, batches: list[Batch]) -> None:

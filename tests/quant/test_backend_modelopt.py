@@ -36,9 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        Batch(tokens_BS=torch.randint(0, 128, (2, 24), generator=generator)) for _ in range(3)
-    ]
+    return [Batch(tokens_BS=torch.randint(0, 128, (2, 24), generator=generator)) for _ in range(3)]
 
 
 def points_of(decided: Decided) -> tuple[Point, ...]:
@@ -85,12 +83,18 @@ def ours(decided: Decided, batches: Sequence[Batch]) -> Settlement:
 @pytest.mark.peers
 @pytest.mark.parametrize(
     ("recipe", "group"),
-    [("fp8", 0), ("fp8_per_channel", 0), ("fp8_block128", 0), ("int8_weight_only", 0)]
-    + [("int4_weight_only", 64), ("nvfp4", 0), ("mxfp8", 0), ("kv_fp8", 0)],
+    [
+        ("fp8", 0),
+        ("fp8_per_channel", 0),
+        ("fp8_block128", 0),
+        ("int8_weight_only", 0),
+        ("int4_weight_only", 64),
+        ("nvfp4", 0),
+        ("mxfp8", 0),
+        ("kv_fp8", 0),
+    ],
 )
-def test_amaxes_are_modelopts(
-    recipe: str, group: int, folder: Path, batches: list[Batch]
-) -> None:
+def test_amaxes_are_modelopts(recipe: str, group: int, folder: Path, batches: list[Batch]) -> None:
     """Those of weights exactly: codes and scales that follow from them are equal."""
     decided = decide(folder, recipe, group_size=group or None)
     expected, found = theirs(folder, decided, batches), ours(decided, batches)
@@ -111,9 +115,7 @@ def test_amaxes_are_modelopts(
 
 @pytest.mark.slow
 @pytest.mark.peers
-@pytest.mark.parametrize(
-    ("recipe", "group"), [("int8_sq", 0), ("int4_awq", 64), ("w4a8_awq", 64)]
-)
+@pytest.mark.parametrize(("recipe", "group"), [("int8_sq", 0), ("int4_awq", 64), ("w4a8_awq", 64)])
 def test_factors_of_columns_go_to_norms_or_are_stored(
     recipe: str, group: int, folder: Path, batches: list[Batch]
 ) -> None:
@@ -141,12 +143,31 @@ def plain(decided: Decided) -> dict[str, object]:
     return {"method": decided.recipe.algorithm["method"]}
 
 
+@pytest.mark.slow
+@pytest.mark.peers
+def test_documents_of_a_row_do_not_see_each_other(folder: Path, batches: list[Batch]) -> None:
+    tokens = batches[0].tokens_BS
+    places = torch.arange(12).repeat(2)
+    packed = Batch(
+        tokens_BS=tokens,
+        positions_BS=places.expand(2, -1).contiguous(),
+        documents_BS=torch.arange(2).repeat_interleave(12).expand(2, -1).contiguous(),
+    )
+    apart = Batch(tokens_BS=tokens.view(4, 12))
+    decided = decide(folder, "fp8")
+    a, b = (theirs(folder, decided, [batch]).treatments for batch in (packed, apart))
+    whole = theirs(folder, decided, batches[:1]).treatments
+    name = "layers.1.mlp.down"
+    assert a[name].input_amax == pytest.approx(b[name].input_amax, rel=1e-5)
+    assert a[name].input_amax != pytest.approx(whole[name].input_amax, rel=1e-5)
+
+
 def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
     decided = decide(folder, "int4_gptq", group_size=64)
     with pytest.raises(RecipeError, match="ModelOpt is not asked for 'gptq'"):
         modelopt_config(decided.recipe, decided.matched.decisions)
     decided = decide(folder, "nvfp4_awq")
-    with pytest.raises(UsageError, match="awq_lite for NVFP4 on a GPU alone|awq_full for NVFP4"):
+    with pytest.raises(UsageError, match=r"runs awq_(lite|full) for NVFP4 on a GPU"):
         modelopt_config(decided.recipe, decided.matched.decisions)
     assert modelopt_config(decided.recipe, decided.matched.decisions, device="cuda")
     decided = decide(folder, "auto_nvfp4_fp8")

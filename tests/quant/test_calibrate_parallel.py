@@ -37,7 +37,7 @@ def same(found: dict[str, Statistics], wanted: dict[str, Statistics], *, exact: 
         ({"dp": 2}, 2, False),
         ({"tp": 2}, 2, False),
         ({"pp": 2}, 2, True),
-        ({"tp": 2, "pp": 2, "dp": 2}, 8, False),
+        pytest.param({"tp": 2, "pp": 2, "dp": 2}, 8, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_dense_model(
@@ -63,6 +63,7 @@ def test_experts_on_several_ranks(mixture: Path, layout: dict[str, int], size: i
         same(statistics, wanted.statistics, exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"spill": True}])
 def test_work_is_shared_and_resumed(llama: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     layout, work = {"tp": 2, "pp": 2}, tmp_path / "work"

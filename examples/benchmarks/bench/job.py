@@ -52,6 +52,30 @@ def reshard(options: Options, phase: Phases) -> Options:
     return {"num_bytes": report.num_bytes, "kernel_bytes": report.kernel_bytes}
 
 
+def quantize(options: Options, phase: Phases) -> Options:
+    """Write the source by a recipe that needs no data; amax of inputs are made up."""
+    from megtool.commands.decided import decide
+    from megtool.commands.quantize_write import write
+    from megtool.quant.treatment import Settlement, Treatment
+
+    decided = decide(options["source"], options["recipe"])
+    settlement = Settlement()
+    for d in decided.matched.decisions:
+        if d.format is not None:
+            name = d.module.name
+            settlement.treatments[name] = Treatment(module=name, format=d.format, input_amax=1.0)
+    with phase("job"):
+        report = write(
+            decided.opened,
+            decided.matched.decisions,
+            settlement,
+            Path(options["destination"]),
+            threads=options["threads"],
+            fsync=False,
+        )
+    return {"num_bytes": report.num_bytes}
+
+
 def dcp(options: Options, phase: Phases) -> Options:
     """Load a checkpoint with torch.distributed.checkpoint and save it again, as one process."""
     import torch.distributed.checkpoint as dcp
@@ -331,6 +355,7 @@ def metadata(options: Options, phase: Phases) -> Options:
 
 JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "reshard": reshard,
+    "quantize": quantize,
     "dcp": dcp,
     "transformers": transformers,
     "forward": forward,

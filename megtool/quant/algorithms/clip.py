@@ -79,7 +79,7 @@ def _least(
         left = grid.rounded(weight_OI, tried, second_amax) - weight_OI
         found = _by_scale(errors(left), grid, top)
         if least is None:
-            least = found
+            best, least = tried, found
             continue
         better = found < least
         best = torch.where(better, tried, best)

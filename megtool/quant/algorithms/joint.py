@@ -84,7 +84,7 @@ def _columns(
     columns = None
     smooths = method.columns != "none" and format.number.smooths
     trial = None
-    if seen.sample is not None and format.algo in INPUTS:
+    if weights and seen.sample is not None and format.algo in INPUTS:
         trial = smooth.Trial(torch.from_numpy(seen.sample), amax_I, all_OI)
     clips = smooth.CLIPS if method.clips_inputs else (1.0,)
     if smooths and method.columns == "smooth" and method.alpha is not None:
@@ -130,7 +130,7 @@ def _gram(seen: Statistics | None, columns: Tensor | None, method: Method) -> Te
     if columns is not None:
         gram_II /= columns[:, None]
         gram_II /= columns
-    return gptq.damped(gram_II, method.damping)
+    return gptq.damped(gram_II, method.damping, method.shrinkage)
 
 
 def _weight(

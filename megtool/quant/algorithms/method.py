@@ -23,10 +23,10 @@ class Method:
     inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `clip`:
     how much of the largest magnitudes is cut off is searched too, of weights (not with SmoothQuant)
     and of inputs, by the error of outputs. `mse` searches it by the weight alone. `gptq`: the
-    rounding of each column is made up for by later ones; `damping` and `descending` are its
-    options, and `refinements` is how often scales and codes are then improved by turns. `inputs`
-    says how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does,
-    and no better.
+    rounding of each column is made up for by later ones; `damping`, `shrinkage` (see `gptq.damped`)
+    and `descending` are its options, and `refinements` is how often scales and codes are then
+    improved by turns. `inputs` says how else the scale of inputs is found (`percentile` of it).
+    `exact` does as ModelOpt does, and no better.
     """
 
     columns: Columns = "none"
@@ -36,8 +36,9 @@ class Method:
     mse: bool = False
     gptq: bool = False
     damping: float = 0.01
+    shrinkage: float = 0.0
     descending: bool = True
-    refinements: int = 1
+    refinements: int = 2
     inputs: Inputs = "max"
     percentile: float = 99.99
     exact: bool = False
@@ -63,7 +64,7 @@ _FOREIGN: Mapping[str, Mapping[str, Any]] = {
     "awq_lite": {"columns": "search"},
     "awq_full": {"columns": "search", "clip": True},
     "awq_clip": {"clip": True},
-    "gptq": {"gptq": True, "descending": False},
+    "gptq": {"gptq": True, "descending": False, "refinements": 0},
     "local_hessian": {"clip": True},
     "mse": {"mse": True},
     "max": {},

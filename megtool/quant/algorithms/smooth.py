@@ -29,8 +29,7 @@ def factors(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) -> Tenso
     """
     top = torch.stack([w.abs().amax(dim=0) for w in weights_OI]).amax(dim=0)
     by = top.pow(1 - alpha) / amax_I.pow(alpha)
-    if float(by.min()) <= _EPSILON:
-        by = torch.where(amax_I <= _EPSILON, torch.ones_like(by), by)
+    by = torch.where((amax_I <= _EPSILON) | (top <= _EPSILON), 1.0, by)
     return 1 / by.clamp(LEAST, MOST)
 
 

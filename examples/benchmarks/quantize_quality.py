@@ -1,0 +1,263 @@
+"""What each shipped recipe costs in perplexity and divergence, beside NVIDIA ModelOpt's figures.
+
+python examples/benchmarks/quantize_quality.py --model FOLDER --data TEXT --held-out TEXT
+    [--samples 16] [--length 512] [--tokens 8192] [--group-size 64] [--recipes fp8,int4_awq]
+
+FOLDER is a Hugging Face folder. Both calibrate on the same tokens, the first of TEXT, and are
+measured on the same others, in the same windows. Where a recipe's groups of 128 columns do not
+divide the model, both take `--group-size`. ModelOpt's rows are its presets' algorithms for the same
+formats on the same modules, where it runs on a CPU, by its own simulation and before its export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.table import Table, parser, show, workplace
+
+from megtool.commands.calibration_data import Wanted, read_samples
+from megtool.commands.decided import Decided, decide
+from megtool.commands.evaluate import read_texts
+from megtool.commands.opened import open_model
+from megtool.commands.quantize import quantize
+from megtool.commands.quantize_report import QuantizeReport
+from megtool.data.tokenizer import Tokenizer
+from megtool.errors import MegtoolError, MissingPackageError
+from megtool.inference.compare import differences
+from megtool.inference.evaluate import token_scores
+from megtool.inference.windows import IGNORED, batches
+from megtool.quant.backend_modelopt import modelopt_config, quantised_model
+from megtool.quant.dialects import load_recipe, recipe_names
+
+WINDOW = 2048
+
+# What ModelOpt's presets do for the formats of a recipe; the recipe's own method is ours.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"method": "max"},
+    "fp8_per_channel": {"method": "max"},
+    "fp8_block128": {"method": "max"},
+    "int8_weight_only": {"method": "max"},
+    "int8_sq": {"method": "smoothquant"},
+    "int4_weight_only": {"method": "max"},
+    "int4_awq": {"method": "awq_lite", "alpha_step": 0.1},
+    "int4_gptq": {"method": "max"},
+    "w4a8_awq": {"method": "awq_lite", "alpha_step": 0.1},
+    "kv_fp8": {"method": "max"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Before and after on the held-out text."""
+
+    before: float
+    after: float
+    kl: float
+
+
+def main() -> None:
+    """Quantise by every recipe in turn, by both, and print the table as it grows."""
+    options = parser(__doc__, gib=None)
+    options.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    options.add_argument("--data", type=Path, help="text to calibrate on; default: megtool's own")
+    options.add_argument("--held-out", type=Path, required=True, help="text to measure on")
+    options.add_argument("--samples", type=int, default=16)
+    options.add_argument("--length", type=int, default=512)
+    options.add_argument("--tokens", type=int, default=8192, help="to measure on")
+    options.add_argument("--group-size", type=int, default=64, help="where 128 does not divide")
+    options.add_argument("--recipes", help="some of the shipped ones, separated by commas")
+    options.add_argument("--no-modelopt", action="store_true", help="ours alone")
+    given = options.parse_args()
+    chosen = given.recipes.split(",") if given.recipes else recipe_names()
+    table = Table(
+        title="Perplexity and divergence on held-out text",
+        head=(
+            "recipe",
+            "bits a weight",
+            "perplexity",
+            "KL, nats",
+            "seconds",
+            "ModelOpt",
+            "its KL",
+            "its seconds",
+            "our loss : its",
+        ),
+    )
+    with workplace(given) as folder:
+        place = Path(folder)
+        peer = None if given.no_modelopt else Peer(given)
+        for name in chosen:
+            measure(given, name, place / "out", table, peer)
+            show(given, place, [table])
+
+
+def measure(
+    given: argparse.Namespace, name: str, out: Path, table: Table, peer: Peer | None
+) -> None:
+    """One recipe: a row."""
+    group = group_for(given, name)
+    began = time.perf_counter()
+    ours, bits, told = quantised(given, name, group, out)
+    took = time.perf_counter() - began
+    shutil.rmtree(out, ignore_errors=True)
+    say(f"{name}: {told or shown(ours)} in {took:.0f} s")
+    theirs, their_seconds = None, 0.0
+    if peer is not None and name in PRESETS and ours is not None:
+        began = time.perf_counter()
+        theirs, their_told = peer.score(name, group)
+        their_seconds = time.perf_counter() - began
+        say(f"{name}: ModelOpt {their_told or shown(theirs)} in {their_seconds:.0f} s")
+    ratio = math.nan
+    if ours and theirs and theirs.after > theirs.before:
+        ratio = (ours.after - ours.before) / (theirs.after - theirs.before)
+    table.add(
+        f"{name}, groups of {group}" if group else name,
+        f"{bits:.2f}" if ours else "",
+        f"{ours.before:.2f} -> {ours.after:.2f}" if ours else told,
+        f"{ours.kl:.4f}" if ours else "",
+        f"{took:.0f}",
+        f"{theirs.after:.2f}" if theirs else "-",
+        f"{theirs.kl:.4f}" if theirs else "",
+        f"{their_seconds:.0f}" if theirs else "",
+        f"{ratio:.2f}" if math.isfinite(ratio) else "",
+        recipe=name,
+        group=group,
+        bits=bits if ours else None,
+        refused=told,
+        before=ours.before if ours else None,
+        after=ours.after if ours else None,
+        kl=ours.kl if ours else None,
+        seconds=took,
+        modelopt_before=theirs.before if theirs else None,
+        modelopt_after=theirs.after if theirs else None,
+        modelopt_kl=theirs.kl if theirs else None,
+        modelopt_seconds=their_seconds if theirs else None,
+    )
+
+
+def group_for(given: argparse.Namespace, name: str) -> int:
+    """The group size to ask for, where the recipe's own does not divide the model and it has a
+    choice; 0 else."""
+    loaded = load_recipe(name)
+    formats = [f for f in loaded.formats.values() if f.algo and len(f.number.groups) > 1]
+    if not formats:
+        return 0
+    try:
+        decide(given.model, name)
+    except MegtoolError:
+        return int(given.group_size)
+    return 0
+
+
+def quantised(
+    given: argparse.Namespace, name: str, group: int, out: Path
+) -> tuple[Score | None, float, str]:
+    """Our figures and bits a weight; why there are none."""
+    try:
+        report = quantize(
+            given.model,
+            out,
+            recipe=name,
+            group_size=group or None,
+            data=given.data,
+            samples=given.samples,
+            length=given.length,
+            evaluate=given.held_out,
+            evaluate_tokens=given.tokens,
+            dtype="float32",
+            resident=True,
+            fsync=False,
+        )
+    except MegtoolError as e:
+        return None, 0.0, e.message.splitlines()[0]
+    if not isinstance(report, QuantizeReport) or report.evaluation is None:
+        return None, 0.0, "not measured"
+    e = report.evaluation
+    score = Score(before=e.perplexity_before, after=e.perplexity_after, kl=e.kl_mean)
+    return score, report.bits, ""
+
+
+class Peer:
+    """ModelOpt, on the same tokens."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        opened = open_model(given.model)
+        tokenizer = Tokenizer.load(opened.attachments())
+        config = opened.side.config
+        if config is None:
+            raise SystemExit(f"{given.model} is no model")
+        wanted = Wanted(data=given.data, samples=given.samples, length=given.length)
+        self._samples = read_samples(
+            wanted, tokenizer, vocab_size=config.vocab_size, max_positions=config.max_positions
+        ).batches()
+        self._texts = read_texts(given.held_out, tokenizer, max_tokens=given.tokens)
+        self._window = min(WINDOW, config.max_positions)
+        self._model: Any = None
+
+    def score(self, name: str, group: int) -> tuple[Score | None, str]:
+        """Its figures for the formats of a recipe; why there are none."""
+        try:
+            if self._model is None:
+                off = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
+                self._model = quantised_model(self._given.model, off, ())
+            decided = decide(self._given.model, name, group_size=group or None)
+            config = self._config(name, decided)
+            found = quantised_model(self._given.model, config, self._samples)
+        except MissingPackageError as e:
+            return None, e.hint or e.message
+        except MegtoolError as e:
+            return None, e.message
+        return self._compared(found), ""
+
+    def _config(self, name: str, decided: Decided) -> dict[str, Any]:
+        """Its settings for our decisions, with the algorithm of its preset."""
+        recipe = replace(decided.recipe, algorithm={"method": "max"})
+        decisions = [
+            replace(d, format=replace(d.format, method="")) if d.format else d
+            for d in decided.matched.decisions
+        ]
+        config = modelopt_config(recipe, decisions)
+        return {**config, "algorithm": dict(PRESETS[name])}
+
+    @torch.inference_mode()
+    def _compared(self, found: Any) -> Score:
+        """Perplexities and divergence over all predictions, in the windows of `quantize`."""
+        losses, kl = [], []
+        for rows in batches(self._texts, window=self._window, stride=self._window, batch_size=1):
+            labels = rows.labels_BS[0]
+            both = [
+                m(input_ids=rows.batch.tokens_BS, use_cache=False).logits[0].float()
+                for m in (self._model, found)
+            ]
+            for some in (labels != IGNORED).nonzero()[:, 0].split(512):
+                a, b = (logits[some] for logits in both)
+                pair = [token_scores(x, labels[some])[0].double() for x in (a, b)]
+                losses.append(torch.stack(pair))
+                kl.append(differences(a, b).kl_T)
+        before, after = torch.cat(losses, 1).mean(1).exp().tolist()
+        return Score(before=before, after=after, kl=float(torch.cat(kl).mean()))
+
+
+def shown(score: Score | None) -> str:
+    """Figures in a line."""
+    if score is None:
+        return "no figures"
+    return f"perplexity {score.before:.2f} -> {score.after:.2f}, KL {score.kl:.4f}"
+
+
+def say(text: str) -> None:
+    """A line of progress, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
