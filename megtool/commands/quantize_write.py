@@ -140,7 +140,7 @@ def write(
         sources=places_of(opened),
     )
     first = stage_of(fingerprint="")
-    if dry_run or system.lstat(first.staging) is None:  # else what an earlier run left is sorted out
+    if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
         first.check()
     if not dry_run:
         find_shared_amaxes(opened, modules, system, threads=count, progress=progress)

@@ -15,8 +15,8 @@ from megtool.inference.graphed import GraphedHidden
 from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
 from megtool.model.batch import Batch, check_ids
 
-MOST_LOGITS = 1 << 25
-"""Logits held at a time: 32 M of fp32 are 128 MiB."""
+MOST_LOGITS = 1 << 23
+"""Logits held at a time: 8 M of fp32 are 32 MiB, and a comparison takes a few times as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

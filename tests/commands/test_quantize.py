@@ -89,7 +89,7 @@ def test_every_shipped_recipe(folder: Path, tmp_path: Path, recipe: str) -> None
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     beside = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "modelopt"
-    assert beside["producer"]["name"] == "megtool"
+    assert beside["producer"]["name"] == "modelopt"  # engines look for it
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert not list(tmp_path.glob(".*"))  # nothing of the work is left
 
