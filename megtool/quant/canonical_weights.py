@@ -35,14 +35,15 @@ class CanonicalWeights:
         """
         name = f"{module}.weight"
         view = self._reader.canonical(self._side.placements[name])
-        out = np.empty(view.shape, np.float32)
+        shape = self._side.canonical[name].shape  # a view may cut dimensions into finer ones
+        out = np.empty(shape, np.float32)
         flat = out.reshape(-1)
         for at, tile in view.tiles(_TILE):
             values = flat[at : at + tile.size]
             values[:] = numbers(tile, view.dtype)
             if not np.isfinite(values).all():
                 place = at + int(np.argmin(np.isfinite(values)))
-                index = [int(i) for i in np.unravel_index(place, view.shape)]
+                index = [int(i) for i in np.unravel_index(place, shape)]
                 raise CalibrationError(
                     f"element {index} of the weight is {flat[place]}",
                     tensor=name,

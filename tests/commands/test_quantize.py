@@ -280,7 +280,8 @@ def test_a_killed_run_goes_on(folder: Path, fp8: Path, tmp_path: Path) -> None:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            assert not out.exists()
+            if out.exists():  # it was done, and died while it told so
+                break
         assert time.monotonic() - began < 300
     assert files_of(out) == files_of(fp8)
     assert np.array_equal(*(sorted(os.listdir(p)) for p in (out, fp8)))
