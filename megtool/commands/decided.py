@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.commands.opened import Opened, open_model
-from megtool.quant.dialects import load_recipe
-from megtool.quant.match import Matched, match
-from megtool.quant.modules import Modules, list_modules
-from megtool.quant.recipe import Recipe
-from megtool.quant.rules import Problems
-from megtool.quant.targets import Target, check_target, read_target
+from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.match import Matched, match
+from megtool.quant.recipes.modules import Modules, list_modules
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.targets import Target, check_target, read_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megtool.commands.calibration_data import Samples, Wanted, read_samples
 from megtool.commands.decided import decide
-from megtool.commands.quantize_job import Calibrating, Job, Writing, carry_out
+from megtool.commands.quantizing.job import Calibrating, Job, Writing, carry_out
+from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
 from megtool.errors import UsageError
 from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
-    from megtool.commands.quantize_plan import QuantizePlan
-    from megtool.commands.quantize_report import QuantizeReport
+    from megtool.commands.quantizing.plan import QuantizePlan
+    from megtool.commands.quantizing.report import QuantizeReport
     from megtool.kernels.choice import Implementation
 
 _LOG = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from megtool.commands.recipe_report import (
     fold_decisions,
 )
 from megtool.commands.tree import columns
-from megtool.quant.dialects import load_recipe, recipe_names, recipe_text
-from megtool.quant.formats import Format
-from megtool.quant.match import Decision, Matched
-from megtool.quant.modules import Modules
-from megtool.quant.recipe import Recipe
-from megtool.quant.rules import KEEP
+from megtool.quant.recipes.dialects import load_recipe, recipe_names, recipe_text
+from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.match import Decision, Matched
+from megtool.quant.recipes.modules import Modules
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import KEEP
 
 __all__ = [
     "ExplainReport",

@@ -9,8 +9,8 @@ from typing import Any
 
 from megtool.commands.tree import columns, count, fold_names, shown
 from megtool.log import format_bytes
-from megtool.quant.match import Decision
-from megtool.quant.recipe import Recipe
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_NOTES = 8

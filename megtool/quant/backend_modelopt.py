@@ -18,10 +18,10 @@ import numpy as np
 
 from megtool.errors import CalibrationError, MissingPackageError, RecipeError, UsageError
 from megtool.log import Progress, silent
-from megtool.quant.formats import FORMATS, Format
-from megtool.quant.match import Decision
-from megtool.quant.points import Point
-from megtool.quant.recipe import Recipe
+from megtool.quant.calibration.points import Point
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.treatment import INPUTS, Cache, Floats, Settlement, Treatment, packing_of
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from megtool.log import Progress, silent
 from megtool.quant.algorithms.grid import input_largest
 from megtool.quant.algorithms.joint import decide
 from megtool.quant.algorithms.method import method_of
-from megtool.quant.formats import Format
-from megtool.quant.match import Decision
-from megtool.quant.points import Point
-from megtool.quant.recipe import Recipe
-from megtool.quant.statistics import Statistics
+from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment, packing_of
 
 Weights = Callable[[str], Tensor]

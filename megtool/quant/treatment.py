@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.quant.formats import Format
+from megtool.quant.recipes.formats import Format
 
 Floats = NDArray[np.float32]
 

@@ -16,8 +16,8 @@ import pytest
 
 from megtool.cli import main
 from megtool.commands.quantize import quantize
-from megtool.commands.quantize_plan import QuantizePlan
-from megtool.commands.quantize_report import QuantizeReport
+from megtool.commands.quantizing.plan import QuantizePlan
+from megtool.commands.quantizing.report import QuantizeReport
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     CalibrationError,
@@ -26,7 +26,7 @@ from megtool.errors import (
     RecipeError,
     UsageError,
 )
-from megtool.quant.dialects import recipe_names
+from megtool.quant.recipes.dialects import recipe_names
 from tests.inference import tiny_text
 from tests.quant import tiny_models
 
@@ -76,7 +76,8 @@ def tensors_of(folder: Path) -> dict[str, Any]:
     out = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(str(path), "pt") as f:
-            out |= {name: f.get_tensor(name) for name in f.keys()}
+            names = list(f.keys())
+            out |= {name: f.get_tensor(name) for name in names}
     return out
 
 
@@ -118,7 +119,7 @@ def test_a_calibration_serves_again(folder: Path, fp8: Path, tmp_path: Path) -> 
     direct = done(folder, tmp_path / "direct", recipe="nvfp4")
     assert other.exit_status == direct.exit_status == 0
     assert files_of(tmp_path / "other") == files_of(tmp_path / "direct")
-    with pytest.raises(CalibrationError, match="int4_awq|awq"):
+    with pytest.raises(CalibrationError, match="awq"):
         done(folder, tmp_path / "awq", recipe="int4_awq", calibration=[kept])
     stranger = tiny_text.save(tmp_path / "stranger", dtype="bfloat16", seed=9, **SIZES)
     with pytest.raises(CalibrationError, match="another model"):

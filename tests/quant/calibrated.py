@@ -14,11 +14,11 @@ from megtool.commands.decided import Decided, decide
 from megtool.inference.weights import Source
 from megtool.model.batch import Batch
 from megtool.parallel.groups import Groups
-from megtool.quant.artefact import Artefact
-from megtool.quant.calibrate import calibrate
-from megtool.quant.fingerprint import fingerprint_of
-from megtool.quant.points import Point, list_points
-from megtool.quant.work import Work
+from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.calibrate import calibrate
+from megtool.quant.calibration.fingerprint import fingerprint_of
+from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.calibration.work import Work
 from tests.quant import tiny_models
 
 

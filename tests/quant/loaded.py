@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from megtool.commands.opened import open_model
 from megtool.inference.load import Source
-from megtool.quant.formats import FORMATS, Format
-from megtool.quant.modules import Module, list_modules
-from megtool.quant.points import Point, list_points
+from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.modules import Module, list_modules
 from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment
 
 

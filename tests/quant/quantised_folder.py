@@ -17,10 +17,10 @@ from megtool.commands.opened import Opened, open_model
 from megtool.packing.decode import CODES, SCALE, SCALE_2
 from megtool.packing.encode import encode
 from megtool.packing.layout import layout
-from megtool.quant.formats import FORMATS, Format
-from megtool.quant.match import Decision
-from megtool.quant.modules import list_modules
-from megtool.quant.points import list_points
+from megtool.quant.calibration.points import list_points
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import list_modules
 from megtool.quant.treatment import INPUTS, PACKINGS, Settlement, Treatment, packing_of
 
 Tensors = dict[str, torch.Tensor]

@@ -12,9 +12,9 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.groups import Groups
-from megtool.quant.points import Point
-from megtool.quant.record import Recorder
-from megtool.quant.statistics import Statistics
+from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.record import Recorder
+from megtool.quant.calibration.statistics import Statistics
 from tests.model.moe_layouts import config_of, part, whole
 
 SAMPLES, LENGTH = 4, 10

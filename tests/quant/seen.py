@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from megtool.model.taps import Place
 from megtool.parallel.groups import Groups
-from megtool.quant.reduction import reduced
-from megtool.quant.statistics import Statistics
-from megtool.quant.tally import Tally
+from megtool.quant.calibration.reduction import reduced
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.tally import Tally
 
 
 def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> Statistics:

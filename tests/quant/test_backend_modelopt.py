@@ -16,11 +16,11 @@ from megtool.errors import MissingPackageError, RecipeError, UsageError
 from megtool.inference.load import Source, load
 from megtool.model.batch import Batch
 from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_config
-from megtool.quant.canonical_weights import CanonicalWeights
-from megtool.quant.points import Point, list_points
-from megtool.quant.record import Recorder
+from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.calibration.record import Recorder
 from megtool.quant.settle import settle
-from megtool.quant.simulate import fake_weight
+from megtool.quant.simulation.simulate import fake_weight
 from megtool.quant.treatment import Settlement
 from tests.quant import tiny_models
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megtool.commands.opened import open_model
-from megtool.quant.modules import Module, list_modules
+from megtool.quant.recipes.modules import Module, list_modules
 from tests.commands import tiny_llama
 
 MOE = {

@@ -55,7 +55,7 @@ def reshard(options: Options, phase: Phases) -> Options:
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
     from megtool.commands.decided import decide
-    from megtool.commands.quantize_write import write
+    from megtool.commands.quantizing.write import write
     from megtool.quant.treatment import Settlement, Treatment
 
     decided = decide(options["source"], options["recipe"])
@@ -159,9 +159,9 @@ def calibrate(options: Options, phase: Phases) -> Options:
     from megtool.commands.decided import decide
     from megtool.inference.load import Source
     from megtool.model.batch import Batch
-    from megtool.quant.calibrate import calibrate
-    from megtool.quant.fingerprint import Fingerprint
-    from megtool.quant.points import list_points
+    from megtool.quant.calibration.calibrate import calibrate
+    from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.calibration.points import list_points
 
     torch.set_num_threads(options["threads"])
     with phase("load"):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megtool.quant.formats import Format
-from megtool.quant.rounding_torch import (
+from megtool.quant.recipes.formats import Format
+from megtool.quant.simulation.rounding_torch import (
     E2M1_LARGEST,
     E4M3_LARGEST,
     block_scale,
@@ -21,7 +21,7 @@ from megtool.quant.rounding_torch import (
     to_e4m3,
     to_integers,
 )
-from megtool.quant.simulate import second_scale
+from megtool.quant.simulation.simulate import second_scale
 from megtool.quant.treatment import INPUTS, packing_of
 
 _INTEGERS = {"int8": 127.0, "int4rows": 7.0}

@@ -13,9 +13,9 @@ from torch import Tensor
 from megtool.quant.algorithms import awq, clip, gptq, smooth
 from megtool.quant.algorithms.grid import Grid, grid_of, input_largest
 from megtool.quant.algorithms.method import Method
-from megtool.quant.formats import Format
-from megtool.quant.observers import amax_of
-from megtool.quant.statistics import Statistics
+from megtool.quant.calibration.observers import amax_of
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.recipes.formats import Format
 from megtool.quant.treatment import INPUTS
 
 ELEMENTS = 1 << 22

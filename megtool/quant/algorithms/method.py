@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megtool.errors import RecipeError
-from megtool.quant.formats import Format
-from megtool.quant.modules import nearest
-from megtool.quant.recipe import METHODS, Recipe
+from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.recipe import METHODS, Recipe
 
 Inputs = Literal["max", "percentile", "mse", "entropy"]
 Columns = Literal["none", "smooth", "search"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megtool.quant.algorithms.grid import Grid, input_largest, rounded_inputs
-from megtool.quant.formats import Format
+from megtool.quant.recipes.formats import Format
 
 LEAST, MOST = 1e-4, 1e4
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.quant.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
+from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
 
 
 def rows(count: int, width: int, *, seed: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms import gptq
 from megtool.quant.algorithms.grid import grid_of
-from megtool.quant.formats import Format
+from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
 INT4 = grid_of(Format(name="f", algo="W4A16_AWQ", group_size=32))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megtool.quant.algorithms.grid import grid_of, rounded_inputs
-from megtool.quant.formats import FORMATS, Format
-from megtool.quant.simulate import fake_input, fake_weight
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.simulation.simulate import fake_input, fake_weight
 from megtool.quant.treatment import INPUTS, Treatment
 from tests.quant.algorithms import inputs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megtool.quant.algorithms import awq, clip, smooth
 from megtool.quant.algorithms.grid import grid_of
-from megtool.quant.formats import Format
+from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -7,7 +7,7 @@ import torch
 
 from megtool.quant.algorithms import awq, clip, smooth
 from megtool.quant.algorithms.grid import grid_of, rounded_inputs
-from megtool.quant.formats import Format
+from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
 INT4 = Format(name="f", algo="W4A16_AWQ", group_size=32)

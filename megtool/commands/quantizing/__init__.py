@@ -1,0 +1,1 @@
+"""Quantizing: the steps of `megtool quantize`, and what it tells of them."""

@@ -1,0 +1,311 @@
+"""Quantize write: a Hugging Face folder in which decided weights are codes and scales.
+
+What is kept is copied as by a reshard; what is quantised is computed on the way, tile by tile, by
+feeds of the same plan: one stage, one journal, one rename.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megtool import __version__
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.copy import CopyReport, execute
+from megtool.checkpoint.digest import SIDECAR, DigestMode, write_sidecar
+from megtool.checkpoint.feed import Feed
+from megtool.checkpoint.formats.quantised import QUANT_FILE
+from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES, INDEX, lay_out
+from megtool.checkpoint.plan import Plan, Source
+from megtool.checkpoint.planner import build
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.sweep import usual_threads
+from megtool.commands.job import expected_digests, peak_rss_bytes, places_of, sidecar_of
+from megtool.commands.opened import Opened
+from megtool.commands.quantizing.layout import (
+    Piece,
+    StoredModule,
+    cache_scales,
+    config_of,
+    feeds_of_module,
+    folded_norms,
+    stored_modules,
+    tensors_of,
+    treatments_of,
+)
+from megtool.commands.target import Request, Target, make_target
+from megtool.log import Progress, silent
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import fused_with
+from megtool.quant.treatment import Settlement, Treatment
+from megtool.quant.writing.given import Given
+from megtool.quant.writing.hf_config import hf_quant_config, with_quantization
+from megtool.quant.writing.stored import needs_amax
+from megtool.quant.writing.whole_amax import find_amaxes
+from megtool.tensors.sharded import GlobalTensor
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteReport:
+    """What was written, or would be.
+
+    `num_bytes` are those of all tensors, `source_bytes` of the source's. `files` are relative
+    paths. `resumed_units` had been finished by an earlier run, and `repaired_units` of them were
+    damaged since.
+    """
+
+    num_bytes: int
+    source_bytes: int
+    tensors: int
+    files: tuple[str, ...]
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    peak_buffer_bytes: int = 0
+    kernel_bytes: int = 0
+    resumed_units: int = 0
+    repaired_units: int = 0
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
+    """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
+
+    Raises:
+        MappingError: a weight is stored transposed, interleaved with others or stacked with them,
+            or weights in one tensor are to have different formats.
+        UsageError: groups do not divide a weight, or rows cannot be paired.
+    """
+    plain = {
+        d.module.name: Treatment(module=d.module.name, format=d.format)
+        for d in decisions
+        if d.format is not None and d.format.algo
+    }
+    target = make_target(opened, Request(to="hf"))
+    for stored in stored_modules(opened, decisions, plain, target):
+        tensors_of(stored, checked=False)
+
+
+def write(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    settlement: Settlement,
+    destination: Path,
+    *,
+    threads: int | None = None,
+    memory_bytes: int = 256 << 20,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    digest: DigestMode = DigestMode.BUFFERED,
+    files: Files | None = None,
+    before_commit: Callable[[Path], None] | None = None,
+    progress: Progress = silent,
+) -> WriteReport:
+    """Write the model of `opened` as `decisions` and `settlement` say, in ModelOpt's form.
+
+    Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
+    files are not touched. Where a format needs the largest magnitude of whole weights, these are
+    read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
+    result before it takes its name; what it raises is raised, and nothing is at `destination`.
+
+    Raises:
+        MappingError, UsageError: see `check_storable`; before any work.
+        CalibrationError: a treatment is missing, or does not say what its format needs.
+        FormatError: a weight holds NaN or infinity.
+        StorageError, SourceChangedError, DestinationError: as of a reshard.
+    """
+    began = time.monotonic()
+    count = usual_threads(threads)
+    system = files or Files()
+    target = make_target(
+        opened, Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
+    )
+    modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
+    for stored in modules:
+        tensors_of(stored)
+    stage_of = partial(
+        Stage,
+        destination,
+        files=system,
+        overwrite=overwrite,
+        sources=places_of(opened),
+    )
+    first = stage_of(fingerprint="")
+    if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
+        first.check()
+    if not dry_run:
+        find_shared_amaxes(opened, modules, system, threads=count, progress=progress)
+    plan = _plan(opened, decisions, settlement, modules, target, digest, max_shard_bytes)
+    report = WriteReport(
+        num_bytes=plan.target.catalogue.num_bytes,
+        source_bytes=opened.catalogue.num_bytes,
+        tensors=len(plan.target.catalogue.tensors),
+        files=_files(plan),
+        notes=tuple(settlement.notes),
+    )
+    if dry_run:
+        return report
+    stage = stage_of(fingerprint=plan.fingerprint)
+    try:
+        copied = _write(
+            opened, target, plan, stage, count, memory_bytes, digest, fsync, before_commit, progress
+        )
+    except BaseException:
+        if stage.describe_resume() in stage.messages:  # something was kept
+            _LOG.warning("%s", stage.describe_resume())
+        raise
+    return replace(
+        report,
+        seconds=time.monotonic() - began,
+        peak_rss_bytes=peak_rss_bytes(),
+        peak_buffer_bytes=copied.peak_buffer_bytes,
+        kernel_bytes=copied.kernel_bytes,
+        resumed_units=copied.verified,
+        repaired_units=copied.repaired,
+        warnings=tuple(stage.messages),
+    )
+
+
+def _write(
+    opened: Opened,
+    target: Target,
+    plan: Plan,
+    stage: Stage,
+    threads: int,
+    memory_bytes: int,
+    digest: DigestMode,
+    fsync: bool,
+    before_commit: Callable[[Path], None] | None,
+    progress: Progress,
+) -> CopyReport:
+    """Carry out the plan and commit it."""
+    total = plan.target.catalogue.num_bytes
+    with stage:
+        for message in stage.messages:
+            _LOG.info("%s", message)
+        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
+        progress("quantize", 0, total)
+        copied = execute(
+            plan,
+            stage,
+            files=stage.files,
+            threads=threads,
+            memory_bytes=memory_bytes,
+            digest=digest,
+            progress=lambda n: progress("quantize", n, total),
+            expected=expected_digests(opened),
+        )
+        sidecar = sidecar_of(opened, target, plan, copied)
+        if sidecar.tensors:
+            stage.write(SIDECAR, write_sidecar(sidecar))
+        if before_commit is not None:
+            before_commit(stage.tree)
+        stage.commit(fsync=fsync, threads=threads)
+    return copied
+
+
+def find_shared_amaxes(
+    opened: Opened,
+    modules: Sequence[StoredModule],
+    files: Files,
+    *,
+    threads: int,
+    progress: Progress = silent,
+) -> None:
+    """Let pieces know the amax of whole weights: what engines run as one has one."""
+    pieces = [p for stored in modules for p in stored.pieces]
+    unknown = [p for p in pieces if needs_amax(p.treatment)]
+    total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
+    found = find_amaxes(
+        opened.catalogue,
+        [p.weight for p in unknown],
+        files,
+        threads=threads,
+        progress=lambda n: progress("scan", n, total),
+    )
+    together: dict[tuple[str, str], float] = defaultdict(float)
+    stored_as = {p.treatment.module: stored.name for stored in modules for p in stored.pieces}
+
+    def key(p: Piece) -> tuple[str, str]:
+        # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
+        algo = p.treatment.format.algo
+        alone = algo == "FP8"
+        return stored_as[p.treatment.module] if alone else fused_with(p.decision.module), algo
+
+    for p, amax in zip(unknown, found, strict=True):
+        together[key(p)] = max(together[key(p)], amax)
+    for p in pieces:
+        if needs_amax(p.treatment):
+            p.amax = together[key(p)]
+        elif p.treatment.format.algo == "FP8" and p.treatment.amax is not None:
+            p.amax = float(p.treatment.amax.max())
+        else:
+            p.amax = p.treatment.second_amax
+
+
+def _plan(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    settlement: Settlement,
+    modules: Sequence[StoredModule],
+    target: Target,
+    digest: DigestMode,
+    max_shard_bytes: int | None,
+) -> Plan:
+    """Everything laid out, and the copies and feeds that fill it."""
+    becomes: dict[str, list[GlobalTensor]] = {}
+    feeds: list[Feed] = []
+    gone: set[str] = set()
+    for stored in modules:
+        held = tensors_of(stored)
+        becomes[stored.tensor.name] = [h.tensor for h in held]
+        feeds += feeds_of_module(stored, held)
+        gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
+    folded = folded_norms(opened, settlement, target)
+    feeds += folded
+    written = {f.tensor.name for f in folded}
+    gone.update(n for n, p in target.side.placements.items() if p.stored in written)
+    caches = cache_scales(decisions, settlement)
+    values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
+    if values:
+        feeds.append(Given(values=values))
+    tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
+    tensors += [h.tensor for h in caches]
+    small = {n: data for n, data in target.destination.small.items() if n != INDEX}
+    said = config_of(decisions, settlement, modules)
+    if "config.json" in small:
+        small["config.json"] = with_quantization(small["config.json"], said)
+    small[QUANT_FILE] = hf_quant_config(said)
+    laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
+    placements = {n: p for n, p in target.side.placements.items() if n not in gone}
+    wanted = {opened.repeats.get(n, n) for n in target.side.placements}
+    return build(
+        [
+            Source(
+                catalogue=opened.catalogue,
+                placements={n: p for n, p in opened.side.placements.items() if n in wanted},
+            )
+        ],
+        laid_out,
+        placements,
+        fills=target.fills,
+        dropped=target.dropped,
+        copies={n: held for n, held in opened.repeats.items() if n in placements},
+        feeds=feeds,
+        options=repr((__version__, digest.value)),
+    )
+
+
+def _files(plan: Plan) -> tuple[str, ...]:
+    destination = plan.target
+    names = [f.path for f in destination.catalogue.files]
+    return tuple(sorted([*names, *(path for path, _ in destination.all_small())]))

@@ -1,0 +1,1 @@
+"""Calibration: a model shown data layer by layer, and what is kept of it."""

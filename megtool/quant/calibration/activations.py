@@ -1,0 +1,165 @@
+"""Activations: what enters a layer, batch by batch, in memory or in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megtool.checkpoint.storage.files import Files
+from megtool.errors import FormatError, StorageError
+from megtool.quant.calibration.artefact_file import crc_of
+
+_LARGEST_PART = 2
+"""Of free device memory, the share (one in so many) that activations may take."""
+
+
+class Activations:
+    """Rows `[T, width]` of several batches, which one layer takes and replaces for the next.
+
+    `rows` are the T of the batches. With a `path` given to `begin` what is put is written there
+    too, or with `spilled` only there: `get` then reads the file of the layer before. Files are read
+    and written, not mapped, so that a full disk is an error and no signal. A file is its batches
+    one after the other, and their digests.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        spilled: bool = False,
+        files: Files | None = None,
+    ) -> None:
+        self._rows, self._width, self._dtype = list(rows), width, dtype
+        self._device, self._spilled = device, spilled
+        self._files = Files() if files is None else files
+        sizes = [n * width * dtype.itemsize for n in rows]
+        self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self._held: list[Tensor | None] = [None] * len(self._rows)
+        self._store = device if self._fits() else torch.device("cpu")
+        self._source: Path | None = None
+        self._source_fd = -1
+        self._target: Path | None = None
+        self._target_fd = -1
+        self._digests = np.zeros(len(self._rows), "<u4")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all batches."""
+        return int(self._starts[-1])
+
+    def get(self, number: int) -> Tensor:
+        """A batch, on the device; not to be written to."""
+        held = self._held[number]
+        if held is None:
+            held = self._read(self._source_fd, number)[0]
+        return held.to(self._device, non_blocking=True)
+
+    def put(self, number: int, x_TH: Tensor) -> None:
+        """What the layer made of a batch.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        if self._target_fd >= 0:
+            data = _bytes(x_TH)
+            self._files.pwrite_all(self._target_fd, data, int(self._starts[number]))
+            self._digests[number] = crc_of(data)
+        if not self._spilled:
+            self._held[number] = x_TH.to(self._store)
+
+    def begin(self, path: Path | None) -> None:
+        """Write what is put from now on to this file as well."""
+        if path is None:
+            return
+        self._target = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._target_fd = self._files.open_write(self._target)
+        self._files.truncate(self._target_fd, self.num_bytes)
+
+    def end(self, path: Path | None) -> None:
+        """All batches were put: make their file durable, and give it its name."""
+        if path is None or self._target is None:
+            return
+        fd, place = self._target_fd, self._target
+        self._files.pwrite_all(fd, self._digests.view(np.uint8), self.num_bytes)
+        self._files.do(fd, "flush", os.fsync, fd)
+        self._files.close(fd)
+        self._target_fd, self._target = -1, None
+        self._files.rename(place, path)
+        self._files.fsync_dir(path.parent)
+        if self._spilled:
+            self.open(path)
+
+    def open(self, path: Path) -> None:
+        """Take batches from this file."""
+        self._close_source()
+        self._source, self._source_fd = path, self._files.open_read(path)
+
+    def load(self, path: Path) -> bool:
+        """Take batches from a file that an earlier run wrote; false where it is not sound."""
+        if self._files.stat(path) is None:
+            return False
+        fd = self._files.open_read(path)
+        try:
+            if self._files.fstat(fd).st_size != self.num_bytes + 4 * len(self):
+                return False
+            digests = np.empty(len(self), "<u4")
+            self._files.pread_into(fd, digests.view(np.uint8), self.num_bytes)
+            for number, digest in enumerate(digests):
+                x_TH, found = self._read(fd, number)
+                if found != digest:
+                    return False
+                if not self._spilled:
+                    self._held[number] = x_TH.to(self._store)
+        except (FormatError, StorageError):
+            return False
+        finally:
+            self._files.close(fd)
+        if self._spilled:
+            self.open(path)
+        return True
+
+    def close(self) -> None:
+        """Let go of everything; a file that is not whole is removed."""
+        self._close_source()
+        if self._target_fd >= 0 and self._target is not None:
+            self._files.close(self._target_fd)
+            self._files.remove(self._target)
+            self._target_fd, self._target = -1, None
+        self._held = [None] * len(self)
+
+    def _close_source(self) -> None:
+        if self._source_fd >= 0:
+            self._files.close(self._source_fd)
+        self._source_fd = -1
+
+    def _read(self, fd: int, number: int) -> tuple[Tensor, int]:
+        """A batch and the digest of its bytes."""
+        x_TH = torch.empty(self._rows[number], self._width, dtype=self._dtype)
+        data = _bytes(x_TH)
+        self._files.pread_into(fd, data, int(self._starts[number]))
+        return x_TH, crc_of(data)
+
+    def _fits(self) -> bool:
+        """There is room for all batches where they are computed."""
+        if self._device.type != "cuda":
+            return False
+        return self.num_bytes * _LARGEST_PART < torch.cuda.mem_get_info(self._device)[0]
+
+
+def _bytes(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The memory of a tensor on the CPU (of a copy there, where it is elsewhere)."""
+    out: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = (
+        x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    )
+    return out

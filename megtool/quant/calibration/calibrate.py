@@ -1,0 +1,185 @@
+"""Calibrate: a model shown data layer by layer, each layer settled before the next one is read.
+
+The loop over layers is outside, that over data inside: one layer's weights are in memory, and what
+enters it is kept between layers. What a layer's inputs were is taken by a Recorder, settled by
+`settle`, and kept; where the algorithm wants later layers to see what rounding makes of this one,
+the layer is run once more as the engine will run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megtool.errors import CalibrationError, UsageError
+from megtool.inference.weights import Source
+from megtool.log import Progress, silent
+from megtool.model.batch import Batch
+from megtool.parallel.groups import Groups
+from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.coverage import filled
+from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.pieces import cut, num_valid, share
+from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.ranks import Ranks
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.steps import Run
+from megtool.quant.calibration.work import Work
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.settle import needs, settle
+from megtool.quant.treatment import Settlement
+
+Found = tuple[dict[str, Statistics], Settlement]
+
+
+def calibrate(
+    source: Source,
+    decisions: Sequence[Decision],
+    recipe: Recipe,
+    points: Sequence[Point],
+    batches: Sequence[Batch],
+    *,
+    groups: Groups | None = None,
+    dtype: str = "float32",
+    device: torch.device | str = "cpu",
+    resident: bool = False,
+    sequential: bool | None = None,
+    policy: str = "share",
+    route_all: bool = False,
+    work: Path | None = None,
+    fingerprint: Fingerprint,
+    spill: bool = False,
+    threads: int | None = None,
+    progress: Progress = silent,
+    rehearsed: bool = False,
+) -> Artefact:
+    """Statistics of all points, and what becomes of all modules that have one.
+
+    Every rank is given the same batches; data-parallel ranks share them out. With `resident` the
+    model is loaded once, whole. `sequential` has later layers see what was made of earlier ones
+    (None: where an algorithm asks for it). `policy` and `route_all` are for experts without data
+    (see `coverage`). `work` is a folder to go on from after a kill; with `spill` it holds what is
+    between layers, too, instead of memory. The same on every rank comes back.
+
+    Raises:
+        CalibrationError: no data, a NaN (says in which layer and sample), work that belongs to
+            another calibration.
+        UsageError: `spill` without `work`; weights that do not fit.
+        CheckpointError: the weights cannot be read; the disk is full.
+    """
+    if spill and work is None:
+        raise UsageError(
+            "activations have nowhere to go", hint="--work FOLDER says where they are spilled to"
+        )
+    groups = Groups.alone(device) if groups is None else groups
+    if source.config is None:
+        raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
+    decided = {d.module.name: d for d in decisions}
+    if sequential is None:
+        sequential = any(needs(recipe, d).sequential for d in decisions)
+    pieces = cut(batches, source.config)
+    ranks = Ranks(groups=groups)
+    kept = None
+    if work is not None:
+        kept = Work(
+            work,
+            fingerprint=fingerprint,
+            leads=groups.rank == 0,
+            settings={
+                "dtype": str(dtype),
+                "device": groups.device.type,
+                "sequential": sequential,
+                "policy": policy,
+                "route_all": route_all,
+                "layout": f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
+                f"ep={groups.ep.size} etp={groups.etp.size}",
+                "pieces": [list(p.batch.shape) for p in pieces],
+            },
+        )
+    run = Run(
+        source=source,
+        config=source.config,
+        decisions=decided,
+        recipe=recipe,
+        points=tuple(points),
+        ranks=ranks,
+        pieces=share(pieces, groups.dp),
+        sequential=sequential,
+        policy=policy,
+        route_all=route_all,
+        work=kept,
+        spill=spill,
+        rehearsed=rehearsed,
+        progress=progress,
+        how={
+            "groups": groups,
+            "dtype": dtype,
+            "device": groups.device,
+            "on_demand": not resident,
+            "threads": threads,
+        },
+    )
+    with contextlib.ExitStack() as stack:
+        with ranks.together():
+            if kept is not None:
+                stack.enter_context(kept.claim())
+        found = run.all()
+    statistics: dict[str, Statistics] = {}
+    settlement = Settlement()
+    for unit in sorted(found):
+        statistics |= found[unit][0]
+        settlement.add(found[unit][1])
+    return Artefact(
+        fingerprint=fingerprint,
+        num_samples=sum(p.batch.shape[0] for p in pieces),
+        num_tokens=num_valid(pieces),
+        statistics=statistics,
+        settlement=settlement,
+    )
+
+
+def settled_anew(
+    artefact: Artefact,
+    source: Source,
+    decisions: Sequence[Decision],
+    recipe: Recipe,
+    points: Sequence[Point],
+    *,
+    fingerprint: Fingerprint | None = None,
+    policy: str = "share",
+) -> Artefact:
+    """The artefact as if it had been made with these decisions, which statistics suffice for.
+
+    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand.
+
+    Raises:
+        CalibrationError: a decision needs what is not there.
+    """
+    if source.config is None:
+        raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
+    decided = {d.module.name: d for d in decisions}
+    settlement = Settlement()
+    by_layer: dict[int | None, list[Point]] = {}
+    for p in points:
+        by_layer.setdefault(p.layer, []).append(p)
+    with CanonicalWeights(source) as weights:
+        for some in by_layer.values():
+            seen = {
+                p.name: artefact.statistics[p.name] for p in some if p.name in artefact.statistics
+            }
+            full, notes = filled(some, seen, policy)
+            settlement.add(settle(some, full, decided, recipe, weights, config=source.config))
+            settlement.add(Settlement(notes=list(notes)))
+    recipe_hash = artefact.fingerprint.recipe if fingerprint is None else fingerprint.recipe
+    return replace(
+        artefact,
+        fingerprint=replace(artefact.fingerprint, recipe=recipe_hash),
+        settlement=settlement,
+        needs_settling=False,
+    )

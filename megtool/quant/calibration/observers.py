@@ -1,0 +1,248 @@
+"""Observers: from statistics of an activation to the magnitude that its largest code stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import CalibrationError
+from megtool.packing.floats import E2M1
+from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
+
+Doubles = NDArray[np.float64]
+Floats = NDArray[np.float32]
+How = Literal["max", "percentile", "mse", "entropy"]
+HOWS: tuple[How, ...] = get_args(How)
+
+_POINTS_A_BIN = 8  # magnitudes tried for each bin of a histogram: codes may be closer than bins
+_COARSE, _FINE = 96, 32  # clips tried for the least error: over all, then around the best
+_LOWEST_CLIP = 2.0**-7  # of amax
+_LINEAR_BINS, _FIRST_BINS, _STRIDE = 2048, 128, 4  # of the search by entropy: TensorRT's
+
+
+def amax_of(
+    statistics: Statistics,
+    how: str = "max",
+    *,
+    percentile: float = 99.99,
+    largest: float = 448.0,
+    kind: str = "fp8:tensor",
+    columns: Floats | None = None,
+) -> float:
+    """The magnitude that becomes the largest code of a tensor's inputs; never above the true one.
+
+    - `max`: the largest seen.
+    - `percentile`: what so many per cent of magnitudes are below, linear within a bin.
+    - `mse`: the clip whose expected squared error of rounding is least.
+    - `entropy`: the clip that changes the distribution least (KL), as TensorRT searches for it.
+
+    `kind` is the rounding in the words of `treatment.INPUTS`, of numbers up to `largest`. Scales
+    that come as they are needed (by token or group) leave nothing to clip: `mse` and `entropy` are
+    then `max`. With `columns`, by which inputs are divided, a clip takes the same part
+    of the largest magnitude as it does without them. 0 where all inputs were.
+
+    Raises:
+        CalibrationError: no token was seen, or `how` is unknown.
+    """
+    if how not in HOWS:
+        raise CalibrationError(f"no observer is called {how!r}", hint=f"known: {', '.join(HOWS)}")
+    if not 0 < percentile <= 100:
+        raise CalibrationError(f"percentile {percentile}", hint="above 0, at most 100")
+    if not statistics.num_tokens:
+        raise CalibrationError(
+            "an amax of no tokens", hint="quant.coverage.filled says what to take instead"
+        )
+    top = float(statistics.amax.max())
+    amax = top if columns is None else float((statistics.amax / columns).max())
+    if how == "max" or not top:
+        return amax
+    if how == "percentile":
+        clip = _percentile(statistics, percentile)
+    elif kind.partition(":")[2] != "tensor":
+        return amax
+    elif how == "mse":
+        clip = _least_error(statistics, _rounding(kind, largest))
+    else:
+        counts = linear_counts(statistics, _LINEAR_BINS)
+        bins = least_divergence(counts, _levels(kind, largest), stride=_STRIDE)
+        clip = top * bins / _LINEAR_BINS
+    return amax * min(clip / top, 1.0)
+
+
+def channel_amax(statistics: Statistics, columns: Floats | None = None) -> Floats:
+    """The largest magnitude of each column, after a division by `columns`."""
+    return statistics.amax if columns is None else statistics.amax / columns
+
+
+def group_amax(statistics: Statistics, group: int, columns: Floats | None = None) -> Floats:
+    """The largest magnitude in each `group` columns next to each other; the last may be fewer."""
+    by_column = channel_amax(statistics, columns)
+    return np.maximum.reduceat(by_column, np.arange(0, len(by_column), group))
+
+
+@cache
+def bin_edges() -> Doubles:
+    """Where the bins of a histogram begin, and where the last one ends: `[BINS + 1]`."""
+    place = np.arange(BINS)
+    octave, part = np.divmod(place, BINS_AN_OCTAVE)
+    begins = np.ldexp(1 + part / BINS_AN_OCTAVE, OCTAVES[0] + octave)
+    edges = np.concatenate(([0.0], begins))
+    edges.flags.writeable = False
+    return edges
+
+
+def _edges(statistics: Statistics) -> Doubles:
+    """Those of the bins, no further than the largest magnitude that there is."""
+    amax = float(statistics.amax.max())
+    edges = np.minimum(bin_edges(), amax)
+    edges[-1] = amax  # the last bin also holds what is beyond
+    return edges
+
+
+def _percentile(statistics: Statistics, percentile: float) -> float:
+    """As NumPy's, of all elements, were those of a bin spread evenly over it."""
+    counts, edges = statistics.histogram, _edges(statistics)
+    behind = np.cumsum(counts)
+    last = int(behind[-1]) - 1
+    rank = percentile / 100 * last
+
+    def element(number: int) -> float:
+        if number >= last:
+            return float(edges[-1])
+        at = int(np.searchsorted(behind, number, side="right"))
+        part = (number - int(behind[at] - counts[at]) + 0.5) / int(counts[at])
+        return float(edges[at] + part * (edges[at + 1] - edges[at]))
+
+    low = int(rank)
+    return element(low) + (rank - low) * (element(low + 1) - element(low))
+
+
+def _least_error(statistics: Statistics, rounded: Callable[[Doubles], Doubles]) -> float:
+    """The clip with the least squared error over the histogram; the largest of equal ones."""
+    used = np.flatnonzero(statistics.histogram)
+    edges = _edges(statistics)
+    parts = (np.arange(_POINTS_A_BIN) + 0.5) / _POINTS_A_BIN
+    low, high = edges[used, None], edges[used + 1, None]
+    sizes = (low + parts * (high - low)).ravel()
+    counts = np.repeat(statistics.histogram[used] / _POINTS_A_BIN, _POINTS_A_BIN)
+
+    def error(clip: float) -> float:
+        off = rounded(sizes / clip) * clip - sizes
+        return float(counts @ (off * off))
+
+    top = edges[-1]
+
+    def best(clips: Doubles) -> float:
+        return float(min(sorted(clips, reverse=True), key=error))
+
+    # Even steps where clips matter most, even ratios below.
+    half = _COARSE // 2
+    clips = np.concatenate(
+        (np.geomspace(_LOWEST_CLIP, 0.25, half, endpoint=False), np.linspace(0.25, 1, half))
+    )
+    found = best(top * clips)
+    near = int(np.argmin(np.abs(clips * top - found)))
+    around = np.linspace(clips[max(near - 1, 0)], clips[min(near + 1, len(clips) - 1)], _FINE)
+    return best(np.append(top * around, found))
+
+
+def _rounding(kind: str, largest: float) -> Callable[[Doubles], Doubles]:
+    """Rounding of magnitudes in parts of the clip."""
+    if kind.startswith("int"):
+        return lambda x: np.minimum(np.rint(x * largest), largest) / largest
+    if kind.startswith("fp8"):
+        return lambda x: _to_e4m3(x * largest, largest) / largest
+    levels = _levels(kind, largest)
+    between = (levels[1:] + levels[:-1]) / 2
+
+    def nearest(x: Doubles) -> Doubles:
+        out: Doubles = levels[np.searchsorted(between, x)]
+        return out
+
+    return nearest
+
+
+def _to_e4m3(x: Doubles, largest: float) -> Doubles:
+    _, exponent = np.frexp(x)  # 4 significant bits, and steps of 2^-9 below 2^-6
+    step = np.ldexp(1.0, np.maximum(exponent, -5) - 4)
+    out: Doubles = np.minimum(np.rint(x / step) * step, largest)
+    return out
+
+
+@cache
+def _levels(kind: str, largest: float) -> Doubles:
+    """The magnitudes that a kind has codes for, in parts of the largest one, ascending."""
+    if kind.startswith("int"):
+        found = np.arange(int(largest) + 1) / largest
+    elif kind.startswith("fp8"):
+        codes = np.arange(127)
+        exponent, mantissa = np.divmod(codes, 8)
+        values = np.ldexp(
+            (exponent > 0) * 8.0 + mantissa, np.maximum(exponent, 1) - 10
+        )  # e4m3: a bias of 7, and 3 bits of mantissa
+        found = values / 448.0
+    elif kind.startswith("fp4") or kind.startswith("nvfp4") or kind.startswith("mxfp4"):
+        found = np.array(E2M1) / 6.0
+    else:
+        raise CalibrationError(f"no rounding of inputs is called {kind!r}")
+    found.flags.writeable = False
+    return found
+
+
+def linear_counts(statistics: Statistics, num: int) -> NDArray[np.int64]:
+    """The histogram over equal bins from 0 to the largest magnitude, its bins spread evenly."""
+    edges = _edges(statistics)
+    behind = np.concatenate(([0], np.cumsum(statistics.histogram)))
+    below = np.interp(np.linspace(0, edges[-1], num + 1), edges, behind)
+    below[-1] = behind[-1]
+    out: NDArray[np.int64] = np.diff(np.rint(below).astype(np.int64))
+    return out
+
+
+def least_divergence(
+    counts: NDArray[np.int64], levels: Doubles, *, first: int = _FIRST_BINS, stride: int = 1
+) -> int:
+    """How many bins of a linear histogram to keep so that rounding changes it least.
+
+    For every number of bins, what is beyond goes to the last one, and what rounds alike is spread
+    evenly over the bins that it came from, where there was something; the number with the least
+    Kullback-Leibler divergence is taken, the largest of equal ones. Uniform `levels` get equal
+    parts of the bins, as in TensorRT, others what is nearest to them.
+    Source: S. Migacz, "8-bit inference with TensorRT", GTC 2017.
+    """
+    values = counts.astype(np.float64)
+    values[0] = values[1]  # zeros are exact under any scale
+    total = values.sum()
+    uniform = bool(np.allclose(np.diff(levels), levels[1] - levels[0]))
+    num = 1 << (len(levels) - 1).bit_length() if uniform else len(levels)
+    between = (levels[1:] + levels[:-1]) / 2
+    best, least = len(values), np.inf
+    for keep in range(min(first, len(values)), len(values) + 1, stride):
+        kept = values[:keep]
+        if uniform:
+            part = np.digitize(np.arange(keep), np.linspace(0, keep, num + 1)) - 1
+        else:
+            part = np.searchsorted(between, (np.arange(keep) + 0.5) / keep)
+        used = kept != 0
+        sums = np.bincount(part[used], weights=kept[used], minlength=num)
+        bins = np.bincount(part[used], minlength=num)
+        after = np.where(used, (sums / np.maximum(bins, 1))[part], 0.0)
+        before = kept.copy()
+        before[-1] += total - kept.sum()
+        divergence = _divergence(before, after)
+        if divergence <= least:
+            best, least = keep, divergence
+    return best
+
+
+def _divergence(p: Doubles, q: Doubles) -> float:
+    """KL(p || q) of two distributions that need not add up to one."""
+    there = p > 0
+    if not q.sum() or bool((q[there] == 0).any()):
+        return float("inf")
+    p, q = p[there] / p.sum(), q[there] / q.sum()
+    return float((p * np.log(p / q)).sum())

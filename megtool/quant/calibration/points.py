@@ -1,0 +1,94 @@
+"""Points: where activations are looked at, and which modules each of them feeds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megtool.config import ModelConfig
+from megtool.quant.recipes.modules import Module, fused_with
+
+What = Literal["input", "kv_cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The one input that `modules` (canonical names, in the model's order) all multiply.
+
+    `name` is that of `fused_with` (`layers.3.attn.qkv`, `layers.3.mlp.down`; before latent
+    attention `layers.3.attn.down`, whatever reads it), or of the KV cache (`layers.3.attn.kv`),
+    whose `width` is that of keys and values together. `norm` is the canonical norm whose output the
+    input is and that nothing else reads, so that factors may be folded into it; empty where there
+    is none. `expert` is the number of the one expert that sees the input.
+    """
+
+    name: str
+    what: What
+    layer: int | None
+    modules: tuple[str, ...]
+    width: int
+    norm: str = ""
+    expert: int | None = None
+
+
+def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, ...]:
+    """The points of a model's layers and head, in the model's order.
+
+    Embeddings, norms and layers of multi-token prediction have none, and of mixtures the router has
+    one of its own.
+    """
+    groups: dict[str, list[Module]] = defaultdict(list)
+    for m in modules:
+        if m.kind in ("linear", "kv_cache") and "mtp" not in m.roles:
+            groups[_input_of(m, config)].append(m)
+    return tuple(_point(name, fed, config) for name, fed in groups.items())
+
+
+def _input_of(module: Module, config: ModelConfig) -> str:
+    """The point whose numbers a module multiplies, or holds.
+
+    Queries of latent attention that are projected directly read what keys and values are made of,
+    and gates of attention what queries are.
+    """
+    parent, _, last = module.name.rpartition(".")
+    if module.kind == "kv_cache":
+        return module.name
+    if parent.endswith(".attn"):
+        if config.kv_lora_rank and last in ("q", "q_down", "kv_down"):
+            return f"{parent}.down"
+        if last == "gate":
+            return f"{parent}.qkv"
+    return fused_with(module)
+
+
+def _point(name: str, fed: list[Module], config: ModelConfig) -> Point:
+    first = fed[0]
+    _, _, behind = name.partition(".experts.")
+    expert = int(behind.split(".")[0]) if behind else None
+    is_cache = first.kind == "kv_cache"
+    return Point(
+        name=name,
+        what="kv_cache" if is_cache else "input",
+        layer=first.layer,
+        modules=tuple(m.name for m in fed),
+        width=first.shape[0] if is_cache else first.shape[1],
+        norm="" if is_cache else _norm(name, first, config),
+        expert=expert,
+    )
+
+
+def _norm(name: str, module: Module, config: ModelConfig) -> str:
+    """The norm before a module that feeds nothing else."""
+    parent, _, last = name.rpartition(".")
+    if module.layer is None:
+        return "norm" if module.name == "head" else ""
+    layer = f"layers.{module.layer}"
+    if parent == f"{layer}.attn":
+        if last in ("qkv", "down"):
+            return f"{layer}.attn_norm"
+        inner = {"q_up": "q_down_norm", "kv_up": "kv_down_norm"}
+        return f"{parent}.{inner[last]}" if last in inner and config.qk_norm else ""
+    # A mixture's norm also feeds its router, and all experts at once.
+    return f"{layer}.mlp_norm" if name == f"{layer}.mlp.fc1" else ""

@@ -1,0 +1,1 @@
+"""Choosing: formats for each part of a model, within a budget."""

@@ -1,0 +1,145 @@
+"""Gradient: what rounding each unit costs, estimated from one backward pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.inference.windows import IGNORED
+from megtool.log import Progress
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.taps import places
+from megtool.quant.calibration.pieces import Piece, moved, num_valid, rows_of
+from megtool.quant.choosing.survey import Run, Survey
+from megtool.quant.choosing.units import Unit
+
+BACKWARD_TOKENS = 1024
+"""Tokens of one backward pass, whose activations are all in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A call of a module of a unit: what went in, what came out, and what that is worth."""
+
+    unit: Unit
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    output: Tensor
+    gradient: list[Tensor]
+
+
+def by_gradient(survey: Survey, progress: Progress) -> dict[str, dict[str, float]]:
+    """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
+
+    With L the tokens' loss that is the divergence to second order, if outputs were independent of
+    each other (the diagonal of the empirical Fisher information).
+    """
+    survey.settle()
+    runs: dict[str, list[Run]] = {}
+    for run in survey.runs():
+        runs.setdefault(run.unit.name, []).append(run)
+    sums = {u.name: {r.key: 0.0 for r in runs.get(u.name, ())} for u in survey.units}
+    small = [p for piece in survey.pieces for p in _small(piece)]
+    tokens = num_valid(small)
+    for number, piece in enumerate(small):
+        for seen in _backward(survey, piece):
+            for run in runs.get(seen.unit.name, ()):
+                sums[run.unit.name][run.key] += _damage(survey, run, seen)
+        progress("sensitivity", number + 1, len(small))
+    return {
+        name: {r.key: r.finite(some[r.key] / tokens) for r in runs.get(name, ())}
+        for name, some in sums.items()
+    }
+
+
+def _small(piece: Piece) -> Iterator[Piece]:
+    rows, width = piece.batch.shape
+    step = max(1, BACKWARD_TOKENS // width)
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        yield replace(piece, batch=rows_of(piece.batch, some, rows))
+
+
+def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
+    """One pass there and back over a piece: every call of the units' modules."""
+    decoder = survey.decoder
+    calls: list[_Seen] = []
+
+    def watched(unit: Unit) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            found: list[Tensor] = []
+            output.register_hook(found.append)  # type: ignore[no-untyped-call]
+            held = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
+            calls.append(_Seen(unit, module, held, output.detach(), found))
+
+        return hook
+
+    handles = []
+    try:
+        for unit in survey.units:
+            if unit.layer is None:
+                continue
+            modules = {
+                id(p.module): p.module
+                for point in survey.points_of(unit)
+                for p in places(decoder, point.name)
+            }
+            handles += [m.register_forward_hook(watched(unit)) for m in modules.values()]
+        with torch.enable_grad():
+            batch = moved(piece, decoder.groups.device).batch
+            frame = decoder.frame(batch)
+            x_TH = decoder.embed(batch, frame).detach().requires_grad_()
+            states_TH = decoder.finish(decoder.run(x_TH, frame))
+            logits_TV = decoder.logits(states_TH)
+            for unit in (u for u in survey.units if u.layer is None):
+                watched(unit)(_Head(decoder), (states_TH,), logits_TV)
+            loss = F.cross_entropy(
+                logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            torch.autograd.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+        decoder.rotary.forget()
+    del loss, logits_TV, states_TH, x_TH
+    while calls:
+        yield calls.pop()
+
+
+class _Head(nn.Module):
+    """The head as a module, whose weight is another's."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.__dict__["decoder"] = decoder
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Logits."""
+        out: Tensor = self.__dict__["decoder"].logits(x_TH)
+        return out
+
+
+@torch.no_grad()
+def _damage(survey: Survey, run: Run, seen: _Seen) -> float:
+    if not seen.gradient:  # an output that no counted token depends on
+        return 0.0
+    with survey.simulated(run):
+        output = seen.module(*seen.inputs)
+    change = (output.float() - seen.output.float()) * seen.gradient[0].float()
+    return 0.5 * float(change.square_().sum(dtype=torch.float64))
+
+
+def _labels(batch: Batch) -> Tensor:
+    """The token after each, where there is one."""
+    labels_BS = torch.full_like(batch.tokens_BS, IGNORED)
+    labels_BS[:, :-1] = batch.tokens_BS[:, 1:]
+    if batch.valid_BS is not None:
+        labels_BS[~batch.valid_BS] = IGNORED
+        labels_BS[:, :-1][~batch.valid_BS[:, 1:]] = IGNORED
+    return labels_BS

@@ -1,0 +1,155 @@
+"""Survey: what each unit of a model would be settled as in each of its formats, from one pass."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megtool.errors import CalibrationError
+from megtool.model.decoder import Decoder
+from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.layers import Layers, one_batch
+from megtool.quant.calibration.pieces import Piece
+from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.record import Recorder
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.choosing.units import Unit, key_of
+from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.settle import needs, settle
+from megtool.quant.simulation.simulation import Simulation
+from megtool.quant.treatment import Settlement
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A unit in a format."""
+
+    unit: Unit
+    key: str
+
+    def finite(self, loss: float) -> float:
+        """What it costs.
+
+        Raises:
+            CalibrationError: that is NaN or infinite.
+        """
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"with {self.unit.name} as {self.key} the answers are not finite",
+                hint="leave the format out of the choice, or keep the unit by a rule of its own",
+            )
+        return loss
+
+
+class Survey:
+    """A model and its units, and what each would be settled as in each of its formats."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        units: Sequence[Unit],
+        decisions: Sequence[Decision],
+        recipe: Recipe,
+        points: Sequence[Point],
+        weights: CanonicalWeights,
+        pieces: Sequence[Piece],
+    ) -> None:
+        self.decoder, self.units, self.pieces = decoder, units, pieces
+        self._decisions = {d.module.name: d for d in decisions}
+        self._recipe, self._weights = recipe, weights
+        self._points: dict[str, list[Point]] = defaultdict(list)
+        owner = {m: u.name for u in units for m in u.modules}
+        for point in points:
+            if point.what == "input" and point.modules[0] in owner:
+                self._points[owner[point.modules[0]]].append(point)
+        self.settled: dict[tuple[str, str], Settlement] = {}
+
+    def points_of(self, unit: Unit) -> list[Point]:
+        """Where the unit's inputs are."""
+        return self._points[unit.name]
+
+    def runs(self) -> list[Run]:
+        """All units in all formats, in the model's order, the head's last."""
+        last = len(self.decoder.stage.layers)
+        order = sorted(self.units, key=lambda u: last if u.layer is None else u.layer)
+        return [Run(u, key_of(f, self._recipe)) for u in order for f in u.formats]
+
+    def settle(self) -> None:
+        """Run all pieces through the model as it is, and settle every unit in every format."""
+        points = [p for u in self.units for p in self._points[u.name]]
+        asked = {p.name: self._asked(p) for p in points}
+        recorder = Recorder(
+            self.decoder,
+            points,
+            gram={n for n, (gram, _) in asked.items() if gram},
+            sample={n for n, (_, sample) in asked.items() if sample},
+        )
+        layers = Layers(self.decoder, self.pieces)
+        states = list(layers.embed())
+        for layer in self.decoder.stage.layers:
+            recorder.start(layer)
+            for i, piece in enumerate(layers.pieces):
+                recorder.see(one_batch(piece), first_sample=piece.first)
+                states[i] = layers.run(layer, i, states[i])
+            self._settle_layer(layer, recorder.take())
+        if any(u.layer is None for u in self.units):
+            recorder.start(None)
+            with torch.inference_mode():
+                for i, piece in enumerate(layers.pieces):
+                    recorder.see(one_batch(piece), first_sample=piece.first)
+                    self.decoder.logits(self.decoder.finish(states[i]))
+            self._settle_layer(None, recorder.take())
+        layers.release()
+
+    def _asked(self, point: Point) -> tuple[bool, bool]:
+        unit = next(u for u in self.units if point.modules[0] in u.modules)
+        decision = self._decisions[point.modules[0]]
+        found = [needs(self._recipe, replace(decision, format=f)) for f in unit.formats]
+        return any(n.gram for n in found), any(n.sample for n in found)
+
+    def _settle_layer(self, layer: int | None, statistics: Mapping[str, Statistics]) -> None:
+        for unit in (u for u in self.units if u.layer == layer):
+            for found in unit.formats:
+                key = unit.name, key_of(found, self._recipe)
+                self.settled[key] = self._settle(unit, found, statistics)
+
+    def _settle(
+        self, unit: Unit, found: Format, statistics: Mapping[str, Statistics]
+    ) -> Settlement:
+        seen = {m: replace(self._decisions[m], format=found, choices=()) for m in unit.modules}
+        points = self._points[unit.name]
+        seen_points = _seen(points, statistics)
+        return settle(
+            points, seen_points, seen, self._recipe, self._weights, config=self.decoder.config
+        )
+
+    def simulated(self, run: Run) -> Simulation:
+        """The model with that unit alone rounded, in `with`."""
+        settled = self.settled[run.unit.name, run.key]
+        return Simulation(self.decoder, self._points[run.unit.name], settled, weights=True)
+
+
+def _seen(points: Sequence[Point], statistics: Mapping[str, Statistics]) -> dict[str, Statistics]:
+    """Statistics of points; of an expert without a token, those of all others together."""
+    out = {p.name: statistics[p.name] for p in points}
+    for point in points:
+        if point.expert is None or out[point.name].num_tokens:
+            continue
+        last = point.name.rpartition(".")[2]
+        others = [
+            statistics[p.name]
+            for p in points
+            if p.name.rpartition(".")[2] == last and statistics[p.name].num_tokens
+        ]
+        if others:
+            both = others[0]
+            for other in others[1:]:
+                both = both.merged(other)
+            out[point.name] = both
+    return out

@@ -1,0 +1,115 @@
+"""Units: what is decided about as one, because engines run it as one, and what it may become."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megtool.errors import RecipeError
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import Module, fused_with, nearest
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import KEEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Modules that get one format: q, k and v; gate and up; all experts of a layer.
+
+    `formats` are those it may get, besides being kept, in the recipe's order; formats whose groups
+    do not divide its weights are not among them. `choice` is the format of the recipe that says so.
+    """
+
+    name: str
+    layer: int | None
+    modules: tuple[str, ...]
+    formats: tuple[Format, ...]
+    choice: Format
+
+
+def unit_of(module: Module) -> str:
+    """The name of what a module is decided with."""
+    name = fused_with(module)
+    if "expert" in module.roles:
+        return name.partition(".experts.")[0] + ".experts"
+    return name
+
+
+def key_of(found: Format, recipe: Recipe) -> str:
+    """A format by all that its effect depends on, whatever a recipe calls it."""
+    return f"{found.algo}:{found.group_size}:{found.method or recipe.method}"
+
+
+def list_units(
+    decisions: Sequence[Decision], recipe: Recipe, *, group_size: int = 0
+) -> tuple[Unit, ...]:
+    """The units of all decisions that are left to a choice, in the model's order.
+
+    `group_size` replaces that of formats that have several to choose from (0: their own).
+
+    Raises:
+        RecipeError: modules that run as one are not left to the same choice, or what is to be
+            chosen for are no matrices of a layer or the head.
+    """
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for d in decisions:
+        if d.choices and d.module.kind != "linear":
+            raise RecipeError(
+                f"{d.module.name} is a {d.module.kind.replace('_', ' ')}, and formats are chosen "
+                "for matrices alone",
+                hint="give it a format, or keep it, with a rule of its own",
+            )
+        if d.module.kind == "linear":
+            groups[unit_of(d.module)].append(d)
+    out = []
+    for name, some in groups.items():
+        if not any(d.choices for d in some):
+            continue
+        other = next((d for d in some if d.format != some[0].format), None)
+        if other is not None or some[0].format is None:
+            raise RecipeError(
+                f"engines run {name} as one, and the recipe gives {some[0].module.name} "
+                f"{some[0].label}, {(other or some[0]).module.name} {(other or some[0]).label}",
+                hint="let one rule decide about all of it",
+            )
+        listed = [format_of(c, recipe, group_size) for c in some[0].choices if c != KEEP]
+        out.append(
+            Unit(
+                name=name,
+                layer=some[0].module.layer,
+                modules=tuple(d.module.name for d in some),
+                formats=tuple(f for f in listed if all(_divides(f, d.module) for d in some)),
+                choice=some[0].format,
+            )
+        )
+    return tuple(out)
+
+
+def format_of(name: str, recipe: Recipe, group_size: int = 0) -> Format:
+    """A format that a choice names: one of the recipe's, or of the engines'.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    found = recipe.formats.get(name)
+    if found is None:
+        if name not in FORMATS:
+            raise RecipeError(f"unknown format {name!r} to choose", hint=nearest(name, FORMATS))
+        known = FORMATS[name].groups
+        found = Format(name=name, algo=name, group_size=known[0] if known else 0)
+    if group_size and len(found.number.groups) > 1 and group_size in found.number.groups:
+        return replace(found, group_size=group_size)
+    return found
+
+
+def _divides(found: Format, module: Module) -> bool:
+    """Groups and blocks go into the weight, and rows are in pairs where they are packed so."""
+    rows, columns = module.shape
+    number = found.number
+    if found.group_size and columns % found.group_size:
+        return False
+    if number.scaling == "block" and rows % found.group_size:
+        return False
+    return not (number.bits == 4 and number.groups[0] == 128 and rows % 2)

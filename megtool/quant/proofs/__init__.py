@@ -1,0 +1,1 @@
+"""Proofs: what was written read again, and held against its source."""

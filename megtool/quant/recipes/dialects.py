@@ -1,0 +1,239 @@
+"""Dialects: whose recipe a file is, and how those of Megatron and shipped ones are read.
+
+Megatron's matchers are tried in their order and the first that matches decides, as here; those that
+do not say `enabled: true` are no rules at all. Its names are those of its modules with the layer's
+number in the whole model, where Megatron itself counts from 0 on every pipeline stage. It asks the
+linear layers of attention and MLPs alone, never the router, the embedding or the output layer.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from megtool.errors import RecipeError
+from megtool.quant.recipes.dialect_compressed import read_compressed
+from megtool.quant.recipes.dialect_modelopt import read_modelopt
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
+from megtool.quant.recipes.rules import KEEP, All, Glob, Problems, Role, Rule
+from megtool.quant.recipes.source_text import MOST_BYTES, Node, from_plain, read_documents
+
+_PACKAGE = "megtool.quant_recipes"
+_ASKED = Role(("qkv", "proj", "fc1", "fc2"))
+_MATCHER = ("config", "type", "pattern", "enabled")
+_PAYLOAD = (
+    "fp8_quantization_recipe",
+    "fp4_quantization_recipe",
+    "custom_recipe_factory",
+    "fp8_format",
+    "override_quantized_autocast",
+    "override_nonquantized_autocast",
+    "tp_only_amax_red",
+    "fp8_param",
+    "fp4_param",
+)
+_BY_TRAINING = {
+    ("tensorwise", None): "FP8",
+    ("blockwise", None): "FP8_PB_WO",
+    ("mxfp8", None): "MXFP8",
+    (None, "nvfp4"): "NVFP4",
+}
+_SIGNS: Mapping[str, tuple[str, ...]] = {
+    "megtool": ("rules", "formats"),
+    "megatron": ("matchers", "configs"),
+    "modelopt": ("quant_cfg", "quantize", "auto_quantize"),
+    "compressed-tensors": ("config_groups", "quantization_config"),
+}
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the shipped recipes."""
+    files = importlib.resources.files(_PACKAGE).iterdir()
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
+
+
+def recipe_text(recipe: str | Path) -> tuple[str, bytes]:
+    """Where a recipe is and what it says: a file, or one that is shipped, by its name.
+
+    Raises:
+        RecipeError: there is none, or it is absurdly large.
+    """
+    path = Path(recipe)
+    name = str(recipe)
+    if name in recipe_names():
+        return name, (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_bytes()
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise RecipeError(
+                f"a recipe of {path.stat().st_size:,} bytes",
+                file=path,
+                hint=f"at most {MOST_BYTES:,}",
+            )
+        return name, path.read_bytes()
+    except OSError as e:
+        raise RecipeError(
+            f"there is no recipe {name!r}: {e.strerror}",
+            hint=nearest(name, recipe_names()) + " (or the path of a file)",
+        ) from e
+
+
+def load_recipe(recipe: str | Path, problems: Problems | None = None) -> Recipe:
+    """A shipped recipe by its name, or a file in any dialect.
+
+    What is wrong with it is added to `problems`, or raised where there are none given.
+
+    Raises:
+        RecipeError: with all that is wrong, each with its line.
+    """
+    file, text = recipe_text(recipe)
+    documents = read_documents(text, file=file)
+    if len(documents) != 1:
+        raise RecipeError(f"{len(documents)} YAML documents, not one", file=file)
+    path = Path(recipe)
+    root = path.resolve().parent if path.is_file() else None
+    return translate(documents[0], name=path.stem, problems=problems, file=file, root=root)
+
+
+def recipe_from(data: Mapping[str, Any], *, name: str = "given") -> Recipe:
+    """A recipe in any dialect from plain data, such as one of ModelOpt's presets.
+
+    Raises:
+        RecipeError: with all that is wrong.
+    """
+    return translate(from_plain(dict(data)), name=name, file=name)
+
+
+def translate(
+    node: Node,
+    *,
+    name: str,
+    file: str,
+    problems: Problems | None = None,
+    root: Path | None = None,
+) -> Recipe:
+    """A parsed file as a recipe, in whatever dialect it is."""
+    own = problems or Problems(file)
+    dialect = _dialect(node, own)
+    if dialect == "megatron":
+        recipe = _read_megatron(node, name, own)
+    elif dialect == "modelopt":
+        recipe = read_modelopt(node, name, own, root=root)
+    elif dialect == "compressed-tensors":
+        recipe = read_compressed(node, name, own)
+    else:
+        recipe = read_recipe(node, name, own)
+    if problems is None:
+        own.raise_all()
+    return recipe
+
+
+def _dialect(node: Node, problems: Problems) -> str:
+    if not isinstance(node.value, dict):
+        raise RecipeError(
+            f"line {node.line}: a recipe is a mapping", file=problems.file, hint="rules: [...]"
+        )
+    for dialect, signs in _SIGNS.items():
+        if any(sign in node.value for sign in signs):
+            return dialect
+    known = [sign for signs in _SIGNS.values() for sign in signs]
+    for key in node.value:
+        for dialect, signs in _SIGNS.items():
+            if nearest(key, known).startswith("did you mean") and any(
+                repr(s) in nearest(key, known) for s in signs
+            ):
+                return dialect
+    return "megtool"
+
+
+def _read_megatron(node: Node, name: str, problems: Problems) -> Recipe:
+    """Megatron's `configs` and `matchers`, unchanged."""
+    check_keys(node, ("configs", "matchers"), "Megatron recipe", problems)
+    configs, matchers = node.get("configs"), node.get("matchers")
+    formats: dict[str, Format | None] = {}
+    if configs is not None and not isinstance(configs.value, dict):
+        problems.add(configs.line, f"configs is {configs.plain()!r}", "a mapping")
+    for key, payload in configs.value.items() if _is_mapping(configs) else ():
+        formats[key] = _payload(key, payload, problems)
+    rules = []
+    off = 0
+    if not _is_mapping(matchers):
+        problems.add(node.line, "no matchers", "a mapping from names to matchers")
+    for key, one in matchers.value.items() if _is_mapping(matchers) else ():
+        if not check_keys(one, _MATCHER, "matcher", problems):
+            continue
+        enabled = one.get("enabled")
+        if enabled is None or not enabled.value:
+            off += 1
+            continue
+        if rule := _matcher(key, one, formats, problems):
+            rules.append(rule)
+    notes = (f"{off} matchers do not say `enabled: true` and are off",) if off else ()
+    return Recipe(
+        name=name,
+        description="",
+        dialect="megatron",
+        scheme="megatron",
+        strict=False,
+        algorithm={"method": "max"},
+        formats={k: f for k, f in formats.items() if f is not None},
+        rules=tuple(rules),
+        notes=notes,
+    )
+
+
+def _is_mapping(node: Node | None) -> TypeGuard[Node]:
+    return node is not None and isinstance(node.value, dict)
+
+
+def _matcher(
+    key: str, node: Node, formats: Mapping[str, Format | None], problems: Problems
+) -> Rule | None:
+    config, kind, pattern = (node.get(k) for k in ("config", "type", "pattern"))
+    if config is None or kind is None or pattern is None or not isinstance(pattern.value, str):
+        problems.add(node.line, f"matcher {key!r} needs type, pattern and config")
+        return None
+    if kind.value != "glob":
+        problems.add(kind.line, f"matcher {key!r} is of type {kind.plain()!r}", "Megatron has glob")
+    if config.text not in formats:
+        known = nearest(config.text, formats)
+        problems.add(config.line, f"matcher {key!r} names no config: {config.plain()!r}", known)
+    found = formats.get(config.text)
+    return Rule(
+        condition=All((Glob((pattern.value,), "megatron"), _ASKED)),
+        format=found.name if found else KEEP,
+        label=key,
+        line=node.line,
+        optional=True,
+    )
+
+
+def _payload(key: str, node: Node, problems: Problems) -> Format | None:
+    """What Transformer Engine would train in, as the format nearest to it; None keeps a module."""
+    training = node.get("training_recipe")
+    if not isinstance(node.value, dict) or training is None:
+        problems.add(
+            node.line,
+            f"config {key!r} has no training_recipe",
+            "Transformer Engine's (TEQuantizationParams) are understood",
+        )
+        return None
+    known = ("transformer_engine_config_type", "training_recipe", "evaluation_recipe")
+    check_keys(node, known, "config", problems)
+    if not training.value:
+        return None
+    check_keys(training, _PAYLOAD, "training_recipe", problems)
+    names = [n.text if (n := training.get(k)) else None for k in _PAYLOAD[:2]]
+    algo = _BY_TRAINING.get((names[0], names[1]))
+    if algo is None:
+        problems.add(
+            training.line,
+            f"config {key!r} has no engine format: fp8 {names[0]}, fp4 {names[1]}",
+            "tensorwise, blockwise, mxfp8, or nvfp4 alone",
+        )
+        return None
+    groups = FORMATS[algo].groups
+    return Format(name=key, algo=algo, group_size=groups[0] if groups else 0, line=node.line)

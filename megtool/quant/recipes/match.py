@@ -1,0 +1,246 @@
+"""Match: which rule of a recipe decides about each module, why, and what it then weighs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megtool.quant.recipes.dialect_modelopt import decide_by_quantizers
+from megtool.quant.recipes.formats import KV_BITS, SMOOTHING, Format, largest_group
+from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import KEEP, Problems, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of one module.
+
+    `format` is None where it is kept. `rules` are the numbers of the rules that decided (ModelOpt
+    decides about weights and inputs by different ones), none where no rule matches; `why` says it.
+    `num_bytes` holds scales; for a KV cache it is that of one token. `choices` are the formats a
+    search may choose from: `num_bytes` is then what its budget allows.
+    """
+
+    module: Module
+    format: Format | None
+    rules: tuple[int, ...]
+    why: str
+    num_bytes: int
+    choices: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The format as engines call it."""
+        return self.format.label if self.format else KEEP
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, scales included."""
+        return 8 * self.num_bytes / max(self.module.numel, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """The decisions about all modules, and how many modules each rule matches and decides."""
+
+    decisions: tuple[Decision, ...]
+    matches: tuple[int, ...]
+    decides: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def match(
+    recipe: Recipe, modules: Sequence[Module], problems: Problems, *, group_size: int = 0
+) -> Matched:
+    """Decide about every module.
+
+    `group_size` replaces that of all formats that have several to choose from (0: their own).
+
+    Adds to `problems` rules without effect, groups that do not divide, and formats that do not suit
+    a module.
+    """
+    holding = [[rule.condition.holds(m) for rule in recipe.rules] for m in modules]
+    decisions = []
+    for module, holds in zip(modules, holding, strict=True):
+        if recipe.spaces:
+            decided = decide_by_quantizers(recipe, module, problems)
+            decisions.append(_decision(recipe, module, *decided))
+        else:
+            decisions.append(_by_rules(recipe, module, holds, problems))
+    if group_size:
+        decisions = [_regrouped(recipe, d, group_size) for d in decisions]
+        if not any(d.format and d.format.group_size == group_size for d in decisions):
+            sizes = {g for d in decisions for g in _sizes(d.format)}
+            known = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
+            problems.add(0, f"no format of this recipe takes groups of {group_size}", known)
+    matches = [sum(h[i] for h in holding) for i in range(len(recipe.rules))]
+    decides = [0] * len(recipe.rules)
+    for d in decisions:
+        for i in d.rules:
+            decides[i] += 1
+    notes = list(recipe.notes)
+    faulty = {line for line, _, _ in problems.found}
+    for i, rule in enumerate(recipe.rules):
+        if told := _without_effect(recipe, i, matches[i], decides[i], modules, holding):
+            if recipe.strict:
+                if rule.line not in faulty:  # what it asks for is no condition: told already
+                    problems.add(rule.line, *told)
+            elif matches[i]:
+                notes.append(told[0])
+    if idle := sum(1 for n in matches if not n) if not recipe.strict else 0:
+        notes.append(f"{idle} of {len(matches)} rules match nothing in this model")
+    _check_groups(decisions, problems)
+    return Matched(
+        decisions=tuple(decisions),
+        matches=tuple(matches),
+        decides=tuple(decides),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _sizes(found: Format | None) -> tuple[int, ...]:
+    """The group sizes that a format may have, where there is a choice."""
+    known = found.number.groups if found is not None and found.algo else ()
+    return known if len(known) > 1 else ()
+
+
+def _regrouped(recipe: Recipe, decision: Decision, size: int) -> Decision:
+    if decision.format is None or size not in _sizes(decision.format):
+        return decision
+    found = replace(decision.format, group_size=size)
+    return _decision(recipe, decision.module, found, decision.rules, decision.why)
+
+
+def _by_rules(
+    recipe: Recipe, module: Module, holds: Sequence[bool], problems: Problems
+) -> Decision:
+    numbers = [i for i, held in enumerate(holds) if held]
+    if not numbers:
+        return _decision(recipe, module, None, (), "no rule matches")
+    chosen = numbers[0] if recipe.first_wins else numbers[-1]
+    rule = recipe.rules[chosen]
+    found = recipe.formats.get(rule.format)
+    if found is not None and not _suits(found, module):
+        what = "a KV cache" if module.kind == "kv_cache" else f"a {module.kind}"
+        if recipe.strict:
+            problems.add(
+                rule.line,
+                f"{rule.label!r} gives {found.label} to {module.name}, {what}",
+                "put a rule before it that keeps such modules",
+            )
+        return _decision(recipe, module, None, (chosen,), f"{found.label} does not suit {what}")
+    return _decision(recipe, module, found, (chosen,), _why(rule, module))
+
+
+def _why(rule: Rule, module: Module) -> str:
+    return rule.why or rule.condition.words()
+
+
+def _suits(found: Format, module: Module) -> bool:
+    if found.kv_algo:
+        return module.kind == "kv_cache"
+    return module.kind in ("linear", "embedding")
+
+
+def _decision(
+    recipe: Recipe, module: Module, found: Format | None, rules: tuple[int, ...], why: str
+) -> Decision:
+    return Decision(
+        module=module,
+        format=found,
+        rules=rules,
+        why=why,
+        num_bytes=weigh(recipe, module, found),
+        choices=found.choose if found else (),
+    )
+
+
+def weigh(recipe: Recipe, module: Module, found: Format | None) -> int:
+    """Bytes of a module in a format: codes, scales, and factors of input columns where stored.
+
+    SmoothQuant and AWQ leave such factors with the last projection of attention and of the MLP
+    alone; all others are taken by the norm before them.
+    """
+    if found is None:
+        return module.num_bytes
+    if found.kv_algo:
+        return round(module.numel * KV_BITS[found.kv_algo] / 8)
+    if found.choose:
+        return round(module.numel * found.bits / 8)
+    method = found.method or recipe.method
+    smoothed = method in SMOOTHING and bool(module.roles & {"proj", "fc2"})
+    return found.number.num_bytes(module.shape, found.group_size, smoothed=smoothed)
+
+
+def _without_effect(
+    recipe: Recipe,
+    number: int,
+    matches: int,
+    decides: int,
+    modules: Sequence[Module],
+    holding: Sequence[Sequence[bool]],
+) -> tuple[str, str] | None:
+    """What to say of a rule that decides nothing; None where that is right."""
+    rule = recipe.rules[number]
+    if decides or (rule.optional and recipe.strict):
+        return None
+    if not matches:
+        return (
+            f"{rule.label!r} matches nothing in this model",
+            "`optional: true` where that is right; `explain` with recipe fp8 lists the names",
+        )
+    shadows: dict[str, None] = {}
+    for holds in holding:
+        if holds[number]:
+            over = [i for i, held in enumerate(holds) if held and i != number]
+            first = over[0] if recipe.first_wins else over[-1]
+            shadows[recipe.rules[first].label] = None
+    order = "before" if recipe.first_wins else "after"
+    by = ", ".join(repr(s) for s in list(shadows)[:3])
+    return (
+        f"{rule.label!r} decides nothing: all {matches} modules it matches are decided {order} "
+        f"it, by {by}",
+        "`optional: true` where that is right",
+    )
+
+
+def _check_groups(decisions: Sequence[Decision], problems: Problems) -> None:
+    """Groups and blocks divide the weights they are for, and packed rows come in pairs."""
+    wrong: dict[tuple[str, str], list[Module]] = defaultdict(list)
+    suited: dict[str, list[int]] = defaultdict(list)
+    formats: dict[str, Format] = {}
+    for d in decisions:
+        f, m = d.format, d.module
+        if f is None or not f.algo:
+            continue
+        formats[f.name] = f
+        suited[f.name].append(m.shape[1])
+        if f.number.scaling == "block" and (m.shape[0] % f.group_size):
+            wrong[f.name, "rows"].append(m)
+        elif f.group_size and m.shape[1] % f.group_size:
+            wrong[f.name, "columns"].append(m)
+        elif f.number.bits == 4 and f.number.groups[0] == 128 and m.shape[0] % 2:
+            wrong[f.name, "odd"].append(m)
+    for (name, what), modules in wrong.items():
+        f, first = formats[name], modules[0]
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        if what == "odd":
+            problems.add(
+                f.line,
+                f"{f.algo} packs two rows a byte, and {first.name}{more} have {first.shape[0]}",
+                "keep them with a rule of their own",
+            )
+            continue
+        size = first.shape[0] if what == "rows" else first.shape[1]
+        fitting = largest_group(suited[name], f.group_size)
+        hint = "keep them with a rule of their own, or take another format"
+        if fitting in f.number.groups:
+            hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
+        problems.add(
+            f.line,
+            f"group size {f.group_size} of {f.algo} does not divide the {size} {what} of "
+            f"{first.name}{more}",
+            hint,
+        )

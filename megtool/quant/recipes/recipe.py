@@ -1,0 +1,266 @@
+"""Recipe: formats, an algorithm and ordered rules, and how megtool's own dialect is read.
+
+Rules are tried from the top and the first that matches decides, as in Megatron: what a line says
+cannot be undone by a line below it, so the modules to be kept stand first and stay kept whatever is
+added at the end, and a reader may stop at the first line that fits. Foreign dialects keep their
+own precedence (`megtool.quant.recipes.dialects`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
+from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.rules import KEEP, Problems, Rule, read_condition, texts
+from megtool.quant.recipes.source_text import Node
+
+_TOP = ("description", "algorithm", "formats", "rules")
+_FORMAT = ("algo", "kv_algo", "choose", "bits", "group_size", "constant", "algorithm")
+_RULE = ("name", "match", "format", "optional", "why")
+
+METHODS: Mapping[str, Mapping[str, type]] = MappingProxyType(
+    {
+        "none": {},
+        "max": {},
+        "mse": {},
+        "percentile": {"percentile": float},
+        "entropy": {},
+        "smoothquant": {"alpha": float, "alpha_step": float, "clip": bool},
+        "awq": {
+            "alpha_step": float,
+            "clip": bool,
+            "gptq": bool,
+            "damping": float,
+            "shrinkage": float,
+            "descending": bool,
+            "refinements": int,
+        },
+        "gptq": {
+            "damping": float,
+            "shrinkage": float,
+            "descending": bool,
+            "clip": bool,
+            "refinements": int,
+        },
+        "kl_div": {},
+        "gradient": {},
+    }
+)
+"""Algorithms of calibration with the options each has; `none` needs no data."""
+
+MOST_RULES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a file says, in one vocabulary for every dialect.
+
+    `first_wins` says whether the first or the last rule that matches a module decides. `scheme` is
+    whose names patterns are written for. `strict` recipes may have no rule without effect; those of
+    other dialects list names of many models. `notes` say what was read differently than it stands.
+    `spaces` are the quantizer settings of ModelOpt's entries, each a list in the order of the
+    rules that they begin with (several where ModelOpt is to choose among formats).
+    """
+
+    name: str
+    description: str
+    dialect: str = "megtool"
+    scheme: str = "canonical"
+    first_wins: bool = True
+    strict: bool = True
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    formats: Mapping[str, Format] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    notes: tuple[str, ...] = ()
+    spaces: tuple[Any, ...] = ()
+    bits: float = 0.0
+
+    @property
+    def method(self) -> str:
+        """The algorithm of calibration."""
+        return str(self.algorithm.get("method", "none"))
+
+
+def read_recipe(node: Node, name: str, problems: Problems) -> Recipe:
+    """A recipe in megtool's own dialect; what is wrong with it is added to `problems`."""
+    check_keys(node, _TOP, "recipe", problems)
+    described = node.get("description")
+    if described is None or not isinstance(described.value, str) or not described.value.strip():
+        problems.add(node.line, "a recipe needs a description", "one sentence")
+    formats = _formats(node.get("formats"), problems)
+    return Recipe(
+        name=name,
+        description=" ".join(described.text.split()) if described else "",
+        algorithm=_algorithm(node.get("algorithm"), problems),
+        formats=formats,
+        rules=_rules(node, formats, problems),
+    )
+
+
+def check_keys(node: Node, known: tuple[str, ...], what: str, problems: Problems) -> bool:
+    """The node is a mapping; every key that is not known is a problem."""
+    if not isinstance(node.value, dict):
+        problems.add(node.line, f"{what} is {node.plain()!r}", "a mapping")
+        return False
+    for key, value in node.value.items():
+        if key not in known:
+            line = (node.keys or {}).get(key, value.line)
+            problems.add(line, f"unknown key {key!r} of a {what}", nearest(key, known))
+    return True
+
+
+def _algorithm(node: Node | None, problems: Problems) -> dict[str, Any]:
+    if node is None:
+        return {"method": "none"}
+    if isinstance(node.value, str):
+        given: dict[str, Any] = {"method": node.value}
+        lines: Mapping[str, int] = {"method": node.line}
+    elif isinstance(node.value, dict) and "method" in node.value:
+        given, lines = node.plain(), node.keys or {}
+    else:
+        problems.add(node.line, "algorithm needs a method", "one of " + ", ".join(METHODS))
+        return {"method": "none"}
+    method = str(given["method"])
+    if method not in METHODS:
+        problems.add(lines["method"], f"unknown method {method!r}", nearest(method, METHODS))
+        return {"method": "none"}
+    options = METHODS[method]
+    for key, value in given.items():
+        if key == "method":
+            continue
+        if key not in options:
+            known = nearest(key, options) if options else "it has none"
+            problems.add(lines[key], f"unknown option {key!r} of {method}", known)
+        elif not _is(value, options[key]):
+            problems.add(lines[key], f"{key} is {value!r}", f"a {options[key].__name__}")
+    return given
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _formats(node: Node | None, problems: Problems) -> dict[str, Format]:
+    if node is None:
+        return {}
+    if not isinstance(node.value, dict):
+        problems.add(node.line, f"formats is {node.plain()!r}", "a mapping from names to formats")
+        return {}
+    found = {}
+    for name, value in node.value.items():
+        line = (node.keys or {}).get(name, value.line)
+        if name == KEEP:
+            problems.add(line, f"{KEEP!r} is no name for a format", "it leaves modules as they are")
+        elif check_keys(value, _FORMAT, "format", problems):
+            found[name] = _format(name, value, line, problems)
+    for one in found.values():
+        for choice in one.choose:
+            if choice != KEEP and (choice not in found or found[choice].choose):
+                problems.add(one.line, f"{one.name} chooses {choice!r}", nearest(choice, found))
+    return found
+
+
+def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
+    given = {k: v for k in ("algo", "kv_algo", "choose") if (v := node.get(k)) is not None}
+    if len(given) != 1:
+        problems.add(line, f"format {name!r} needs exactly one of algo, kv_algo and choose")
+    algo = _named(given.get("algo"), "algo", FORMATS, problems)
+    kv_algo = _named(given.get("kv_algo"), "kv_algo", KV_BITS, problems)
+    choose = texts(given["choose"], "choose", problems) if "choose" in given else ()
+    bits = _number(node.get("bits"), "bits", 0.0, problems)
+    if bool(choose) != bool(bits):
+        problems.add(line, f"format {name!r}: choose and bits go together")
+    constant = node.get("constant")
+    if constant is not None and (not kv_algo or not isinstance(constant.value, bool)):
+        problems.add(constant.line, "constant is for a KV cache alone", "true or false")
+    chosen = node.get("algorithm")
+    method = _named(chosen, "algorithm", METHODS, problems)
+    return Format(
+        name=name,
+        algo=algo,
+        kv_algo=kv_algo,
+        choose=choose,
+        group_size=group_of(algo, node.get("group_size"), problems),
+        bits=bits,
+        constant=bool(constant and constant.value),
+        method=method,
+        line=line,
+    )
+
+
+def group_of(algo: str, node: Node | None, problems: Problems) -> int:
+    """The group size of a format: its own, or one that is asked for and that engines know."""
+    known = FORMATS[algo].groups if algo in FORMATS else ()
+    if node is None:
+        return known[0] if known else 0
+    size = node.value
+    if not isinstance(size, int) or isinstance(size, bool) or size not in known:
+        hint = "one of " + ", ".join(map(str, sorted(known))) if known else f"{algo} has no groups"
+        problems.add(node.line, f"group_size is {node.plain()!r}", hint)
+        return known[0] if known else 0
+    return size
+
+
+def _named(node: Node | None, what: str, known: Mapping[str, Any], problems: Problems) -> str:
+    if node is None:
+        return ""
+    if node.text not in known:
+        problems.add(node.line, f"unknown {what} {node.plain()!r}", nearest(node.text, known))
+        return ""
+    return node.text
+
+
+def _number(node: Node | None, what: str, default: float, problems: Problems) -> float:
+    if node is None:
+        return default
+    value = node.value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 32:
+        problems.add(node.line, f"{what} is {node.plain()!r}", "a number above 0, at most 32")
+        return default
+    return float(value)
+
+
+def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tuple[Rule, ...]:
+    listed = node.get("rules")
+    if listed is None or not isinstance(listed.value, list) or not listed.value:
+        problems.add(listed.line if listed else node.line, "a recipe needs a list of rules")
+        return ()
+    if len(listed.value) > MOST_RULES:
+        problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MOST_RULES}")
+        return ()
+    found = []
+    for one in listed.value:
+        if not check_keys(one, _RULE, "rule", problems):
+            continue
+        match, chosen, optional = one.get("match"), one.get("format"), one.get("optional")
+        if match is None or chosen is None:
+            problems.add(one.line, "a rule needs match and format")
+            continue
+        if chosen.text != KEEP and chosen.text not in formats:
+            known = nearest(chosen.text, [*formats, KEEP])
+            problems.add(chosen.line, f"unknown format {chosen.plain()!r}", known)
+        if optional is not None and not isinstance(optional.value, bool):
+            problems.add(optional.line, f"optional is {optional.plain()!r}", "true or false")
+        condition = read_condition(match, problems)
+        name, why = one.get("name"), one.get("why")
+        found.append(
+            Rule(
+                condition=condition,
+                format=chosen.text,
+                label=name.text if name else condition.words(),
+                line=one.line,
+                optional=bool(optional and optional.value),
+                why=" ".join(why.text.split()) if why else "",
+            )
+        )
+    used = {r.format for r in found} | {c for f in formats.values() for c in f.choose}
+    for format_ in formats.values():
+        if format_.name not in used:
+            problems.add(format_.line, f"format {format_.name!r} is used by no rule")
+    return tuple(found)

@@ -1,0 +1,340 @@
+"""Rules: conditions on modules, each with the words it is told in, and how they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from megtool.errors import RecipeError
+from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, Module, nearest
+from megtool.quant.recipes.source_text import Node
+
+KEEP = "keep"
+"""Says that a module stays as it is."""
+
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_NUMBER = re.compile(r"-?\d+")
+
+
+class Condition(Protocol):
+    """What a rule asks of a module."""
+
+    def holds(self, module: Module) -> bool:
+        """The module is meant."""
+
+    def words(self) -> str:
+        """The condition for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glob:
+    """Shell patterns against a name; `*` also matches dots, and case matters."""
+
+    patterns: tuple[str, ...]
+    scheme: str = "canonical"
+
+    def holds(self, module: Module) -> bool:
+        """Any of the module's names matches any pattern."""
+        names = module.called(self.scheme)
+        return any(fnmatchcase(n, p) for n in names for p in self.patterns)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return "name like " + " or ".join(self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """Regular expressions against a whole name, or from its beginning alone with `prefix`."""
+
+    patterns: tuple[re.Pattern[str], ...]
+    scheme: str = "canonical"
+    prefix: bool = False
+
+    def holds(self, module: Module) -> bool:
+        """Any of the module's names matches any expression."""
+        names = module.called(self.scheme)
+        if self.prefix:
+            return any(p.match(n) for n in names for p in self.patterns)
+        return any(p.fullmatch(n) for n in names for p in self.patterns)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return "name matches " + " or ".join(p.pattern for p in self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Names, in full."""
+
+    names: tuple[str, ...]
+    scheme: str = "canonical"
+
+    def holds(self, module: Module) -> bool:
+        """The module has one of the names."""
+        return any(n in self.names for n in module.called(self.scheme))
+
+    def words(self) -> str:
+        """The condition for people."""
+        return "name is " + " or ".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers by their numbers in the whole model; negative ones count from the end.
+
+    Ranges are half-open pairs as in a slice; None is an open end.
+    """
+
+    ranges: tuple[tuple[int | None, int | None], ...]
+    text: str
+
+    def holds(self, module: Module) -> bool:
+        """The module lies in one of the layers."""
+        if module.layer is None:
+            return False
+        return any(
+            module.layer in range(*slice(*ends).indices(module.num_layers)) for ends in self.ranges
+        )
+
+    def words(self) -> str:
+        """The condition for people."""
+        return f"layers {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a module does; an expert's first layer is `expert` and `fc1` at once."""
+
+    roles: tuple[str, ...]
+
+    def holds(self, module: Module) -> bool:
+        """The module has any of the roles."""
+        return not module.roles.isdisjoint(self.roles)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return "role " + " or ".join(self.roles)
+
+
+@dataclass(frozen=True, slots=True)
+class OfKind:
+    """What a module is."""
+
+    kinds: tuple[str, ...]
+
+    def holds(self, module: Module) -> bool:
+        """The module is of any of the kinds."""
+        return module.kind in self.kinds
+
+    def words(self) -> str:
+        """The condition for people."""
+        return "kind " + " or ".join(self.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """All of several conditions."""
+
+    parts: tuple[Condition, ...]
+
+    def holds(self, module: Module) -> bool:
+        """Every part holds."""
+        return all(p.holds(module) for p in self.parts)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return " and ".join(_enclosed(p) for p in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """Any of several conditions."""
+
+    parts: tuple[Condition, ...]
+
+    def holds(self, module: Module) -> bool:
+        """Some part holds."""
+        return any(p.holds(module) for p in self.parts)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return " or ".join(_enclosed(p) for p in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """The opposite of a condition."""
+
+    part: Condition
+
+    def holds(self, module: Module) -> bool:
+        """The part does not hold."""
+        return not self.part.holds(module)
+
+    def words(self) -> str:
+        """The condition for people."""
+        return f"not {_enclosed(self.part)}"
+
+
+def _enclosed(part: Condition) -> str:
+    return f"({part.words()})" if isinstance(part, All | Either) else part.words()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A condition and the name of the format it gives; `KEEP` leaves the module as it is.
+
+    `optional` rules may decide nothing. `label` is how reports call it, `why` the author's reason.
+    """
+
+    condition: Condition
+    format: str
+    label: str
+    line: int = 0
+    optional: bool = False
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Problems:
+    """What is wrong with a recipe, collected so that all of it is told at once."""
+
+    file: str
+    found: list[tuple[int, str, str]] = field(default_factory=list)
+
+    def add(self, line: int, text: str, hint: str = "") -> None:
+        """One more problem, at a line (0: of the whole file)."""
+        if (line, text, hint) not in self.found:
+            self.found.append((line, text, hint))
+
+    def raise_all(self) -> None:
+        """Stop here if there are any.
+
+        Raises:
+            RecipeError: with every problem, in the order of lines.
+        """
+        if not self.found:
+            return
+        found = sorted(self.found, key=lambda p: p[0])
+        told = [f"line {line}: {text}" if line else text for line, text, _ in found]
+        if len(found) == 1:
+            raise RecipeError(told[0], file=self.file, hint=found[0][2] or None)
+        lines = [
+            f"{t} ({hint})" if hint else t for t, (_, _, hint) in zip(told, found, strict=True)
+        ]
+        raise RecipeError(
+            f"{len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
+        )
+
+
+_LEAVES = ("glob", "regex", "exact", "layers", "role", "kind")
+_GROUPS = ("all", "any", "not")
+
+
+def read_condition(node: Node, problems: Problems) -> Condition:
+    """The condition that a `match:` says; its keys have all to hold, a key's list any of it.
+
+    What is wrong is added to `problems`, and a part without sense holds never.
+    """
+    if not isinstance(node.value, dict) or not node.value:
+        problems.add(node.line, "match needs at least one condition", f"one of {', '.join(_KEYS)}")
+        return Either(())
+    parts: list[Condition] = []
+    scheme = _scheme(node.value.get("names"), problems)
+    for key, value in node.value.items():
+        line = (node.keys or {}).get(key, node.line)
+        if key == "names":
+            continue
+        if key not in _KEYS:
+            problems.add(line, f"unknown condition {key!r}", nearest(key, _KEYS))
+        elif key in ("all", "any"):
+            listed = value.value if isinstance(value.value, list) else None
+            if not listed:
+                problems.add(line, f"{key!r} needs a list of conditions")
+                continue
+            inner = tuple(read_condition(n, problems) for n in listed)
+            parts.append(All(inner) if key == "all" else Either(inner))
+        elif key == "not":
+            parts.append(Not(read_condition(value, problems)))
+        else:
+            parts.append(_leaf(key, value, scheme, problems))
+    return parts[0] if len(parts) == 1 else All(tuple(parts))
+
+
+_KEYS = (*_LEAVES, *_GROUPS, "names")
+
+
+def _scheme(node: Node | None, problems: Problems) -> str:
+    if node is None:
+        return "canonical"
+    if node.text not in SCHEMES:
+        problems.add(node.line, f"unknown names {node.plain()!r}", nearest(node.text, SCHEMES))
+        return "canonical"
+    return node.text
+
+
+def texts(node: Node, what: str, problems: Problems) -> tuple[str, ...]:
+    """A text or a list of texts."""
+    listed = node.value if isinstance(node.value, list) else [node]
+    out = []
+    for item in listed:
+        if isinstance(item.value, str) and item.value:
+            out.append(item.value)
+        elif isinstance(item.value, int) and not isinstance(item.value, bool):
+            out.append(str(item.value))
+        else:
+            problems.add(item.line, f"{what} is {item.plain()!r}", "a text, or a list of texts")
+    return tuple(out)
+
+
+def _leaf(key: str, node: Node, scheme: str, problems: Problems) -> Condition:
+    found = texts(node, key, problems)
+    if key == "glob":
+        return Glob(found, scheme)
+    if key == "exact":
+        return Exact(found, scheme)
+    if key == "regex":
+        return Regex(compiled(found, node.line, problems), scheme)
+    if key == "layers":
+        return read_layers(found, node.line, problems)
+    known: Sequence[str] = ROLES if key == "role" else KINDS
+    for word in found:
+        if word not in known:
+            problems.add(node.line, f"unknown {key} {word!r}", nearest(word, known))
+    return Role(found) if key == "role" else OfKind(found)
+
+
+def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pattern[str], ...]:
+    """Regular expressions, ready."""
+    out = []
+    for text in found:
+        try:
+            out.append(re.compile(text))
+        except (re.error, RecursionError, OverflowError) as e:
+            problems.add(line, f"regex {text!r} is none: {e}")
+    return tuple(out)
+
+
+def read_layers(found: Sequence[str], line: int, problems: Problems) -> Layers:
+    """Layer numbers: `5`, `-1`, `0-3` (both included), `-2:` and `:4` (as Python slices)."""
+    ranges: list[tuple[int | None, int | None]] = []
+    for text in (part.strip() for one in found for part in one.split(",")):
+        if match := _SLICE.fullmatch(text):
+            ranges.append((_int(match[1]), _int(match[2])))
+        elif (match := _RANGE.fullmatch(text)) and int(match[1]) <= int(match[2]):
+            ranges.append((int(match[1]), int(match[2]) + 1))
+        elif _NUMBER.fullmatch(text):
+            first = int(text)
+            ranges.append((first, None if first == -1 else first + 1))
+        else:
+            problems.add(line, f"layers {text!r}", "such as 5, -1, 0-3, -2: or :4")
+    return Layers(tuple(ranges), ", ".join(found))
+
+
+def _int(text: str | None) -> int | None:
+    return None if text is None else int(text)

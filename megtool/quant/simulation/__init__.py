@@ -1,0 +1,1 @@
+"""Simulation: a model computing as an engine will, in ordinary numbers."""

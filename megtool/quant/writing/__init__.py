@@ -1,0 +1,1 @@
+"""Writing: what a settled model becomes in files, tensor by tensor."""

@@ -1,0 +1,166 @@
+"""What a quantised Hugging Face folder says of itself: hf_quant_config.json and config.json.
+
+Both say the same. Engines read one or the other: TensorRT-LLM and SGLang hf_quant_config.json
+first, vLLM either, in ModelOpt's words. Where ModelOpt 0.47 leaves out what one of them asks for
+(groups and `pre_quant_scale` in config.json, algorithms in capitals), it stands here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megtool import __version__
+from megtool.quant.recipes.formats import FORMATS
+
+MIXED = "MIXED_PRECISION"
+
+SPELLED: Mapping[str, str] = {"FP8_PB_WO": "fp8_pb_wo"}
+"""Algorithms that files call otherwise than in capitals: TensorRT-LLM compares these bytes, and
+vLLM folds them."""
+
+SMOOTHED: Mapping[str, str] = {"NVFP4": "NVFP4_AWQ"}
+"""Algorithms that have another name where inputs are to be divided by columns' factors first: a
+loader that does not know it must not load the rest."""
+
+PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__version__}"}
+"""Engines recognise the file by the producer's name; the version is the one whose form it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One quantised module under its stored name, its format, and whether it has a
+    `pre_quant_scale`."""
+
+    name: str
+    algo: str
+    group_size: int = 0
+    smoothed: bool = False
+
+
+def quantization(
+    layers: Sequence[Layer], kept: Iterable[str], kv_algo: str | None
+) -> dict[str, Any]:
+    """The `quantization` of hf_quant_config.json.
+
+    `kept` are the stored names of linear modules that are left as they are.
+    """
+    said = [_said(layer) for layer in layers]
+    different = {(layer.algo, layer.group_size) for layer in layers}
+    out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
+    if len(different) == 1:  # smoothed or not: the norm before some takes their factors
+        out |= next((s for s in said if s.get("pre_quant_scale")), said[0])
+    elif different:
+        out["quant_algo"] = MIXED
+    out["exclude_modules"] = summarised(kept, [layer.name for layer in layers])
+    if len(different) > 1:
+        out["quantized_layers"] = {layer.name: s for layer, s in zip(layers, said, strict=True)}
+    return out
+
+
+def _said(layer: Layer) -> dict[str, Any]:
+    """What is said of one module."""
+    algo = SMOOTHED.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
+    out: dict[str, Any] = {"quant_algo": SPELLED.get(algo, algo)}
+    if layer.group_size:
+        out["group_size"] = layer.group_size
+    if layer.smoothed or layer.algo in ("W4A16_AWQ", "W4A8_AWQ"):
+        out |= {"has_zero_point": False, "pre_quant_scale": layer.smoothed}
+    return out
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
+
+
+def summarised(kept: Iterable[str], quantised: Collection[str]) -> list[str]:
+    """Names of modules, the experts of a mixture as one glob where all of them are kept.
+
+    Engines build such experts as one module, called as what is before the star.
+    """
+    held = {m[1] for name in quantised if (m := _EXPERT.fullmatch(name))}
+    out: dict[str, None] = {}
+    for name in kept:
+        found = _EXPERT.fullmatch(name)
+        out[f"{found[1]}*" if found and found[1] not in held else name] = None
+    return sorted(out)
+
+
+def hf_quant_config(said: Mapping[str, Any]) -> bytes:
+    """The file hf_quant_config.json."""
+    value = {"producer": PRODUCER, "quantization": said}
+    return (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
+
+
+def with_quantization(config: bytes, said: Mapping[str, Any]) -> bytes:
+    """A config.json that says the same as `hf_quant_config`."""
+    value = json.loads(config)
+    value["quantization_config"] = inline(said)
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def inline(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
+
+    `kv_cache_scheme` stands there for FP8 alone: loaders take any other for none.
+    """
+    out: dict[str, Any] = {}
+    groups = _groups(said)
+    if groups:
+        out["config_groups"] = groups
+    out["ignore"] = list(said["exclude_modules"])
+    plain = ("group_size", "has_zero_point", "pre_quant_scale", "quantized_layers")
+    out |= {"quant_algo": said["quant_algo"]} | {k: said[k] for k in plain if k in said}
+    if said["kv_cache_quant_algo"]:
+        out["kv_cache_quant_algo"] = said["kv_cache_quant_algo"]
+    if said["kv_cache_quant_algo"] == "FP8":
+        out["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return {**out, "producer": PRODUCER, "quant_method": "modelopt"}
+
+
+def _groups(said: Mapping[str, Any]) -> dict[str, Any]:
+    """`config_groups`, as compressed-tensors has them, for the formats that ModelOpt gives them."""
+    if said["quant_algo"] == MIXED:
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name, one in said["quantized_layers"].items():
+            alike[json.dumps(one)].append(name)
+        kinds = [(json.loads(key), sorted(names)) for key, names in alike.items()]
+    elif said["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
+        kinds = [(dict(said), ["Linear"])]
+    else:
+        return {}
+    return {
+        f"group_{i}": {**_scheme(one["quant_algo"], one.get("group_size", 0)), "targets": targets}
+        for i, (one, targets) in enumerate(kinds)
+    }
+
+
+_INPUT_BITS = {"FP8": 8, "NVFP4": 4, "INT8": 8, "MXFP8": 8, "MXFP4": 4}
+
+
+def _scheme(algo: str, group: int) -> dict[str, Any]:
+    """Weights and inputs of a format."""
+    plain = next((k for k, v in {**SPELLED, **SMOOTHED}.items() if v == algo), algo)
+    form = FORMATS[plain]
+    kind = "int" if form.weights.startswith("INT") else "float"
+    weights: dict[str, Any] = {"dynamic": False, "num_bits": form.bits, "type": kind}
+    if form.scaling == "channel":
+        weights["strategy"] = "channel"
+    elif form.scaling == "block":
+        weights |= {"strategy": "block", "block_structure": [group, group]}
+    elif group:
+        weights["group_size"] = group
+    word = form.inputs.split(",")[0].split(" ")[0]
+    if word not in _INPUT_BITS or form.scaling == "block":
+        return {"weights": weights}
+    inputs: dict[str, Any] = {
+        "dynamic": not form.calibrates,
+        "num_bits": _INPUT_BITS[word],
+        "type": "int" if word == "INT8" else "float",
+    }
+    if word in ("NVFP4", "MXFP8", "MXFP4"):
+        inputs["group_size"] = group
+    return {"input_activations": inputs, "weights": weights}

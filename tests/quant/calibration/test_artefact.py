@@ -1,0 +1,166 @@
+"""The calibration artefact: its file, its sums, and what it is refused for."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megtool.errors import CalibrationError
+from megtool.quant.calibration.artefact import Artefact, check_fits, merged
+from megtool.quant.calibration.fingerprint import Fingerprint, fingerprint_of
+from megtool.quant.calibration.statistics import BINS, Statistics
+from megtool.quant.recipes.formats import Format
+from megtool.quant.treatment import Cache, Settlement, Treatment
+from tests.quant.calibrated import Case, case, tokens
+
+FP8 = Format(name="fp8", algo="FP8")
+SEEN = Fingerprint(model="m" * 64, recipe="r" * 64, data="d" * 64, seed=3)
+
+
+def made(seed: int = 0, data: str = "d") -> Artefact:
+    draw = np.random.default_rng(seed)
+    histogram = np.zeros(BINS, np.int64)
+    histogram[[0, 900, 1400]] = 5, 6, 7
+    seen = Statistics(
+        num_tokens=9,
+        amax=draw.random(4, np.float32),
+        abs_sum=draw.random(4),
+        square_sum=draw.random(4),
+        histogram=histogram,
+        gram=np.ones((4, 4), np.float32),
+    )
+    treatment = Treatment(
+        module="layers.0.attn.q",
+        format=FP8,
+        columns=np.full(4, 0.5, np.float32),
+        amax=np.array(0.1, np.float32),
+        second_amax=0.1,
+        codes=np.array([[1, -8]], np.int8),
+        input_amax=1 / 3,
+    )
+    cache = Cache(
+        module="layers.0.attn.kv",
+        format=Format(name="kv", kv_algo="FP8"),
+        key_amax=0.7,
+        value_amax=1e-30,
+    )
+    return Artefact(
+        fingerprint=replace(SEEN, data=data * 64),
+        num_samples=3,
+        num_tokens=9,
+        statistics={"layers.0.attn.qkv": seen, "empty": Statistics.empty(2)},
+        settlement=Settlement(
+            treatments={treatment.module: treatment},
+            caches={cache.module: cache},
+            norms={"layers.0.attn_norm": np.full(4, 2, np.float32)},
+            notes=["a note"],
+        ),
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    wanted = made()
+    wanted.save(tmp_path / "a")
+    found = Artefact.load(tmp_path / "a")
+    assert found.fingerprint == wanted.fingerprint
+    assert (found.num_samples, found.num_tokens) == (3, 9)
+    for name, s in wanted.statistics.items():
+        for key in ("amax", "abs_sum", "square_sum", "histogram"):
+            np.testing.assert_array_equal(getattr(found.statistics[name], key), getattr(s, key))
+        assert found.statistics[name].gram is None
+    one, other = (a.settlement.treatments["layers.0.attn.q"] for a in (found, wanted))
+    for key in ("columns", "amax", "codes"):
+        np.testing.assert_array_equal(getattr(one, key), getattr(other, key))
+    assert (one.format, one.input_amax, one.second_amax) == (FP8, 1 / 3, 0.1)
+    assert found.settlement.caches == wanted.settlement.caches
+    assert found.settlement.notes == ["a note"]
+    found.save(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_an_artefact_is_read_without_torch(tmp_path: Path) -> None:
+    made().save(tmp_path / "a")
+    code = (
+        "import sys; from megtool.quant.calibration import artefact_file; from pathlib import Path;"
+        f"artefact_file.read(Path({str(tmp_path / 'a')!r})); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
+    made().save(tmp_path / "a")
+    data = (tmp_path / "a").read_bytes()
+    draw = random.Random(0)
+    header = int.from_bytes(data[:8], "little") + 8
+    text = data[8:header].rstrip()
+    places = [draw.randrange(len(text)) + 8 for _ in range(150)]
+    places += [draw.randrange(header, len(data)) for _ in range(50)]
+    for place in places:
+        hurt = bytearray(data)
+        hurt[place] ^= 1 << draw.randrange(8)
+        (tmp_path / "b").write_bytes(hurt)
+        try:
+            found = Artefact.load(tmp_path / "b")
+        except CalibrationError:
+            continue
+        assert place < header, "only words in the header may change unnoticed"
+        assert found.statistics
+    for size in (0, 7, 100, header, len(data) - 1):
+        (tmp_path / "b").write_bytes(data[:size])
+        with pytest.raises(CalibrationError):
+            Artefact.load(tmp_path / "b")
+    with pytest.raises(CalibrationError):
+        Artefact.load(tmp_path / "nothing")
+    (tmp_path / "b").write_text(json.dumps({"a": 1}))
+    with pytest.raises(CalibrationError):
+        Artefact.load(tmp_path / "b")
+
+
+def test_statistics_add_up_and_wait_to_be_settled() -> None:
+    one, other = made(0, "d"), made(1, "e")
+    both = merged([one, other])
+    name = "layers.0.attn.qkv"
+    assert both.num_tokens == 18
+    assert both.needs_settling
+    assert not both.settlement.treatments
+    a, b, c = (x.statistics[name] for x in (one, other, both))
+    np.testing.assert_array_equal(c.amax, np.maximum(a.amax, b.amax))
+    np.testing.assert_array_equal(c.histogram, a.histogram + b.histogram)
+    assert merged([other, one]).fingerprint == both.fingerprint
+
+
+def test_what_does_not_add_up_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="different models"):
+        merged([made(), replace(made(1, "e"), fingerprint=replace(SEEN, model="x", data="e"))])
+    with pytest.raises(CalibrationError, match="same data"):
+        merged([made(), made()])
+    less = replace(made(1, "e"), statistics={"layers.0.attn.qkv": Statistics.empty(4)})
+    with pytest.raises(CalibrationError, match="empty"):
+        merged([made(), less])
+    with pytest.raises(CalibrationError, match="no calibrations"):
+        merged([])
+
+
+def fits(artefact: Artefact, of: Case) -> bool:
+    d = of.decided
+    seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
+    return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points)
+
+
+def test_an_artefact_fits_its_model_and_recipes_that_need_no_more(llama: Path, moe: Path) -> None:
+    mine = case(llama, batches=tokens(128, count=1))
+    artefact = mine.run()
+    assert fits(artefact, mine)
+    assert not fits(artefact, case(llama, "nvfp4")), "settled anew"
+    assert not fits(replace(artefact, needs_settling=True), mine)
+    with pytest.raises(CalibrationError, match="gptq needs the inputs"):
+        fits(artefact, case(llama, "int4_gptq"))
+    with pytest.raises(CalibrationError, match="another model"):
+        fits(artefact, case(moe))

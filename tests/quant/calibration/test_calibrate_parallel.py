@@ -1,0 +1,77 @@
+"""Calibration on several ranks finds what one process finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megtool.errors import CalibrationError
+from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.statistics import Statistics
+from tests.gloo_world import run_world
+from tests.quant.calibrated import case, on_rank, random_moe
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_moe(tmp_path_factory.mktemp("parallel") / "moe")
+
+
+def same(found: dict[str, Statistics], wanted: dict[str, Statistics], *, exact: bool) -> None:
+    assert list(found) == list(wanted)
+    for name, s in wanted.items():
+        tolerance = 0 if exact else 1e-5
+        assert found[name].num_tokens == s.num_tokens, name
+        for key in ("amax", "abs_sum", "square_sum"):
+            np.testing.assert_allclose(
+                getattr(found[name], key), getattr(s, key), rtol=tolerance, atol=1e-9, err_msg=name
+            )
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "exact"),
+    [
+        ({"dp": 2}, 2, False),
+        ({"tp": 2}, 2, False),
+        ({"pp": 2}, 2, True),
+        pytest.param({"tp": 2, "pp": 2, "dp": 2}, 8, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_dense_model(
+    llama: Path, layout: dict[str, int], size: int, exact: bool, tmp_path: Path
+) -> None:
+    wanted = case(llama).run()
+    results = run_world(on_rank, size, llama, "fp8", layout, {})
+    for statistics, data in results:
+        same(statistics, wanted.statistics, exact=exact)
+        assert data == results[0][1], "every rank has the same artefact"
+    (tmp_path / "a").write_bytes(results[0][1])
+    treatments = Artefact.load(tmp_path / "a").settlement.treatments
+    for name, t in wanted.settlement.treatments.items():
+        assert treatments[name].input_amax == pytest.approx(t.input_amax, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"), [({"ep": 2, "dp": 2}, 2), ({"tp": 2, "ep": 2, "etp": 1}, 2)]
+)
+def test_experts_on_several_ranks(mixture: Path, layout: dict[str, int], size: int) -> None:
+    wanted = case(mixture).run()
+    for statistics, _ in run_world(on_rank, size, mixture, "fp8", layout, {}):
+        same(statistics, wanted.statistics, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"spill": True}])
+def test_work_is_shared_and_resumed(llama: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    layout, work = {"tp": 2, "pp": 2}, tmp_path / "work"
+    (whole, *_) = run_world(on_rank, 4, llama, "int8_sq", layout, {})
+    first = run_world(on_rank, 4, llama, "int8_sq", layout, {"work": work, **more})
+    assert [data for _, data in first] == [whole[1]] * 4
+    (work / "unit-00003.safetensors").unlink()
+    again = run_world(on_rank, 4, llama, "int8_sq", layout, {"work": work, **more})
+    assert [data for _, data in again] == [whole[1]] * 4
+    with pytest.raises(CalibrationError, match="layout"):
+        case(llama, "int8_sq").run(work=work)

@@ -1,0 +1,109 @@
+"""Statistics: parts add up to the whole, in whatever order and however they were cut."""
+
+from __future__ import annotations
+
+import random
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megtool.errors import CalibrationError
+from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics
+from megtool.quant.calibration.tally import Tally
+from tests.quant.seen import seen
+
+
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_order_is_one_pass(seed: int, sizes: list[int], chance: random.Random) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [
+        (rng.normal(size=(n, 5)) * rng.choice([1e-3, 1, 1e3])).astype(np.float32) for n in sizes
+    ]
+    one = seen(np.concatenate(parts), gram=True, sample=True)
+    singles = [seen(p, gram=True, sample=True) for p in parts]
+    chance.shuffle(singles)
+    merged = reduce(Statistics.merged, singles, Statistics.empty(5, gram=True))
+    for other in (merged, seen(*parts, gram=True, sample=True)):
+        assert other.num_tokens == one.num_tokens
+        np.testing.assert_array_equal(other.amax, one.amax)
+        np.testing.assert_array_equal(other.histogram, one.histogram)
+        np.testing.assert_allclose(other.abs_sum, one.abs_sum, rtol=1e-6)
+        np.testing.assert_allclose(other.square_sum, one.square_sum, rtol=1e-6)
+        assert one.gram is not None
+        np.testing.assert_allclose(other.gram, one.gram, rtol=0, atol=1e-5 * one.gram.max())
+        assert one.sample is not None
+        assert other.sample is not None
+        assert sorted(map(tuple, other.sample)) == sorted(map(tuple, one.sample))
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_a_sample_of_many_rows(sizes: list[int]) -> None:
+    """Rows evenly spaced, the same however they came; of parts, in proportion to them."""
+    numbers = np.split(np.arange(sum(sizes), dtype=np.float32)[:, None], np.cumsum(sizes)[:-1])
+    one = seen(*numbers, sample=True)
+    whole = seen(np.concatenate(numbers), sample=True)
+    assert one.sample is not None
+    np.testing.assert_array_equal(one.sample, whole.sample)
+    assert min(sum(sizes), SAMPLE // 2) <= len(one.sample) <= SAMPLE
+    assert len(set(np.diff(one.sample[:, 0]))) <= 1
+    merged = reduce(Statistics.merged, [seen(n, sample=True) for n in numbers])
+    assert merged.sample is not None
+    assert len(merged.sample) <= SAMPLE
+    assert len(merged.sample) >= min(sum(sizes), SAMPLE // 2) - len(sizes)
+    if sum(sizes) > 2 * SAMPLE:
+        for rows in numbers:
+            here = np.isin(merged.sample, rows).sum() / len(merged.sample)
+            assert here == pytest.approx(len(rows) / sum(sizes), abs=0.03)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+@settings(max_examples=60, deadline=None)
+def test_bins_by_arithmetic(values: list[float]) -> None:
+    x = np.array(values, np.float32)[:, None]
+    want = np.zeros(BINS, np.int64)
+    for v in np.abs(x[:, 0]).astype(np.float64):
+        share, exponent = np.frexp(v)
+        octave = exponent - 1 + 40
+        if v == 0 or octave < 0:
+            want[0] += 1
+        elif octave >= 64:
+            want[-1] += 1
+        else:
+            want[1 + octave * 32 + int((share * 2 - 1) * 32)] += 1
+    np.testing.assert_array_equal(seen(x).histogram, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_of_other_types(dtype: torch.dtype) -> None:
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    one, other = (Tally(6, torch.device("cpu"), gram_width=6) for _ in range(2))
+    assert one.add(x) is None
+    assert other.add(x.float()) is None
+    assert all(torch.equal(a, b) for a, b in zip(one.state, other.state, strict=True))
+
+
+def test_rows_that_are_no_numbers_leave_no_trace() -> None:
+    tally = Tally(3, torch.device("cpu"), gram_width=3, samples=True)
+    before = [t.clone() for t in tally.state]
+    x = torch.ones(8, 3)
+    x[5, 1] = torch.nan
+    x[6, 1] = torch.inf
+    assert tally.add(x) == 5
+    assert all(torch.equal(a, b) for a, b in zip(before, tally.state, strict=True))
+    assert tally.sampled is not None
+    assert not len(tally.sampled)
+
+
+def test_other_widths_do_not_add_up() -> None:
+    with pytest.raises(CalibrationError, match="3 and of 4 columns"):
+        Statistics.empty(3).merged(Statistics.empty(4))

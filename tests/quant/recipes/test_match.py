@@ -1,0 +1,181 @@
+"""A recipe against a model: who decides, what that weighs, and every problem at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megtool.errors import RecipeError
+from megtool.quant.recipes.dialects import load_recipe, translate
+from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.match import Matched, match
+from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.source_text import read_documents
+from tests.quant import tiny_models
+
+
+def against(text: str, path: Path, **options: int) -> Matched:
+    problems = Problems("x.yaml")
+    (node,) = read_documents(text.encode(), file="x.yaml")
+    recipe = translate(node, name="x", file="x.yaml", problems=problems)
+    matched = match(recipe, tiny_models.modules(path), problems, **options)
+    problems.raise_all()
+    return matched
+
+
+def labels(matched: Matched) -> dict[str, str]:
+    return {d.module.name: d.label for d in matched.decisions}
+
+
+FIRST = """description: the first that matches decides
+formats:
+  fp8: {algo: FP8}
+  int4: {algo: W4A16_AWQ, group_size: 64}
+rules:
+  - match: {exact: layers.1.attn.q}
+    format: keep
+    why: it is delicate
+  - match: {layers: 1, kind: linear}
+    format: fp8
+  - match: {role: [qkv, proj, fc1, fc2]}
+    format: int4
+"""
+
+
+def test_the_first_rule_that_matches_decides(llama: Path) -> None:
+    matched = against(FIRST, llama)
+    found = labels(matched)
+    assert found["layers.1.attn.q"] == "keep"
+    assert found["layers.1.attn.k"] == found["layers.1.mlp.up"] == "FP8"
+    assert found["layers.0.attn.q"] == "W4A16_AWQ"
+    assert found["embed"] == found["norm"] == found["layers.0.attn.kv"] == "keep"
+    by_name = {d.module.name: d for d in matched.decisions}
+    assert by_name["layers.1.attn.q"].why == "it is delicate"
+    assert by_name["layers.1.attn.q"].rules == (0,)
+    assert by_name["embed"].why == "no rule matches"
+    assert matched.matches == (1, 7, 28)
+    assert matched.decides == (1, 6, 21)
+
+
+def test_all_problems_are_told_at_once_with_their_lines(llama: Path) -> None:
+    text = """description: many faults
+algorithms: max
+formats:
+  fp8: {algo: FPP8}
+  spare: {algo: FP8}
+  int4: {algo: W4A16_AWQ, group_size: 48}
+rules:
+  - match: {role: qkv}
+    format: fp9
+  - match: {role: qvk}
+    format: fp8
+  - match: {glob: "layers.*.attn.q"}
+    format: int4
+  - match: {exact: layers.9.attn.q}
+    format: int4
+"""
+    with pytest.raises(RecipeError) as caught:
+        against(text, llama)
+    told = str(caught.value)
+    assert caught.value.exit_status == 4
+    for line in (
+        "line 2: unknown key 'algorithms' of a recipe (did you mean 'algorithm'?)",
+        "line 4: unknown algo 'FPP8' (did you mean 'FP8'",
+        "line 5: format 'spare' is used by no rule",
+        "line 6: group_size is 48 (one of 32, 64, 128, 256)",
+        "line 9: unknown format 'fp9' (did you mean 'fp8'?)",
+        "line 10: unknown role 'qvk' (did you mean 'qkv'?)",
+        "line 12: 'name like layers.*.attn.q' decides nothing: all 4 modules",
+        "by 'role qkv'",
+        "line 14: 'name is layers.9.attn.q' matches nothing",
+    ):
+        assert line in told
+
+
+def test_optional_rules_may_have_no_effect(llama: Path) -> None:
+    rules = "rules:\n  - match: {role: qkv}\n    format: f\n"
+    for more in ("{role: router}", '{glob: "*.attn.q"}'):
+        rule = f"  - match: {more}\n    format: keep\n"
+        text = "description: d\nformats: {f: {algo: FP8}}\n" + rules + rule
+        with pytest.raises(RecipeError):
+            against(text, llama)
+        against(text + "    optional: true\n", llama)
+
+
+@pytest.mark.parametrize("kind", ["norm", "kv_cache"])
+def test_a_format_that_does_not_suit_a_module(llama: Path, kind: str) -> None:
+    text = "description: d\nformats: {f: {algo: FP8}}\nrules:\n"
+    text += f"- match: {{kind: {kind}}}\n  format: f\n"
+    with pytest.raises(RecipeError, match="gives FP8 to layers"):
+        against(text, llama)
+
+
+SMALL = {"hidden_size": 72, "intermediate_size": 192, "head_dim": 36, "vocab_size": 64}
+INT4 = """description: d
+formats:
+  g: {algo: W4A16_AWQ}
+rules:
+- match: {role: [qkv, fc2]}
+  format: g
+"""
+
+
+def test_the_error_names_the_largest_group_that_divides(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "m", **(SMALL | {"hidden_size": 576}))
+    with pytest.raises(RecipeError) as caught:
+        against(INT4, path)
+    assert "line 3: group size 128 of W4A16_AWQ does not divide the 576 columns" in str(
+        caught.value
+    )
+    assert " and 15 more" in str(caught.value)
+    assert "the largest that does is 64" in str(caught.value)
+    matched = against(INT4, path, group_size=64)
+    assert {d.format.group_size for d in matched.decisions if d.format} == {64}
+    with pytest.raises(RecipeError, match="takes groups of 48"):
+        against(INT4, path, group_size=48)
+    with pytest.raises(RecipeError, match="none has a choice"):
+        against(INT4.replace("W4A16_AWQ", "FP8"), path, group_size=64)
+
+
+def test_no_group_divides(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "m", **SMALL)
+    with pytest.raises(RecipeError, match="keep them with a rule of their own"):
+        against(INT4, path)
+    with pytest.raises(RecipeError, match="128 of FP8_PB_WO does not divide the 72 rows"):
+        against(INT4.replace("W4A16_AWQ", "FP8_PB_WO").replace("[qkv, fc2]", "qkv"), path)
+
+
+@pytest.mark.parametrize(
+    ("algo", "group", "wanted"),
+    [
+        ("FP8", 0, 256 * 512 + 4 + 4),
+        ("FP8_PER_CHANNEL_PER_TOKEN", 0, 256 * 512 + 256 * 4),
+        ("FP8_PB_WO", 128, 256 * 512 + 2 * 4 * 4),
+        ("W8A8_SQ_PER_CHANNEL", 0, 256 * 512 + 256 * 4 + 4),
+        ("W8A16", 0, 256 * 512 + 256 * 4),
+        ("W4A16_AWQ", 128, 128 * 512 + 256 * 4 * 4),
+        ("W4A8_AWQ", 128, 128 * 512 + 256 * 4 * 4 + 8),
+        ("MXFP8", 32, 256 * 512 + 256 * 16),
+        ("MXFP4", 32, 256 * 256 + 256 * 16),
+        ("W4A8_MXFP4_FP8", 32, 256 * 256 + 256 * 16),
+        ("NVFP4", 16, 256 * 256 + 256 * 32 + 8),
+        ("W4A16_NVFP4", 16, 256 * 256 + 256 * 32 + 4),
+        ("W4A8_NVFP4_FP8", 32, 256 * 256 + 256 * 16 + 8),
+    ],
+)
+def test_bytes_of_every_format(algo: str, group: int, wanted: int) -> None:
+    assert FORMATS[algo].num_bytes((256, 512), group) == wanted
+
+
+def test_factors_of_columns_are_stored_where_no_norm_takes_them(llama: Path) -> None:
+    modules = {m.name: m for m in tiny_models.modules(llama)}
+    recipe = load_recipe("int4_awq")
+    matched = match(recipe, tuple(modules.values()), Problems("x"))
+    found = {d.module.name: d.num_bytes for d in matched.decisions}
+    assert found["layers.0.attn.q"] == 128 * 128 // 2 + 128 * 4
+    assert found["layers.0.attn.o"] == 128 * 128 // 2 + 128 * 4 + 128 * 2
+
+
+def test_every_format_of_the_table_is_known_by_its_name() -> None:
+    assert {f.algo for f in FORMATS.values()} == set(FORMATS)

@@ -1,0 +1,114 @@
+"""What engines can run: the table, its versions, and what is told about the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megtool.commands.recipe import explain_recipe
+from megtool.errors import RecipeError, UsageError
+from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.formats import FORMATS, KV_BITS
+from megtool.quant.recipes.match import match
+from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.targets import TABLE, check_target, read_target
+from tests.quant import tiny_models
+
+
+def test_the_table_names_known_formats_and_a_source_each() -> None:
+    for line in TABLE:
+        assert set(line.algos) <= set(KV_BITS if line.what == "kv" else FORMATS)
+        assert line.source
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("fp8", "vllm@0.9.0"),
+        ("fp8_per_channel", "vllm@0.15.0"),
+        ("mxfp8", "vllm@0.16.1"),
+        ("mixed_nvfp4_fp8", "vllm"),
+        ("mixed_nvfp4_fp8", "trtllm"),
+        ("auto_nvfp4_fp8", "vllm@main"),
+        ("auto_nvfp4_fp8", "vllm@0.19.0"),  # mixes nothing, so one format is chosen beside keep
+        ("kv_nvfp4", "trtllm@1.3.0rc27"),
+        ("int4_awq", "trtllm"),
+        ("nvfp4", "sglang"),
+    ],
+)
+def test_engines_that_can(recipe: str, target: str, llama: Path) -> None:
+    assert explain_recipe(llama, recipe, target=target).target is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "told"),
+    [
+        ("fp8_per_channel", "vllm@0.13.0", "0.15.0 does, by docs.vllm.ai"),
+        ("mxfp8", "vllm@0.15.1", "vllm 0.15.1 does not load MXFP8"),
+        ("int4_awq", "vllm", "vllm does not load W4A16_AWQ"),
+        ("mixed_nvfp4_fp8", "sglang", "it mixes no formats"),
+        ("kv_nvfp4", "vllm@0.16.0", "no KV cache in NVFP4"),
+        ("mxfp4", "trtllm", "trtllm does not load MXFP4"),
+    ],
+)
+def test_engines_that_cannot(recipe: str, target: str, told: str, llama: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        explain_recipe(llama, recipe, target=target)
+    assert told in str(caught.value)
+
+
+def test_experts_in_a_format_for_dense_models(llama: Path, moe: Path) -> None:
+    explain_recipe(llama, "mxfp8", target="vllm@0.16.0")
+    with pytest.raises(RecipeError, match="has no MXFP8 for experts"):
+        explain_recipe(moe, "mxfp8", target="vllm@0.16.0")
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (
+            "{glob: '*.attn.q'}: f | {role: qkv}: n",
+            "runs layers.0.attn.qkv as one, and its parts differ",
+        ),
+        ("{glob: '*.mlp.gate'}: n | {glob: '*.mlp.up'}: f", "gate NVFP4, up FP8"),
+        ("{role: kv, layers: 0}: kv", "keeps the KV cache of all layers alike"),
+    ],
+)
+def test_what_runs_as_one_has_one_format(
+    rules: str, told: str, llama: Path, tmp_path: Path
+) -> None:
+    lines = [r.rpartition(": ") for r in rules.split(" | ")]
+    text = "description: d\nformats:\n"
+    known = {"f": "algo: FP8", "n": "algo: NVFP4", "kv": "kv_algo: FP8"}
+    text += "".join(f"  {f}: {{{known[f]}}}\n" for f in dict.fromkeys(f for _, _, f in lines))
+    text += "rules:\n" + "".join(f"- match: {m}\n  format: {f}\n" for m, _, f in lines)
+    (tmp_path / "r.yaml").write_text(text)
+    explain_recipe(llama, tmp_path / "r.yaml")
+    with pytest.raises(RecipeError) as caught:
+        explain_recipe(llama, tmp_path / "r.yaml", target="vllm")
+    assert told in str(caught.value)
+
+
+def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
+    draft = Module(
+        name="mtp.0.attn.kv",
+        kind="kv_cache",
+        roles=frozenset({"kv", "mtp"}),
+        layer=None,
+        num_layers=4,
+        shape=(256,),
+        num_bytes=512,
+    )
+    recipe, problems = load_recipe("kv_fp8"), Problems("x")
+    matched = match(recipe, (*tiny_models.modules(llama), draft), problems)
+    assert matched.decisions[-1].label == "keep"
+    check_target(read_target("vllm"), recipe, matched.decisions, problems)
+    assert problems.found == []
+
+
+@pytest.mark.parametrize("text", ["vlm", "vllm@", "vllm@new", "trtllm@0.5"])
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        read_target(text)
