@@ -42,148 +42,163 @@ from megtool.log import Progress
 _RECIPE, _CALIBRATION, _PROOF = "Recipe", "Calibration", "Proof"
 
 
+Destination = Annotated[
+    Path, place("The folder to write; with --calibrate-only the calibration file.", "DST")
+]
+RecipeName = Annotated[
+    str,
+    option(
+        _RECIPE,
+        "A shipped recipe (megtool recipe list), or a file in any dialect.",
+        "--recipe",
+        metavar="R",
+    ),
+]
+Engine = Annotated[
+    str | None,
+    option(
+        _RECIPE,
+        "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
+        "--target",
+        metavar="ENGINE",
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    option(_RECIPE, "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
+]
+Bits = Annotated[
+    float | None,
+    option(_RECIPE, "Budget of a recipe that chooses formats, in bits a weight.", "--bits", min=1),
+]
+Data = Annotated[
+    str | None,
+    source_option(
+        "Calibration data: text, JSON lines, parquet, Megatron's .bin, or a data set "
+        "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
+        "--data",
+        metavar="FILE",
+    ),
+]
+Split = Annotated[str | None, source_option("The split of a data set.", "--split", metavar="NAME")]
+NumSamples = Annotated[
+    int | None,
+    option(
+        _CALIBRATION,
+        "Samples; default: 128, or as many as the data has.",
+        "--samples",
+        metavar="N",
+        min=1,
+    ),
+]
+Length = Annotated[
+    int | None,
+    option(_CALIBRATION, "Tokens of a sample; default: 512.", "--length", metavar="N", min=1),
+]
+Seed = Annotated[
+    int | None,
+    option(
+        _CALIBRATION,
+        "Draw samples from all of the data; default: its first ones.",
+        "--seed",
+        metavar="N",
+    ),
+]
+Synthetic = Annotated[bool, option(_CALIBRATION, "Calibrate on random tokens.", "--synthetic")]
+Unseen = Annotated[
+    Literal["share", "weights", "none"],
+    option(
+        _CALIBRATION,
+        "Experts that saw too little: take their siblings' statistics, or those of weights "
+        "alone, or (none) what little there is.",
+        "--unseen-experts",
+    ),
+]
+RouteAll = Annotated[bool, option(_CALIBRATION, "Show every expert every token.", "--route-all")]
+Resident = Annotated[
+    bool,
+    option(
+        _CALIBRATION, "Hold the whole model, not one layer: faster where it fits.", "--resident"
+    ),
+]
+Spill = Annotated[bool, option(_CALIBRATION, "Keep activations on disk between layers.", "--spill")]
+Backend = Annotated[
+    Literal["megtool", "modelopt"],
+    option(_CALIBRATION, "Who calibrates; modelopt: NVIDIA ModelOpt.", "--backend"),
+]
+Calibration = Annotated[
+    list[Path] | None,
+    source_option(
+        "A calibration file to use instead of data; repeatable, they are added up.",
+        "--calibration",
+        metavar="FILE",
+    ),
+]
+SaveCalibration = Annotated[
+    Path | None,
+    output("Also keep the calibration.", "--save-calibration", metavar="FILE"),
+]
+CalibrateOnly = Annotated[
+    bool, option(_CALIBRATION, "Write the calibration file alone, to DST.", "--calibrate-only")
+]
+Work = Annotated[
+    Path | None,
+    option(
+        _CALIBRATION,
+        "Where finished layers are kept until the end; default: beside DST.",
+        "--work",
+        metavar="FOLDER",
+    ),
+]
+Evaluate = Annotated[
+    str | None,
+    option(
+        _PROOF,
+        "Measure perplexity and divergence before and after on this text.",
+        "--evaluate",
+        metavar="FILE",
+    ),
+]
+EvaluateTokens = Annotated[
+    int,
+    option(_PROOF, "Tokens of it.", "--evaluate-tokens", metavar="N", min=2),
+]
+Page = Annotated[
+    Path | None,
+    option(_PROOF, "Also write the report as a page with plots.", "--report", metavar="HTML"),
+]
+
+
 def _quantize(
     source: Source,
-    destination: Annotated[
-        Path, place("The folder to write; with --calibrate-only the calibration file.", "DST")
-    ],
-    recipe: Annotated[
-        str,
-        option(
-            _RECIPE,
-            "A shipped recipe (megtool recipe list), or a file in any dialect.",
-            "--recipe",
-            metavar="R",
-        ),
-    ],
-    target: Annotated[
-        str | None,
-        option(
-            _RECIPE,
-            "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
-            "--target",
-            metavar="ENGINE",
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        option(_RECIPE, "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
-    ] = None,
-    bits: Annotated[
-        float | None,
-        option(
-            _RECIPE, "Budget of a recipe that chooses formats, in bits a weight.", "--bits", min=1
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        source_option(
-            "Calibration data: text, JSON lines, parquet, Megatron's .bin, or a data set "
-            "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
-            "--data",
-            metavar="FILE",
-        ),
-    ] = None,
+    destination: Destination,
+    recipe: RecipeName,
+    target: Engine = None,
+    group_size: GroupSize = None,
+    bits: Bits = None,
+    data: Data = None,
     field: Field = None,
-    split: Annotated[
-        str | None, source_option("The split of a data set.", "--split", metavar="NAME")
-    ] = None,
+    split: Split = None,
     tokenizer: Tokenizer = None,
     iteration: Iteration = None,
     family: Family = None,
     like: Like = None,
-    samples: Annotated[
-        int | None,
-        option(
-            _CALIBRATION,
-            "Samples; default: 128, or as many as the data has.",
-            "--samples",
-            metavar="N",
-            min=1,
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        option(_CALIBRATION, "Tokens of a sample; default: 512.", "--length", metavar="N", min=1),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        option(
-            _CALIBRATION,
-            "Draw samples from all of the data; default: its first ones.",
-            "--seed",
-            metavar="N",
-        ),
-    ] = None,
-    synthetic: Annotated[
-        bool, option(_CALIBRATION, "Calibrate on random tokens.", "--synthetic")
-    ] = False,
-    unseen: Annotated[
-        Literal["share", "weights", "none"],
-        option(
-            _CALIBRATION,
-            "Experts that saw too little: take their siblings' statistics, or those of weights "
-            "alone, or (none) what little there is.",
-            "--unseen-experts",
-        ),
-    ] = "share",
-    route_all: Annotated[
-        bool, option(_CALIBRATION, "Show every expert every token.", "--route-all")
-    ] = False,
-    resident: Annotated[
-        bool,
-        option(
-            _CALIBRATION, "Hold the whole model, not one layer: faster where it fits.", "--resident"
-        ),
-    ] = False,
-    spill: Annotated[
-        bool, option(_CALIBRATION, "Keep activations on disk between layers.", "--spill")
-    ] = False,
-    backend: Annotated[
-        Literal["megtool", "modelopt"],
-        option(_CALIBRATION, "Who calibrates; modelopt: NVIDIA ModelOpt.", "--backend"),
-    ] = "megtool",
-    calibration: Annotated[
-        list[Path] | None,
-        source_option(
-            "A calibration file to use instead of data; repeatable, they are added up.",
-            "--calibration",
-            metavar="FILE",
-        ),
-    ] = None,
-    save_calibration: Annotated[
-        Path | None,
-        output("Also keep the calibration.", "--save-calibration", metavar="FILE"),
-    ] = None,
-    calibrate_only: Annotated[
-        bool, option(_CALIBRATION, "Write the calibration file alone, to DST.", "--calibrate-only")
-    ] = False,
-    work: Annotated[
-        Path | None,
-        option(
-            _CALIBRATION,
-            "Where finished layers are kept until the end; default: beside DST.",
-            "--work",
-            metavar="FOLDER",
-        ),
-    ] = None,
-    evaluate: Annotated[
-        str | None,
-        option(
-            _PROOF,
-            "Measure perplexity and divergence before and after on this text.",
-            "--evaluate",
-            metavar="FILE",
-        ),
-    ] = None,
-    evaluate_tokens: Annotated[
-        int,
-        option(_PROOF, "Tokens of it.", "--evaluate-tokens", metavar="N", min=2),
-    ] = 8192,
-    page: Annotated[
-        Path | None,
-        option(_PROOF, "Also write the report as a page with plots.", "--report", metavar="HTML"),
-    ] = None,
+    samples: NumSamples = None,
+    length: Length = None,
+    seed: Seed = None,
+    synthetic: Synthetic = False,
+    unseen: Unseen = "share",
+    route_all: RouteAll = False,
+    resident: Resident = False,
+    spill: Spill = False,
+    backend: Backend = "megtool",
+    calibration: Calibration = None,
+    save_calibration: SaveCalibration = None,
+    calibrate_only: CalibrateOnly = False,
+    work: Work = None,
+    evaluate: Evaluate = None,
+    evaluate_tokens: EvaluateTokens = 8192,
+    page: Page = None,
     max_shard_size: MaxShardSize = None,
     memory: Memory = "256MiB",
     dtype: RunDtype = None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megtool.commands.decided import decide
-from megtool.commands.quantizing.job import Calibrating, Job, Writing, carry_out
+from megtool.commands.decided import Decided, decide
+from megtool.commands.quantizing.job import Calibrating, Job, Writing
+from megtool.commands.quantizing.run import carry_out
 from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
@@ -89,7 +90,7 @@ def quantize(
         CalibrationError: activations are no numbers, or a calibration is of another model.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    began = time.monotonic()
+    given, began = dict(locals()), time.monotonic()
     decided = decide(
         source,
         recipe,
@@ -99,56 +100,7 @@ def quantize(
         family=family,
         like=like,
     )
-    job = Job(
-        decided=decided,
-        destination=Path(destination),
-        recipe=str(recipe),
-        bits=bits,
-        group_size=group_size or 0,
-        began=began,
-        manner=Manner(
-            device=device,
-            dtype=dtype,
-            kernels=kernels,
-            tp=tp,
-            pp=pp,
-            ep=ep,
-            etp=etp,
-            threads=threads,
-        ),
-        calibrating=Calibrating(
-            wanted=Wanted(
-                data=data,
-                field=field,
-                split=split,
-                samples=samples,
-                length=length,
-                seed=seed,
-                synthetic=synthetic,
-            ),
-            tokenizer=tokenizer,
-            unseen=unseen,
-            route_all=route_all,
-            resident=resident,
-            spill=spill,
-            backend=backend,
-            given=tuple(Path(path) for path in calibration),
-            keep=None if save_calibration is None else Path(save_calibration),
-            only=calibrate_only,
-            work=None if work is None else Path(work),
-        ),
-        writing=Writing(
-            memory_bytes=parse_size(memory, "memory"),
-            max_shard_bytes=(
-                parse_size(max_shard_size, "max shard size") if max_shard_size else None
-            ),
-            overwrite=overwrite,
-            fsync=fsync,
-            evaluate=None if evaluate is None else str(evaluate),
-            evaluate_tokens=evaluate_tokens,
-            page=None if page is None else Path(page),
-        ),
-    )
+    job = _job(decided, began, given)
     _check(job)
     job.check_storable()
     texts = _samples(job)
@@ -156,6 +108,44 @@ def quantize(
         return job.planned(texts)
     job.check_free()
     return carry_out(job, texts, progress)
+
+
+def _job(decided: Decided, began: float, given: Mapping[str, Any]) -> Job:
+    """The job that the arguments of `quantize` ask for."""
+
+    def path(name: str) -> Path | None:
+        return None if given[name] is None else Path(given[name])
+
+    def named(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    size, text = given["max_shard_size"], given["evaluate"]
+    return Job(
+        decided=decided,
+        destination=Path(given["destination"]),
+        recipe=str(given["recipe"]),
+        bits=given["bits"],
+        group_size=given["group_size"] or 0,
+        began=began,
+        manner=Manner(**named("device", "dtype", "kernels", "tp", "pp", "ep", "etp", "threads")),
+        calibrating=Calibrating(
+            wanted=Wanted(
+                **named("data", "field", "split", "samples", "length", "seed", "synthetic")
+            ),
+            **named("tokenizer", "unseen", "route_all", "resident", "spill", "backend"),
+            given=tuple(Path(p) for p in given["calibration"]),
+            keep=path("save_calibration"),
+            only=given["calibrate_only"],
+            work=path("work"),
+        ),
+        writing=Writing(
+            memory_bytes=parse_size(given["memory"], "memory"),
+            max_shard_bytes=parse_size(size, "max shard size") if size else None,
+            **named("overwrite", "fsync", "evaluate_tokens"),
+            evaluate=None if text is None else str(text),
+            page=path("page"),
+        ),
+    )
 
 
 def _check(job: Job) -> None:

@@ -40,7 +40,8 @@ from megtool.log import Progress
 from megtool.quant.proofs.proof import Proof, prove
 
 if TYPE_CHECKING:
-    from megtool.commands.quantizing.job import Job, Settled
+    from megtool.commands.quantizing.job import Job
+    from megtool.commands.quantizing.settling import Settled
     from megtool.quant.choosing.auto import Choice
 
 _WINDOW = 2048

@@ -65,7 +65,7 @@ def searched(
     weights_OI: Sequence[Tensor], gram_II: Tensor, grid: Grid, tried: Iterator[Tensor]
 ) -> Tensor:
     """Of the factors that are tried, those under which rounded weights lose least."""
-    best, least = None, float("inf")
+    best, least = torch.ones(len(gram_II)), float("inf")
     for columns in tried:
         lost = 0.0
         for w in weights_OI:
@@ -73,5 +73,4 @@ def searched(
             lost += weight_error(left, gram_II)
         if lost < least:
             best, least = columns, lost
-    assert best is not None
     return best

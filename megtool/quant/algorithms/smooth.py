@@ -95,12 +95,12 @@ def searched(
     clips: Sequence[float] = CLIPS,
 ) -> tuple[Tensor, float]:
     """Of the factors that are tried those of least error, and the inputs' amax under them."""
-    best, least = None, float("inf")
+    ones = torch.ones(trial.sample.shape[1])
+    best, least = (ones, trial.input_amax(ones, format, clips)), float("inf")
     for columns in tried:
         amax = trial.input_amax(columns, format, clips)
         rounded = [grid.rounded(w * columns) for w in trial.weights]
         lost = trial.error(columns, rounded, format, amax)
         if lost < least:
             best, least = (columns, amax), lost
-    assert best is not None
     return best

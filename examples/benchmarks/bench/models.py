@@ -1,0 +1,173 @@
+"""Models: jobs that run one, ours or a peer's; see `job.py`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from phases import Options, Phases
+
+
+def forward(options: Options, phase: Phases) -> Options:
+    """Load a decoder, whole or on demand, and run one forward pass over so many tokens."""
+    import torch
+
+    from megtool.commands.opened import open_model
+    from megtool.inference.load import Source, load
+    from megtool.model.batch import Batch
+
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        opened = open_model(Path(options["source"]), optimizer=False)
+        source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+        decoder = load(source, on_demand=options["on_demand"], threads=options["threads"])
+    tokens = torch.arange(options["tokens"]).unsqueeze(0)
+    with phase("forward"), torch.inference_mode():
+        decoder(Batch(tokens_BS=tokens), last_only=True)
+    return {"num_bytes": opened.catalogue.num_bytes}
+
+
+def peer_forward(options: Options, phase: Phases) -> Options:
+    """The same by transformers, whose weights stay mapped from the files, or `copied` from them."""
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        model = LlamaForCausalLM.from_pretrained(options["source"], dtype="auto")
+        for parameter in model.parameters() if options["copied"] else ():
+            parameter.data = parameter.data.clone()
+    tokens = torch.arange(options["tokens"]).unsqueeze(0)
+    with phase("forward"), torch.inference_mode():
+        model(tokens, logits_to_keep=1)
+    return {}
+
+
+def calibrate(options: Options, phase: Phases) -> Options:
+    """Show a model random tokens, layer by layer, and settle what becomes of it."""
+    import torch
+
+    from megtool.commands.decided import decide
+    from megtool.inference.load import Source
+    from megtool.model.batch import Batch
+    from megtool.quant.calibration.calibrate import calibrate
+    from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.calibration.points import list_points
+
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        decided = decide(options["source"], options["recipe"])
+        side, config = decided.opened.side, decided.opened.side.config
+        if config is None:
+            raise SystemExit("no model")
+        source = Source(catalogue=decided.opened.catalogue, side=side, config=config)
+        points = list_points(decided.modules.modules, config)
+    batches = [Batch(tokens_BS=t) for t in rows_of_tokens(options, config.vocab_size)]
+    with phase("calibrate"):
+        found = calibrate(
+            source,
+            decided.matched.decisions,
+            decided.recipe,
+            points,
+            batches,
+            fingerprint=Fingerprint(model="", recipe="", data=""),
+            dtype=options["dtype"],
+            threads=options["threads"],
+        )
+    amax = {
+        name: float(s.amax.max())
+        for name, s in found.statistics.items()
+        if name.startswith("layers.0.") and not name.endswith(".kv")
+    }
+    return {"num_tokens": found.num_tokens, "amax": amax}
+
+
+def peer_calibrate(options: Options, phase: Phases) -> Options:
+    """The same by NVIDIA ModelOpt on transformers' model, its scales of FP8."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import modelopt.torch.quantization as mtq
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(options["threads"])
+    with phase("load"):
+        kind = getattr(torch, options["dtype"])
+        model = LlamaForCausalLM.from_pretrained(options["source"], dtype=kind)
+    batches = rows_of_tokens(options, model.config.vocab_size)
+
+    def show(model: torch.nn.Module) -> None:
+        with torch.inference_mode():
+            for tokens in batches:
+                model(tokens, use_cache=False)
+
+    with phase("calibrate"):
+        mtq.quantize(model, mtq.FP8_DEFAULT_CFG, show)
+    layer = model.model.layers[0]
+    named = {
+        "layers.0.attn.qkv": layer.self_attn.q_proj,
+        "layers.0.attn.o": layer.self_attn.o_proj,
+        "layers.0.mlp.fc1": layer.mlp.gate_proj,
+        "layers.0.mlp.down": layer.mlp.down_proj,
+    }
+    amax = {name: float(module.input_quantizer.amax) for name, module in named.items()}
+    return {"num_tokens": sum(t.numel() for t in batches), "amax": amax}
+
+
+def rows_of_tokens(options: Options, vocab: int) -> list[Any]:
+    """Random tokens, about 2048 at a time."""
+    import torch
+
+    made = torch.Generator().manual_seed(0)
+    samples, length = options["samples"], options["length"]
+    tokens = torch.randint(0, vocab, (samples, length), generator=made)
+    return list(tokens.split(max(1, 2048 // length)))
+
+
+def cross_entropy(options: Options, phase: Phases) -> Options:
+    """The mean loss of a linear head with its gradients, some times over, by `options["way"]`."""
+    import torch
+    import torch.nn.functional as F
+
+    from megtool.kernels.cross_entropy import linear_cross_entropy
+
+    torch.set_num_threads(options["threads"])
+    torch.manual_seed(0)
+    device, size = torch.device(options["device"]), options["vocab"]
+    made = {"dtype": getattr(torch, options["dtype"]), "device": device}
+    x = torch.randn(options["tokens"], options["hidden"], **made).requires_grad_()
+    weight = torch.randn(size, options["hidden"], **made).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, size, (options["tokens"],), device=device)
+
+    def loss() -> torch.Tensor:
+        if options["way"] == "megtool":
+            return linear_cross_entropy(x, weight, labels, vocab_size=size).mean()
+        if options["way"] == "torch in chunks":
+            chunked = torch.nn.LinearCrossEntropyOptions()
+            return F.linear_cross_entropy(x, weight, labels, options=chunked)
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    # On a CPU its own time: a busy machine would be measured otherwise.
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    seconds = []
+    with phase("job"):
+        for _ in range(options["repeat"]):
+            x.grad = weight.grad = None
+            began = clock()
+            found = loss()
+            found.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(clock() - began)
+    on_device = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    norms = [float(t.grad.float().norm()) for t in (x, weight) if t.grad is not None]
+    facts = {"loss": float(found), "norms": norms, "seconds": min(seconds), "on_device": on_device}
+    return facts

@@ -1,0 +1,103 @@
+"""Run: a quantize job from the first measurement to the report."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megtool.commands.quantizing.samples import Samples
+from megtool.commands.running import on_ranks
+from megtool.errors import UsageError
+from megtool.log import Progress
+
+if TYPE_CHECKING:
+    from megtool.commands.quantizing.report import QuantizeReport
+    from megtool.quant.choosing.auto import Choice
+
+from megtool.commands.quantizing.job import Job
+from megtool.commands.quantizing.settling import settled
+
+
+def carry_out(job: Job, samples: Samples | None, progress: Progress) -> QuantizeReport:
+    """Calibrate if need be, write, prove and measure.
+
+    Raises:
+        MegtoolError: see `quantize`.
+    """
+    from megtool.commands.quantizing.finish import artefact_report, finish
+    from megtool.commands.quantizing.report import QuantizeReport
+
+    seconds: dict[str, float] = {"plan": time.monotonic() - job.began}
+    auto = None
+    if any(d.choices for d in job.decisions):
+        with _timed(seconds, "measure"):
+            auto = _choose(job, samples, progress)
+    with _timed(seconds, "calibrate"):
+        found = settled(job, samples, progress)
+    if found is None:  # another process writes
+        return QuantizeReport.elsewhere(str(job.decided.opened.path), str(job.destination))
+    if found.artefact is not None:
+        if job.calibrating.only:
+            found.artefact.save(job.destination)
+        if job.calibrating.keep is not None:
+            found.artefact.save(job.calibrating.keep)
+    report = (
+        artefact_report(job, found, samples, seconds)
+        if job.calibrating.only
+        else finish(job, found, samples, auto, seconds, progress)
+    )
+    if job.calibrating.work is None:
+        shutil.rmtree(job.work, ignore_errors=True)
+    return report
+
+
+def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
+    """Formats for what the recipe leaves open; the job's decisions are these from now on."""
+    from megtool.quant.choosing.auto import choose
+    from megtool.quant.choosing.sensitivity import measure
+
+    if samples is None:
+        raise UsageError(
+            "a recipe that chooses formats with --calibration",
+            hint="what each format costs has to be measured: give --data",
+        )
+    decided = job.decided
+    with on_ranks(job.manner) as groups:
+        sensitivities = measure(
+            job.source(),
+            job.decisions,
+            decided.recipe,
+            job.points,
+            samples.batches(),
+            group_size=job.group_size,
+            groups=groups,
+            dtype=job.manner.dtype or "float32",
+            device=groups.device,
+            resident=job.calibrating.resident,
+            threads=job.manner.threads,
+            progress=progress,
+        )
+    choice = choose(
+        job.decisions,
+        decided.recipe,
+        sensitivities,
+        target=decided.target,
+        bits=job.bits or 0.0,
+        group_size=job.group_size,
+    )
+    job.decided = replace(decided, matched=replace(decided.matched, decisions=choice.decisions))
+    job.__dict__.pop("wants_data", None)
+    return choice
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[stage] = time.monotonic() - began
