@@ -1,0 +1,1 @@
+"""The parts of an export, one target a file."""

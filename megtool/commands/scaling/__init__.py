@@ -1,0 +1,1 @@
+"""The parts of `megtool amax`, one action a file."""

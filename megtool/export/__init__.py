@@ -1,0 +1,1 @@
+"""Export: what an engine's folder holds beside tensors, and codes on their way from form to form."""

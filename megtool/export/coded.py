@@ -1,0 +1,65 @@
+"""Coded: quantised linear modules of a folder as the parts their codes and scales lie in.
+
+What all forms have in common stands here; how each one stores it is a file in `folders/`. Nothing
+is decoded: a part says which stored tensor holds codes or scales, and which rows and columns of
+the weight each element of it serves, so that codes can be cut, joined and packed anew exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.packing.decode import COLUMNS
+from megtool.packing.parts import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """One quantised linear module.
+
+    `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
+    of its weight. `algo` is one of `quant.recipes.formats.FORMATS`, `group_size` the columns (or
+    rows and columns) under one scale, 0 where that is no choice of the format. `packing` is as
+    `packing.layout` writes it. `parts` are codes first, then scales, each with the name of the
+    stored tensor it is; `COLUMNS` among them is what inputs are multiplied by (`pre_quant_scale`).
+    `input_scale` is the stored tensor of the inputs' scale, "" where there is none;
+    `input_divides` says that it is the reciprocal of it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    algo: str
+    group_size: int
+    packing: str
+    parts: tuple[tuple[Part, str], ...]
+    input_scale: str = ""
+    input_divides: bool = False
+
+    def part(self, role: str) -> tuple[Part, str] | None:
+        """The part of a role and the tensor that holds it; None where there is none."""
+        return next(((p, n) for p, n in self.parts if p.role == role), None)
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Inputs are to be multiplied by stored factors first."""
+        return self.part(COLUMNS) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedFolder:
+    """A quantised folder: its catalogue as stored (nothing decoded), and what its tensors are.
+
+    `caches` are stored scales of keys and of values by the name of the attention they belong to
+    (`model.layers.0.self_attn` -> names of both tensors), and `kv_algo` what they are scales of.
+    `kept` are the linear modules that are not quantised. `form` is `modelopt`,
+    `compressed-tensors`, `fp8` (DeepSeek) or `mxfp4` (gpt-oss).
+    """
+
+    catalogue: Catalogue
+    form: str
+    modules: tuple[Coded, ...]
+    caches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    kv_algo: str | None = None
+    kept: tuple[str, ...] = ()
