@@ -1,1 +1,1 @@
-"""Export: what an engine's folder holds beside tensors, and codes on their way from form to form."""
+"""Export: what an engine's folder holds, and codes on their way from one form to another."""

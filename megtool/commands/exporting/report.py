@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.commands.tree import count
 from megtool.log import format_bytes
 
 _MOST_NOTES = 8
@@ -45,26 +45,33 @@ class ExportReport:
         """As plain data."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    def lines(self) -> Iterator[str]:
+        """As a person reads it."""
         verb = "would write" if self.is_dry else "wrote"
-        lines = [
-            f"{verb} {count(len(self.files), 'file')}, {count(self.tensors, 'tensor')}, "
-            f"{format_bytes(self.num_bytes)} to {self.destination}",
-        ]
-        what = self.algo or "plain weights"
-        cache = f", KV cache {self.kv_algo}" if self.kv_algo else ""
-        lines.append(f"{self.to}: {what}{cache}{f', for {self.engine}' if self.engine else ''}")
-        told = (
-            (self.exact, "keep their codes and scales"),
-            (self.requantised, "were brought to other scales"),
-            (self.decoded, "were made plain"),
+        yield (
+            f"{verb} {self.destination}: {_several(len(self.files), 'file')}, "
+            f"{_several(self.tensors, 'tensor')}, {format_bytes(self.num_bytes)} "
+            f"(of {format_bytes(self.source_bytes)})"
         )
-        lines += [f"{count(n, 'quantised module')} {words}" for n, words in told if n]
-        lines += [f"note: {n}" for n in self.notes[:_MOST_NOTES]]
+        cache = f", KV cache {self.kv_algo}" if self.kv_algo else ""
+        engine = f", for {self.engine}" if self.engine else ""
+        yield f"{self.to}: {self.algo or 'plain weights'}{cache}{engine}"
+        told = (
+            (self.exact, "with codes and scales as they were"),
+            (self.requantised, "brought to other scales"),
+            (self.decoded, "made plain"),
+        )
+        for number, words in told:
+            if number:
+                yield f"{_several(number, 'quantised module')} {words}"
+        for note in self.notes[:_MOST_NOTES]:
+            yield f"note: {note}"
         if len(self.notes) > _MOST_NOTES:
-            lines.append(f"note: {len(self.notes) - _MOST_NOTES} more, with --json")
+            yield f"note: {len(self.notes) - _MOST_NOTES} more, with --json"
         if not self.is_dry:
-            lines.append(
-                f"{self.seconds:.1f} s, {format_bytes(self.peak_rss_bytes)} of memory at most"
-            )
-        return "\n".join(lines)
+            memory = format_bytes(self.peak_rss_bytes)
+            yield f"{self.seconds:.1f} s, {memory} resident at most"
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
