@@ -71,11 +71,26 @@ FAMILY = Family(
             ),
         ),
         Row("blk.{l}.attn_v.weight", "layers.{l}.attn.v.weight"),
+        Row(
+            "blk.{l}.attn_q.bias",
+            Permuted("layers.{l}.attn.q.bias", ("num_heads", 2, "head_dim // 2"), order=(0, 2, 1)),
+        ),
+        Row(
+            "blk.{l}.attn_k.bias",
+            Permuted(
+                "layers.{l}.attn.k.bias", ("num_kv_heads", 2, "head_dim // 2"), order=(0, 2, 1)
+            ),
+        ),
+        Row("blk.{l}.attn_v.bias", "layers.{l}.attn.v.bias"),
+        Row("blk.{l}.attn_output.bias", "layers.{l}.attn.o.bias"),
         Row("blk.{l}.attn_output.weight", "layers.{l}.attn.o.weight"),
         Row("blk.{l}.ffn_norm.weight", "layers.{l}.mlp_norm.weight"),
         Row("blk.{l}.ffn_gate.weight", "layers.{l}.mlp.gate.weight"),
         Row("blk.{l}.ffn_up.weight", "layers.{l}.mlp.up.weight"),
         Row("blk.{l}.ffn_down.weight", "layers.{l}.mlp.down.weight"),
+        Row("blk.{l}.ffn_gate.bias", "layers.{l}.mlp.gate.bias"),
+        Row("blk.{l}.ffn_up.bias", "layers.{l}.mlp.up.bias"),
+        Row("blk.{l}.ffn_down.bias", "layers.{l}.mlp.down.bias"),
         Row("output_norm.weight", "norm.weight"),
         Row("output.weight", "head.weight", when="not tied_embeddings"),
         Dropped("rope_freqs.weight", "rotary factors: set rope_scaling in config.json instead"),

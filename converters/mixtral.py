@@ -1,6 +1,7 @@
 """Mixtral: Mistral's layers with a mixture of experts in each."""
 
 from megtool.convert import (
+    GGUF_EXPERTS,
     HF_ATTENTION,
     HF_MODEL,
     HF_NORMS,
@@ -10,6 +11,7 @@ from megtool.convert import (
     Family,
     Key,
     Only,
+    Permuted,
     Rope,
     Row,
     Stacked,
@@ -20,6 +22,7 @@ FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     model_types=("mixtral",),
+    gguf_architectures=("llama with experts",),
     traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -75,5 +78,25 @@ FAMILY = Family(
             "model.layers.{l}.mlp.experts.down_proj",
             Stacked("layers.{l}.mlp.experts.{e}.down.weight", "e"),
         ),
+    ),
+    # As `llama` files: rotary pairs side by side (see converters/llama.py).
+    gguf=(
+        Row("token_embd.weight", "embed.weight"),
+        Row("blk.{l}.attn_norm.weight", "layers.{l}.attn_norm.weight"),
+        *(
+            Row(
+                f"blk.{{l}}.attn_{name}.weight",
+                Permuted(
+                    f"layers.{{l}}.attn.{name}.weight", (heads, 2, "head_dim // 2"), order=(0, 2, 1)
+                ),
+            )
+            for name, heads in (("q", "num_heads"), ("k", "num_kv_heads"))
+        ),
+        Row("blk.{l}.attn_v.weight", "layers.{l}.attn.v.weight"),
+        Row("blk.{l}.attn_output.weight", "layers.{l}.attn.o.weight"),
+        Row("blk.{l}.ffn_norm.weight", "layers.{l}.mlp_norm.weight"),
+        *GGUF_EXPERTS,
+        Row("output_norm.weight", "norm.weight"),
+        Row("output.weight", "head.weight", when="not tied_embeddings"),
     ),
 )

@@ -1,6 +1,9 @@
 """Qwen1.5-MoE and Qwen2-MoE: experts and a gated shared expert, in some layers or all."""
 
 from megtool.convert import (
+    GGUF_DECODER,
+    GGUF_EXPERTS,
+    GGUF_SHARED_EXPERT,
     HF_ATTENTION,
     HF_EXPERTS,
     HF_GATED_MLP,
@@ -22,6 +25,7 @@ FAMILY = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     model_types=("qwen2_moe",),
+    gguf_architectures=("qwen2moe",),
     traits={"norm": "rmsnorm", "gated": True, "activation": "silu"},
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -53,4 +57,5 @@ FAMILY = Family(
         *HF_EXPERTS,
         *HF_SHARED_EXPERT,
     ),
+    gguf=(*GGUF_DECODER, *GGUF_EXPERTS, *GGUF_SHARED_EXPERT),
 )

@@ -1,6 +1,8 @@
 """Qwen3-MoE: experts in some layers or all, and norms on queries and keys."""
 
 from megtool.convert import (
+    GGUF_DECODER,
+    GGUF_EXPERTS,
     HF_ATTENTION,
     HF_EXPERTS,
     HF_GATED_MLP,
@@ -22,6 +24,7 @@ FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     model_types=("qwen3_moe",),
+    gguf_architectures=("qwen3moe",),
     traits={"norm": "rmsnorm", "gated": True, "activation": "silu", "qk_norm": True},
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -53,4 +56,5 @@ FAMILY = Family(
         *HF_GATED_MLP,
         *HF_EXPERTS,
     ),
+    gguf=(*GGUF_DECODER, *GGUF_EXPERTS),
 )

@@ -14,10 +14,14 @@ from typing import Annotated
 import typer
 
 from megtool import __version__
+from megtool.cli_export import _export
+from megtool.cli_lint import _lint
 from megtool.cli_model import _evaluate, _generate
 from megtool.cli_options import (
     AccountForEmbedding,
     AccountForLoss,
+    Amax,
+    AmaxHistory,
     AverageWith,
     Bridge,
     Compress,
@@ -51,6 +55,7 @@ from megtool.cli_options import (
     Select,
     Source,
     Strict,
+    TeRelease,
     Threads,
     To,
     Tp,
@@ -166,6 +171,9 @@ def _reshard(
     pipeline_layout: PipelineLayout = None,
     to: To = None,
     optimizer: Optimizer = None,
+    amax: Amax = "keep",
+    te: TeRelease = None,
+    amax_history: AmaxHistory = None,
     core_version: CoreVersion = None,
     bridge: Bridge = False,
     dtype: Dtype = None,
@@ -215,6 +223,16 @@ def _verify(
         float,
         option("Tolerance", "Difference relative to B that counts as equal.", "--rtol", min=0),
     ] = 0.0,
+    sqnr: Annotated[
+        float | None,
+        option(
+            "Tolerance",
+            "Least signal over noise of quantised weights, in dB; default by format: FP8 25, "
+            "INT8 24, NVFP4 14, MXFP4 10, INT4 9 (6 dB and more below the worst of sound ones).",
+            "--sqnr",
+            metavar="DB",
+        ),
+    ] = None,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -222,7 +240,8 @@ def _verify(
 ) -> int:
     """Check one checkpoint against its digests, or two against each other.
 
-    Exit status 7 when they differ.
+    Where one of two is quantised, weights are compared by signal over noise, and the folder's
+    config files with its tensors. Exit status 7 when they differ.
 
     Example: megtool verify ./SmolLM2-135M-Instruct ./out
     """
@@ -235,6 +254,7 @@ def _verify(
             b,
             atol=atol,
             rtol=rtol,
+            sqnr=sqnr,
             family=family,
             like=like,
             iteration=iteration,
@@ -334,6 +354,8 @@ def _demo(
 app.command("generate")(_generate)
 app.command("evaluate")(_evaluate)
 app.command("quantize")(_quantize)
+app.command("export")(_export)
+app.command("lint")(_lint)
 app.add_typer(recipe_app)
 
 

@@ -145,6 +145,32 @@ Optimizer = Annotated[
         "--optimizer",
     ),
 ]
+Amax = Annotated[
+    Literal["keep", "rebuild", "strip"],
+    output(
+        "FP8 scaling state: keep it, rebuild what the weights contradict, or strip empty objects.",
+        "--amax",
+    ),
+]
+AmaxHistory = Annotated[
+    int | None,
+    output(
+        "Steps of FP8's histories; default: as many as there are.",
+        "--amax-history",
+        metavar="N",
+        min=1,
+    ),
+]
+TeRelease = Annotated[
+    int | None,
+    output(
+        "Write FP8 scaling state for Transformer Engine 1.x or 2.x; default: its own.",
+        "--te",
+        metavar="1|2",
+        min=1,
+        max=2,
+    ),
+]
 CoreVersion = Annotated[
     str | None,
     output(

@@ -106,11 +106,11 @@ Seed = Annotated[
 ]
 Synthetic = Annotated[bool, option(_CALIBRATION, "Calibrate on random tokens.", "--synthetic")]
 Unseen = Annotated[
-    Literal["share", "weights", "none"],
+    Literal["share", "weights", "none"] | None,
     option(
         _CALIBRATION,
-        "Experts that saw too little: take their siblings' statistics, or those of weights "
-        "alone, or (none) what little there is.",
+        "Experts that saw too little: take their siblings' statistics (default: as in "
+        "--calibration, else this), or those of weights alone, or (none) what little there is.",
         "--unseen-experts",
     ),
 ]
@@ -187,7 +187,7 @@ def _quantize(
     length: Length = None,
     seed: Seed = None,
     synthetic: Synthetic = False,
-    unseen: Unseen = "share",
+    unseen: Unseen = None,
     route_all: RouteAll = False,
     resident: Resident = False,
     spill: Spill = False,

@@ -18,7 +18,7 @@ FLOORS = (
     {"train", "export"},
     {"commands"},
     {"cli_options", "cli_run"},
-    {"cli_model", "cli_recipe"},
+    {"cli_model", "cli_recipe", "cli_export", "cli_lint", "cli_amax"},
     {"cli_quantize"},
     {"cli"},
     {"__main__"},

@@ -91,6 +91,10 @@ class Taking:
         """A canonical tensor, decoded and cast to `dtype`."""
         return Run(self._locator, self._files, self._opened, self._buffers, placement, dtype)
 
+    def stored(self, placement: Placement) -> Run:
+        """A tensor in the type it is stored in: its bits, whatever they mean."""
+        return self.run(placement, self._locator.catalogue[placement.stored].dtype)
+
 
 class Run:
     """One tensor in the row-major order of its elements, whatever its view. Use in `with`."""

@@ -11,7 +11,7 @@ from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.targets import Target, check_target, read_target
+from megtool.quant.recipes.targets import Target, check_target, read_target, suited_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,10 @@ def decide(
     _check_names(loaded, modules, problems)
     matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
     if engine is not None:
+        suited = suited_to(engine, loaded, matched.decisions)
+        if suited is not loaded:
+            loaded = suited
+            matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
         check_target(engine, loaded, matched.decisions, problems)
     problems.raise_all()
     return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)

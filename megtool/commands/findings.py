@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,11 +10,23 @@ from typing import Any, Literal
 
 from megtool.commands.tree import fold_names
 from megtool.log import format_bytes
+from megtool.quant.proofs.closeness import Closeness
 
 _SHOWN = 20
 _GROUPS = 6
+_WORST = 5
 
-Kind = Literal["missing", "shape", "dtype", "values", "digest", "replica", "file"]
+Kind = Literal[
+    "missing",
+    "shape",
+    "dtype",
+    "values",
+    "closeness",
+    "metadata",
+    "digest",
+    "replica",
+    "file",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +73,7 @@ class VerifyReport:
     names they are `stored` by. `num_tensors` were compared with those of B, or, of a single
     checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
     largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
+    `weights` are those compared by signal over noise, the worst first, where one side is quantised.
     """
 
     a: str
@@ -78,6 +92,7 @@ class VerifyReport:
     digests: tuple[DigestCheck, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
+    weights: tuple[Closeness, ...] = ()
 
     @property
     def exit_status(self) -> int:
@@ -85,12 +100,13 @@ class VerifyReport:
         return 7 if self.differences else 0
 
     @property
-    def verdict(self) -> Literal["equal", "different", "ok", "unverified"]:
-        """One word. One checkpoint is `ok` only if every tensor was held against a digest."""
+    def verdict(self) -> Literal["equal", "close", "different", "ok", "unverified"]:
+        """One word. One checkpoint is `ok` only if every tensor was held against a digest; two are
+        `close` if one is quantised, and every weight has no more noise than its format may."""
         if self.differences:
             return "different"
         if self.b is not None:
-            return "equal"
+            return "close" if any(w.sqnr_db != math.inf for w in self.weights) else "equal"
         return "unverified" if any(d.unverified for d in self.digests) else "ok"
 
     def to_json(self) -> dict[str, Any]:
@@ -103,6 +119,7 @@ class VerifyReport:
         yield f"{self.a} ({self.a_format}){other}: {self.verdict}"
         for name, text in self._facts():
             yield f"  {name:<12}{text}"
+        yield from self._table()
         for d in self.differences[:_SHOWN]:
             where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
             yield f"  {d.kind:<12}{where}: {d.text}"
@@ -110,6 +127,27 @@ class VerifyReport:
             kinds = Counter(d.kind for d in self.differences)
             counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
             yield f"  {'in all':<12}{counts} (--json lists them)"
+
+    def _table(self) -> Iterator[str]:
+        """By format, and the weights with the least signal over noise."""
+        kinds: dict[str, list[Closeness]] = {}
+        for w in self.weights:
+            kinds.setdefault(w.packing, []).append(w)
+        if kinds:
+            yield f"  {'format':<28} weights    worst   median   least   cosine"
+        for packing, some in kinds.items():
+            worst, middle = some[0], some[len(some) // 2]
+            cosine = min(w.cosine for w in some)
+            yield (
+                f"  {packing:<28}{len(some):>8}{worst.sqnr_db:>6.1f} dB{middle.sqnr_db:>6.1f} dB"
+                f"{worst.least_db:>5g} dB{cosine:>9.5f}"
+            )
+        for w in self.weights[:_WORST]:
+            scaled = ", columns scaled" if w.is_scaled else ""
+            yield (
+                f"  {w.sqnr_db:>5.1f} dB    {w.tensor}: cosine {w.cosine:.5f}, off by "
+                f"{w.max_error:.3g} at most{scaled}"
+            )
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         rate = f" ({format_bytes(self.num_bytes / self.seconds)}/s)" if self.seconds else ""

@@ -95,7 +95,7 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
         dropped=dropped,
         copies=copies,
         shares=average.shares if average else (),
-        options=repr((__version__, manner.digest.value)),
+        options=repr((__version__, manner.digest.value, request.amax)),
     )
     account = account_of(opened, target, plan)
     if manner.strict and (lost := [d for d in account.all_dropped if d.is_lost]):
@@ -210,6 +210,7 @@ def _report(job: Job, summary: PlanSummary, **facts: Any) -> ReshardReport:
         account=job.account,
         left_out=opened.left_out,
         shares=_shares(job),
+        amax=target.amax,
         **facts,
     )
 

@@ -12,6 +12,7 @@ from megtool.commands.decided import Decided, decide
 from megtool.commands.quantizing.job import Calibrating, Job, Writing
 from megtool.commands.quantizing.run import carry_out
 from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
+from megtool.commands.quantizing.settling import check_given
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
 from megtool.errors import UsageError
@@ -44,7 +45,7 @@ def quantize(
     length: int | None = None,
     seed: int | None = None,
     synthetic: bool = False,
-    unseen: Literal["share", "weights", "none"] = "share",
+    unseen: Literal["share", "weights", "none"] | None = None,
     route_all: bool = False,
     resident: bool = False,
     spill: bool = False,
@@ -78,8 +79,9 @@ def quantize(
     rows of `length` tokens of `data` (a text that comes with megtool, or with `synthetic` random
     tokens) go through the model, layer by layer or `resident`; finished layers are kept in the
     folder `work` until all is done, and a run that was killed goes on there. `unseen` says what
-    experts get that saw too little, `route_all` shows them everything. `calibration` are files that
-    an earlier run kept by `save_calibration` or wrote by `calibrate_only`, used instead of data.
+    experts get that saw too little (None: as in `calibration`, else "share"), `route_all` shows
+    them everything. `calibration` are files that an earlier run kept by `save_calibration` or wrote
+    by `calibrate_only`, used instead of data.
 
     What was written is read again and compared with the source before it appears at `destination`.
     On `evaluate`, a text, perplexity and divergence are measured before and after; `page` is where
@@ -103,7 +105,10 @@ def quantize(
     job = _job(decided, began, given)
     _check(job)
     job.check_storable()
+    if not job.asks_data:
+        check_given(job)
     texts = _samples(job)
+    job.check_evaluation()
     if dry_run:
         return job.planned(texts)
     job.check_free()
@@ -162,6 +167,12 @@ def _check(job: Job) -> None:
         raise UsageError(
             f"--calibrate-only, and recipe {job.decided.recipe.name} needs no data",
             hint="leave it out: the weights say all",
+        )
+    if c.only and (job.writing.evaluate is not None or job.writing.page is not None):
+        said = "--report" if job.writing.evaluate is None else "--evaluate"
+        raise UsageError(
+            f"{said} with --calibrate-only, which quantizes nothing",
+            hint=f"leave one of them out; {said} is for the run that uses the calibration",
         )
     if c.given and (c.wanted.data is not None or c.wanted.synthetic or c.only):
         raise UsageError(

@@ -11,6 +11,7 @@ from typing import Any
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.job import Manner, carry_out, plan_job
+from megtool.commands.megatron.amax import wish_of
 from megtool.commands.megatron.optimizer import NONE
 from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.selection import Selection
@@ -48,6 +49,9 @@ def reshard(
     average: Sequence[str | Path] = (),
     weights: str | None = None,
     prove_all: bool = False,
+    amax: str = "keep",
+    te: int | None = None,
+    amax_history: int | None = None,
     core_version: str | None = None,
     bridge: bool = False,
     dtype: str | None = None,
@@ -81,6 +85,9 @@ def reshard(
     those kept, numbered anew. `average` are checkpoints of the same model: what is written is the
     mean of their weights and the source's, in proportions `weights` (`0.5,0.3,0.2`, the source's
     first), computed in float32 and rounded once; nobody's optimizer state is.
+    FP8's delayed scaling state is merged over ranks and kept (`amax` `keep`), rebuilt where the
+    weights contradict it (`rebuild`), or left out where it holds nothing (`strip`); `te` 1 or 2 is
+    the release of Transformer Engine to write for, `amax_history` the steps of histories.
     `max_shard_size` is for `hf` (5GB unless given), `zarr` and `tensorstore` (1GiB); `compress`
     (`zstd`, `blosc`) for the latter two.
     A run that was interrupted resumes when it is called again with the same arguments.
@@ -119,6 +126,7 @@ def reshard(
         compress=compress,
         renames=tuple(rename),
         destination=Path(destination),
+        amax=wish_of(amax, te, amax_history),
     )
     memory_bytes = parse_size(memory, "memory")
     manner = Manner(

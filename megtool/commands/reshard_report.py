@@ -10,6 +10,7 @@ from megtool.checkpoint.formats import CUT_BY_RANKS
 from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.summary import PlanSummary
 from megtool.commands.account import OBJECTS, Account
+from megtool.commands.megatron.amax_report import AmaxReport
 from megtool.log import format_bytes
 
 
@@ -21,7 +22,7 @@ class ReshardReport:
     --optimizer none, --optimizer-only). `shares` are the checkpoints averaged.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
-    libraries and mapped files included.
+    libraries and mapped files included. `amax` is what became of FP8's delayed scaling state.
     """
 
     source: str
@@ -37,6 +38,7 @@ class ReshardReport:
     left_out: int
     shares: tuple[tuple[str, float], ...]
     dry_run: bool
+    amax: AmaxReport | None = None
     seconds: float = 0.0
     kernel_bytes: int = 0
     resumed_units: int = 0
@@ -65,9 +67,10 @@ class ReshardReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "account")]
+        names = [n for n in self.__dataclass_fields__ if n not in ("plan", "account", "amax")]
         out: dict[str, Any] = {n: getattr(self, n) for n in names}
         out["plan"] = self.plan.to_json()
+        out["amax"] = self.amax.to_json() if self.amax else None
         return out | self.account.to_json()
 
     def lines(self) -> Iterator[str]:
@@ -90,6 +93,8 @@ class ReshardReport:
             yield from self._done()
         if (counts := self.account.counts(OBJECTS)) is not None:
             yield f"  {'objects':<12}{counts}"
+        if self.amax is not None:
+            yield from (f"  {'amax':<12}{line}" for line in self.amax.lines())
         if self.left_out:
             yield f"  {'left out':<12}{self.left_out} tensors that were not asked for"
         reasons: dict[str, list[str]] = {}

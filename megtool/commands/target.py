@@ -12,6 +12,7 @@ from megtool.checkpoint.plan import Dropped
 from megtool.commands.copies import no_copies
 from megtool.commands.lay_out import arrays, hugging_face, legacy, torch_dist
 from megtool.commands.lay_out.target import Request, Target, fill_of
+from megtool.commands.megatron.amax_report import AmaxWish
 from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.commands.megatron.masters import check_masters
@@ -80,6 +81,11 @@ def make_target(source: Opened, request: Request) -> Target:
     for flag, asked in (("bridge", request.bridge), ("core-version", request.core_version)):
         if asked and kind != "torch_dist":
             raise UsageError(f"--{flag} means nothing for --to {kind}", hint="--to torch_dist")
+    if request.amax != AmaxWish() and kind not in MEGATRON:
+        raise UsageError(
+            f"--amax, --te and --amax-history mean nothing for --to {kind}",
+            hint=f"--to {' or '.join(MEGATRON)}",
+        )
     dialect = _dialect(source, kind)
     parallel = _parallel(source, request, kind)
     dtype = request.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from megtool.commands.findings import Difference, Kind, VerifyReport
 from megtool.commands.kept import Kept
 from megtool.commands.match import Choice, open_both, open_one
 from megtool.commands.opened import Opened
+from megtool.commands.verify_metadata import check_words
+from megtool.commands.verify_quantised import QuantisedPair, packings_differ
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.errors import UsageError
@@ -41,6 +43,7 @@ def verify(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
+    sqnr: float | None = None,
     family: str | None = None,
     like: str | Path | None = None,
     iteration: str | None = None,
@@ -55,15 +58,23 @@ def verify(
     optimizer state that the other format has no place for. `iteration` chooses one of a save
     folder, whichever of the two is one. Memory is bounded by a few buffers a thread.
 
+    Where one of the two is quantised and the other is not, or otherwise, weights are compared by
+    signal over noise instead: each format has its threshold (`quant.proofs.closeness.LEAST`), or
+    `sqnr` (dB) stands for all of them. Factors of columns that a norm has taken, or that lie beside
+    a weight, are undone; config files are held against the tensors.
+
     Raises:
         MegtoolError: one cannot be opened or located, or the two have no tensor in common.
     """
     began = time.monotonic()
     if b is None and (atol or rtol):
         raise UsageError("a tolerance needs two checkpoints", hint="megtool verify A B --atol X")
+    if sqnr is not None and (b is None or atol or rtol):
+        raise UsageError("--sqnr needs two checkpoints, and no other tolerance")
     choice = Choice(family=family, like=None if like is None else Path(like), iteration=iteration)
     opened = [open_one(Path(a), choice)] if b is None else [*open_both(Path(a), Path(b), choice)]
     found = _Found()
+    near: QuantisedPair | None = None
     kept = [Kept(o) for o in opened]
     with ExitStack() as stack:
         readers = [stack.enter_context(Reader(o.catalogue, Files())) for o in opened]
@@ -75,11 +86,16 @@ def verify(
             found.check_files(opened[0].catalogue, usual_threads(threads))
             pairs = list(kept[0].alone())
         else:
-            pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found))
+            if not (atol or rtol) and packings_differ(opened[0], opened[1]):
+                near = QuantisedPair.of(opened[0], opened[1], readers, sqnr)
+            apart = near.apart() if near else set()
+            pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found, apart))
+        for o in opened:
+            found.take(*check_words(o))
         tasks = [_Task(pairs, halves[0], halves[-1], lambda d: found.values(pairs, halves, d))]
         for side in range(len(opened)):
             tasks += _asides(opened[side], kept[side], readers[side], found, stack)
-        total = sum(task.num_bytes for task in tasks)
+        total = sum(task.num_bytes for task in tasks) + 4 * (near.num_elements if near else 0)
         progress("verify", 0, total)
         for number, task in enumerate(tasks):
             deltas = compare(
@@ -92,6 +108,12 @@ def verify(
                 progress=lambda n: progress("verify", n, total),
             )
             task.settle(deltas)
+        if near is not None:
+            near.run(
+                threads=usual_threads(threads),
+                progress=lambda n: progress("verify", 4 * n, total),
+            )
+            found.take(near.differences, near.notes)
     for k, half in zip(kept, halves, strict=True):
         k.hold(half)
         k.opened.catalogue.check_unchanged()
@@ -105,14 +127,16 @@ def verify(
         matched_by="canonical" if opened[0].is_canonical else "stored",
         atol=atol,
         rtol=rtol,
-        num_tensors=sum(b is None or (p.a is not None and p.b is not None) for p in pairs),
-        num_bytes=tasks[0].num_bytes,
+        num_tensors=sum(b is None or (p.a is not None and p.b is not None) for p in pairs)
+        + (len(near.apart()) if near else 0),
+        num_bytes=tasks[0].num_bytes + (near.num_bytes if near else 0),
         num_replicas=sum(len(o.catalogue.replicas) for o in opened),
         seconds=time.monotonic() - began,
         within=found.within,
         digests=tuple(k.check() for k in kept),
         differences=(*found.differences, *(d for k in kept for d in k.differences)),
         notes=(*found.notes, *(n for k in kept for n in k.notes)),
+        weights=tuple(near.rows) if near else (),
     )
 
 
@@ -123,6 +147,11 @@ class _Found:
         self.differences: list[Difference] = []
         self.notes: list[str] = []
         self.within = 0.0
+
+    def take(self, differences: Sequence[Difference], notes: Sequence[str]) -> None:
+        """Take in what was found elsewhere."""
+        self.differences += differences
+        self.notes += notes
 
     def check_files(self, catalogue: Catalogue, threads: int) -> None:
         """Hold whole files against the checksums that Megatron wrote, where it did."""
@@ -212,10 +241,16 @@ def _incomplete(opened: Opened) -> Iterator[Difference]:
 
 
 def _matched(
-    a: Opened, b: Opened, halves: Sequence[Half], loosely: bool, found: _Found
+    a: Opened,
+    b: Opened,
+    halves: Sequence[Half],
+    loosely: bool,
+    found: _Found,
+    apart: Collection[str] = (),
 ) -> Iterator[Pair]:
     """Pairs of tensors to compare; those that cannot be compared are differences, and are paired
-    with nothing, so that their digests are checked all the same."""
+    with nothing, so that their digests are checked all the same. So are those `apart`, which are
+    compared in another way."""
     alone: Counter[tuple[str, str, str]] = Counter()
     x, y = a.side, b.side
     for name in (*x.placements, *(n for n in y.placements if n not in x.placements)):
@@ -236,6 +271,8 @@ def _matched(
             found.differences.append(
                 Difference(tensor=name, stored=p.stored, kind="shape", text=text)
             )
+        elif name in apart:
+            pass
         elif not loosely and halves[0].dtype(p) != halves[1].dtype(q):
             text = f"{halves[0].dtype(p)} in {a.path}, {halves[1].dtype(q)} in {b.path}"
             found.differences.append(

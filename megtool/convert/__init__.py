@@ -22,9 +22,12 @@ from megtool.convert.mapping import (
     Same,
     Stacked,
     Transposed,
+    Vector,
     in_mtp,
 )
 from megtool.convert.moe_rows import (
+    GGUF_EXPERTS,
+    GGUF_SHARED_EXPERT,
     HF_EXPERTS,
     HF_LATENT_ATTENTION,
     HF_SHARED_EXPERT,
@@ -56,6 +59,8 @@ from megtool.convert.settings import (
 
 __all__ = [
     "GGUF_DECODER",
+    "GGUF_EXPERTS",
+    "GGUF_SHARED_EXPERT",
     "HF_ATTENTION",
     "HF_EXPERTS",
     "HF_GATED_MLP",
@@ -94,6 +99,7 @@ __all__ = [
     "Stacked",
     "Transposed",
     "Unless",
+    "Vector",
     "Weight",
     "Window",
     "hf_mtp",

@@ -46,11 +46,12 @@ class Family:
     """One model family: names, configuration and tensors, as data.
 
     `architectures` and `model_types` are what a Hugging Face config.json calls it (the first of
-    each is written), `gguf_architectures` what a GGUF file does. `traits` are ModelConfig fields
-    true of every member. `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map
-    stored tensors to canonical ones, the last in addition to Megatron's own names; `vocabulary`
-    adds canonical tensors that no other family has. `limits` are conditions on the configuration,
-    each with what Megatron cannot run, or cannot be told by its args, where it holds.
+    each is written), `gguf_architectures` what a GGUF file does (`llama with experts`: llama.cpp
+    has one name for Llama and Mixtral). `traits` are ModelConfig fields true of every member.
+    `config` maps config.json to ModelConfig; `hf`, `gguf` and `megatron` map stored tensors to
+    canonical ones, the last in addition to Megatron's own names; `vocabulary` adds canonical
+    tensors that no other family has. `limits` are conditions on the configuration, each with what
+    Megatron cannot run, or cannot be told by its args, where it holds.
     """
 
     name: str
@@ -150,6 +151,8 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
         x if isinstance(x := metadata.get(key), str) else None
         for key in ("model_type", "general.architecture")
     )
+    if gguf == "llama" and metadata.get("llama.expert_count"):
+        gguf = "llama with experts"
     if kind in family_names():  # most files are called like their model type: import no other
         named = family(kind)
         if kind in named.model_types and set(architectures) & set(named.architectures):

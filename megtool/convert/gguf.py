@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from megtool.config import ModelConfig
 from megtool.convert.families import Family
 from megtool.errors import MappingError
 from megtool.tensors.sharded import GlobalTensor
+
+ROPE_SCALING = "megtool.rope_scaling"
+"""A key of our own: `rope_scaling` as config.json has it (JSON). GGUF's keys and factor tensors say
+what llama.cpp computes, and not all that it came of."""
 
 _TOKEN_IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -62,11 +67,29 @@ def config_from_gguf(
         "tied_embeddings": bool(tensors) and "output.weight" not in shapes,
         "rope_scaling": _scaling(metadata, f"{arch}.rope.scaling."),
     }
+    if experts := int(get("expert_count", 0)):
+        values |= {
+            "num_experts": experts,
+            "num_experts_per_token": int(get("expert_used_count")),
+            "moe_ffn_hidden_size": int(
+                get("expert_feed_forward_length", values["ffn_hidden_size"])
+            ),
+            "shared_ffn_hidden_size": int(get("expert_shared_feed_forward_length", 0)),
+            # What llama.cpp computes for each architecture; no key says it.
+            "router_pre_softmax": arch == "qwen2moe",
+        }
     ids = {to: int(metadata[key]) for key, to in _TOKEN_IDS.items() if key in metadata}
     return ModelConfig(**{**family.traits, **values}, extra=ids)
 
 
 def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    if (whole := metadata.get(ROPE_SCALING)) is not None:
+        try:
+            found = json.loads(whole)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise MappingError(f"GGUF metadata {ROPE_SCALING!r} is no JSON") from e
+        if isinstance(found, dict):
+            return found
     kind = metadata.get(prefix + "type")
     if kind is None or kind == "none":
         return None

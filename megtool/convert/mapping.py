@@ -140,6 +140,23 @@ class Transposed(Word):
 
 
 @dataclass(frozen=True, slots=True)
+class Vector(Word):
+    """A tensor of one row stored as a vector: GGUF's gate of a shared expert."""
+
+    of: WordLike
+
+    def names(self) -> tuple[str, ...]:
+        """The patterns of its word."""
+        return word(self.of).names()
+
+    def layout(self, model: Model) -> Layout:
+        """The row alone."""
+        inner = word(self.of).layout(model)
+        parts = (replace(p, dims=(0,) * len(p.dims), base=p.base[1:]) for p in inner.parts)
+        return Layout(inner.shape[1:], tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
 class Permuted(Word):
     """Rows seen as a grid of `grid` (outermost first) and stored with its axes in `order`.
 

@@ -1,4 +1,4 @@
-"""Rows that mixtures of experts and latent attention share: their names in transformers.
+"""Rows that mixtures of experts and latent attention share: in transformers, and in GGUF.
 
 Experts are stored one by one, or (by transformers 5 when asked to) fused in two tensors of all
 experts. Both are read; one by one is written, which every release loads.
@@ -6,7 +6,7 @@ experts. Both are read; one by one is written, which every release loads.
 
 from __future__ import annotations
 
-from megtool.convert.mapping import Cat, Dropped, Row, Stacked, Table, in_mtp
+from megtool.convert.mapping import Cat, Dropped, Row, Stacked, Table, Vector, in_mtp
 
 _STORED, _OURS = "model.layers.{l}.", "layers.{l}."
 _EXPERT, _SHARED = _OURS + "mlp.experts.{e}.", _OURS + "mlp.shared."
@@ -51,6 +51,27 @@ HF_LATENT_ATTENTION: Table = (
     Row(_STORED + "self_attn.kv_a_layernorm.weight", _OURS + "attn.kv_down_norm.weight"),
     Row(_STORED + "self_attn.kv_b_proj.weight", _OURS + "attn.kv_up.weight"),
     Row(_STORED + "self_attn.o_proj.weight", _OURS + "attn.o.weight"),
+)
+
+
+GGUF_EXPERTS: Table = (
+    Row("blk.{l}.ffn_gate_inp.weight", _OURS + "mlp.router.weight"),
+    *(
+        Row(
+            f"blk.{{l}}.ffn_{name}_exps.weight",
+            Stacked(f"{_EXPERT}{name}.weight", "e"),
+            when="l in moe_layers",
+        )
+        for name in ("gate", "up", "down")
+    ),
+)
+
+GGUF_SHARED_EXPERT: Table = (
+    Row("blk.{l}.ffn_gate_inp_shexp.weight", Vector(_SHARED + "router.weight")),
+    *(
+        Row(f"blk.{{l}}.ffn_{name}_shexp.weight", f"{_SHARED}{name}.weight")
+        for name in ("gate", "up", "down")
+    ),
 )
 
 

@@ -53,7 +53,8 @@ class CodedFolder:
 
     `caches` are stored scales of keys and of values by the name of the attention they belong to
     (`model.layers.0.self_attn` -> names of both tensors), and `kv_algo` what they are scales of.
-    `kept` are the linear modules that are not quantised. `form` is `modelopt`,
+    `kept` are the linear modules that are not quantised, `notes` what of the
+    source a format of ours cannot say, for people. `form` is `modelopt`,
     `compressed-tensors`, `fp8` (DeepSeek) or `mxfp4` (gpt-oss).
     """
 
@@ -63,3 +64,4 @@ class CodedFolder:
     caches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     kv_algo: str | None = None
     kept: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

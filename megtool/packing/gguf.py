@@ -1,4 +1,4 @@
-"""GGUF block formats (Q4_1, Q8_0, Q6_K, ...) to numbers, by the `gguf` package's arithmetic."""
+"""GGUF block formats (Q4_1, Q8_0, Q6_K, ...) to numbers and back, by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -29,12 +29,51 @@ def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float3
         return np.zeros((raw.shape[0], cols), np.float32)
     kind = packing.removeprefix(_PREFIX)
     try:
-        out = _package().quants.dequantize(raw, _package().GGMLQuantizationType[kind])
+        out = package().quants.dequantize(raw, package().GGMLQuantizationType[kind])
     except NotImplementedError as e:
         raise FormatError(
             f"the gguf package does not decode {kind}", hint="requantize it, to Q8_0 say"
         ) from e
     return np.ascontiguousarray(out, np.float32).reshape(raw.shape[0], cols)
+
+
+def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+    """Rows float32 `[rows, cols]` as blocks of the type `kind` (`Q8_0`): uint8 `[rows, row_bytes]`.
+
+    Raises:
+        FormatError: a value is NaN or infinite, or too large for the scales of this type; rows are
+            no whole blocks; there is no encoder.
+    """
+    want = row_bytes(_PREFIX + kind, values.shape[1])
+    if kind not in encodings():
+        raise FormatError(
+            f"the gguf package does not encode {kind}", hint=f"it does: {', '.join(encodings())}"
+        )
+    if not np.isfinite(values).all():
+        raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+    try:
+        with np.errstate(over="raise"):
+            out = package().quants.quantize(values, package().GGMLQuantizationType[kind])
+    except FloatingPointError as e:
+        raise FormatError(
+            f"elements of up to {np.abs(values).max():g} are too large for the scales of {kind}",
+            hint="write it as f32 or bf16",
+        ) from e
+    return np.ascontiguousarray(out).view(np.uint8).reshape(values.shape[0], want)
+
+
+@functools.cache
+def encodings() -> tuple[str, ...]:
+    """The types that the installed package can encode, plain ones among them."""
+    quants, kinds = package().quants, package().GGMLQuantizationType
+    found = []
+    for name, (elements, _) in _blocks().items():
+        try:
+            quants.quantize(np.ones((1, elements), np.float32), kinds[name])
+        except NotImplementedError:
+            continue
+        found.append(name)
+    return tuple(found)
 
 
 def holds_rows(packing: str) -> bool:
@@ -64,21 +103,24 @@ def block(kind: str) -> tuple[int, int]:
 @functools.cache
 def type_names() -> dict[int, str]:
     """What the numbers in a tensor's header mean: `{3: "Q4_1", ...}`."""
-    package = _package()
-    return {int(t): t.name for t in package.GGML_QUANT_SIZES}
+    known = package()
+    return {int(t): t.name for t in known.GGML_QUANT_SIZES}
 
 
 @functools.cache
 def _blocks() -> dict[str, tuple[int, int]]:
-    return {t.name: size for t, size in _package().GGML_QUANT_SIZES.items()}
+    return {t.name: size for t, size in package().GGML_QUANT_SIZES.items()}
 
 
 @functools.cache
-def _package() -> Any:
+def package() -> Any:
+    """The `gguf` package.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
     try:
         import gguf
     except ModuleNotFoundError as e:
-        raise MissingPackageError(
-            "reading GGUF needs the gguf package", hint="pip install gguf"
-        ) from e
+        raise MissingPackageError("GGUF needs the gguf package", hint="pip install gguf") from e
     return gguf

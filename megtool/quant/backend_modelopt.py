@@ -6,9 +6,7 @@ its amaxes and factors are read back as treatments before it would export them.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megtool.errors import CalibrationError, MissingPackageError, RecipeError, UsageError
+from megtool.errors import CalibrationError, RecipeError, UsageError
 from megtool.log import Progress, silent
-from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.points import Point, readers_of
+from megtool.quant.modelopt_packages import no_bars, packages, quiet
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
@@ -111,6 +110,11 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
             f"ModelOpt is not asked for {method!r}",
             hint=f"--backend megtool, or one of {known}",
         )
+    if recipe.folds:
+        raise RecipeError(
+            f"recipe {recipe.name} stores no factors of columns, and ModelOpt does",
+            hint="--backend megtool, or `fold: false`",
+        )
     out: dict[str, Any] = {"method": _METHODS[method]}
     if method == "awq" and options.get("clip"):
         out["method"] = "awq_full"
@@ -187,10 +191,10 @@ def quantised_model(
     Raises:
         MissingPackageError: ModelOpt or transformers is not installed.
     """
-    mtq, transformers = _packages()
+    mtq, transformers = packages()
     import torch
 
-    with _quiet(), _no_bars(transformers):
+    with quiet(), no_bars(transformers):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), local_files_only=True
         ).to(device)
@@ -228,39 +232,6 @@ def _inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dic
     return out
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the packages print and warn of: their progress is ours to tell."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _no_bars(transformers: Any) -> Iterator[None]:
-    logging = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _packages() -> tuple[Any, Any]:
-    try:
-        with _quiet():
-            import modelopt.torch.quantization as mtq
-            import transformers
-    except ImportError as e:
-        raise MissingPackageError(
-            f"--backend modelopt needs a package that is not here: {e}",
-            hint="pip install nvidia-modelopt[hf]",
-        ) from e
-    return mtq, transformers
-
-
 def read_settlement(
     model: Any, decisions: Sequence[Decision], points: Sequence[Point]
 ) -> Settlement:
@@ -276,6 +247,7 @@ def read_settlement(
     by_name = {d.module.name: d for d in decisions if d.format is not None}
     held = dict(model.named_modules())
     done = Settlement()
+    readers = readers_of(points, [d.module for d in decisions])
     for point in points:
         some = [by_name[m] for m in point.modules if m in by_name]
         if not some:
@@ -283,7 +255,8 @@ def read_settlement(
         if point.what == "kv_cache":
             done.caches[some[0].module.name] = _cache(some[0], _held(held, some[0], "k_bmm"))
             continue
-        _read_point(done, point, [(d, _held(held, d, "weight")) for d in some])
+        folds = bool(point.norm) and set(readers[point.norm]) <= set(point.modules)
+        _read_point(done, point, [(d, _held(held, d, "weight")) for d in some], folds=folds)
     return done
 
 
@@ -297,26 +270,41 @@ def _held(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
     return module
 
 
-def _read_point(done: Settlement, point: Point, some: Sequence[tuple[Decision, Any]]) -> None:
-    columns: Floats | None = None
-    if some[0][1].input_quantizer.pre_quant_scale is not None:
-        if len(some) > 1:
-            from modelopt.torch.export.quant_utils import preprocess_linear_fusion
-
-            with _quiet():
-                preprocess_linear_fusion([m for _, m in some], resmooth_only=True)
-        factors = _numbers(some[0][1].input_quantizer.pre_quant_scale).reshape(-1)
-        columns = np.float32(1) / factors
-        if point.norm:
+def _read_point(
+    done: Settlement, point: Point, some: Sequence[tuple[Decision, Any]], *, folds: bool
+) -> None:
+    """Take over what was found of one input. Its factors go into the norm before (`folds`) only if
+    all that the norm feeds has the same ones; else each module stores its own."""
+    alike: dict[tuple[Format | None, bool], list[tuple[Decision, Any]]] = defaultdict(list)
+    for d, m in some:
+        alike[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
+    made: list[list[Treatment]] = []
+    for (_, smoothed), members in alike.items():
+        columns = _columns([m for _, m in members]) if smoothed else None
+        into_norm = folds and len(members) == len(point.modules)
+        if columns is not None and into_norm:
             done.norms[point.norm] = columns
-    made = [_treatment(d, m, columns, stores=not point.norm) for d, m in some]
-    inputs = max(t.input_amax for t in made)
-    second = max(t.second_amax for t in made)
-    for t in made:
-        shares = packing_of(t.format).startswith("nvfp4")
-        done.treatments[t.module] = replace(
-            t, input_amax=inputs, second_amax=second if shares else t.second_amax
-        )
+        made.append([_treatment(d, m, columns, stores=not into_norm) for d, m in members])
+    if not any(smoothed for _, smoothed in alike):  # all of them multiply the same numbers
+        made = [[t for treatments in made for t in treatments]]
+    for treatments in made:
+        inputs = max(t.input_amax for t in treatments)
+        second = max(t.second_amax for t in treatments)
+        for t in treatments:
+            shares = packing_of(t.format).startswith("nvfp4")
+            done.treatments[t.module] = replace(
+                t, input_amax=inputs, second_amax=second if shares else t.second_amax
+            )
+
+
+def _columns(modules: Sequence[Any]) -> Floats:
+    """What ModelOpt divides the columns of one input by, the same for all its modules."""
+    if len(modules) > 1:
+        from modelopt.torch.export.quant_utils import preprocess_linear_fusion
+
+        with quiet():
+            preprocess_linear_fusion(modules, resmooth_only=True)
+    return np.float32(1) / _numbers(modules[0].input_quantizer.pre_quant_scale).reshape(-1)
 
 
 def _treatment(

@@ -18,6 +18,7 @@ from megtool.log import Progress, silent
 from megtool.quant.algorithms.grid import input_largest
 from megtool.quant.algorithms.joint import decide
 from megtool.quant.algorithms.method import method_of
+from megtool.quant.algorithms.stored_columns import Norm
 from megtool.quant.calibration.points import Point
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.recipes.formats import Format
@@ -27,8 +28,12 @@ from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment, packin
 
 Weights = Callable[[str], Tensor]
 
+Norms = Callable[[str], Norm]
+
 LARGEST_CACHE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
 """The amax under which the scale of a KV cache is 1."""
+
+FOLDED = "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
 
 _READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
@@ -63,7 +68,7 @@ def needs(recipe: Recipe, decision: Decision) -> Needs:
     gram = by_output or (searches and not rounds)
     sample = rounds and (searches or method.clips_inputs or (smooths and method.alpha is None))
     return Needs(
-        data=found.number.calibrates or gram or sample or smooths,
+        data=(found.number.calibrates and not found.input_amax) or gram or sample or smooths,
         gram=gram,
         sample=sample,
         sequential=method.gptq and found.number.scaling in ("group", "channel"),
@@ -78,12 +83,14 @@ def settle(
     weights: Weights,
     *,
     config: ModelConfig,
+    norms: Norms | None = None,
     progress: Progress = silent,
 ) -> Settlement:
     """Settle all modules of `points` for which `decisions` (by module) have a format.
 
     `statistics` are by the points' names. `weights` gives a canonical module's weight as float32
-    `[out, in]`, to one thread at a time; it is asked only where weights are looked at. The result
+    `[out, in]`, to one thread at a time; it is asked only where weights are looked at, as `norms`
+    is where one takes factors in (None: these are then not those of the rounded norm). The result
     depends neither on the number of threads (`torch.get_num_threads()`) nor on the order of points.
     `progress` counts points.
 
@@ -92,7 +99,7 @@ def settle(
         RecipeError: an algorithm is not known here.
     """
     listed = tuple(points)
-    norms = Counter(p.norm for p in listed if p.norm)
+    before = Counter(p.norm for p in listed if p.norm)
     work = _Work(
         statistics=statistics,
         decisions=decisions,
@@ -100,7 +107,8 @@ def settle(
         weights=weights,
         config=config,
         points=listed,
-        shared=frozenset(n for n, times in norms.items() if times > 1),
+        norms=norms,
+        shared=frozenset(n for n, times in before.items() if times > 1),
     )
     done = Settlement()
     with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
@@ -131,6 +139,7 @@ class _Work:
     weights: Weights
     config: ModelConfig
     points: tuple[Point, ...]
+    norms: Norms | None
     lock: threading.Lock = field(default_factory=threading.Lock)
     shared: frozenset[str]
 
@@ -170,6 +179,9 @@ class _Work:
         if not is_whole and method.columns != "none":
             done.notes.append(f"{point.name}: no factors of columns, as its formats differ")
             method = method.without_columns()
+        if stores and method.fold and method.columns != "none" and found.number.smooths:
+            done.notes.append(FOLDED)
+            method = method.without_columns()
         needed = [needs(self.recipe, self.decisions[m]) for m in modules]
         if seen is None and any(n.data for n in needed) and point.expert is None:
             raise CalibrationError(
@@ -183,11 +195,16 @@ class _Work:
         two_levels = packing_of(found).startswith("nvfp4") or found.algo == "W4A8_AWQ"
         looks |= method.mse or (two_levels and len(modules) > 1)
         held: dict[str, Tensor] = {}
+        norm = None
         if looks:
             with self.lock:
                 held = {m: self.weights(m) for m in modules}
-        joint = decide(held, found, method, seen, stores_columns=stores)
-        if seen is None and input_largest(found):
+                if self.norms is not None and method.columns != "none" and not stores:
+                    norm = self.norms(point.norm)
+        joint = decide(held, found, method, seen, norm=norm, stores_columns=stores)
+        if found.input_amax:
+            joint.input_amax = found.input_amax
+        elif seen is None and input_largest(found):
             joint.input_amax = self._borrowed(point)
             done.notes.append(f"{point.name} saw no token: its input scale is that of others")
         elif seen is None and any(n.data for n in needed):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from megtool.errors import (
 from megtool.quant.recipes.dialects import recipe_names
 from tests.inference import tiny_text
 from tests.quant import tiny_models
+from tests.quant.calibrated import random_moe
 
 SIZES = {
     "hidden_size": 128,
@@ -70,6 +73,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """All files, with the digests that megtool leaves beside them."""
+    return files_of(folder) | {"megtool.json": (folder / "megtool.json").read_bytes()}
+
+
 def tensors_of(folder: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
@@ -97,18 +105,52 @@ def test_every_shipped_recipe(folder: Path, tmp_path: Path, recipe: str) -> None
 
 def test_the_same_bytes_from_every_layout(folder: Path, tmp_path: Path) -> None:
     reshard(folder, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
-    for recipe in ("fp8", "int4_awq"):
+    for recipe in ("fp8", "int4_awq", "kv_fp8"):
         kept = [tmp_path / f"{recipe}-{n}.safetensors" for n in ("hf", "dist")]
         done(folder, tmp_path / f"{recipe}-hf", recipe=recipe, save_calibration=kept[0])
         done(
             tmp_path / "dist", tmp_path / f"{recipe}-dist", recipe=recipe, save_calibration=kept[1]
         )
         assert kept[0].read_bytes() == kept[1].read_bytes()
+        same = [(tmp_path / f"{recipe}-{n}" / "megtool.json").read_bytes() for n in ("hf", "dist")]
+        assert same[0] == same[1]
         hf, dist = (tensors_of(tmp_path / f"{recipe}-{n}") for n in ("hf", "dist"))
         assert hf.keys() == dist.keys()
         for name, tensor in hf.items():
             assert tensor.dtype == dist[name].dtype
             assert tensor.view(-1).view(dtype=_BYTES).equal(dist[name].view(-1).view(dtype=_BYTES))
+
+
+def test_weights_stored_as_one(tmp_path: Path) -> None:
+    """Phi-3 has queries, keys and values in one tensor, and gates and ups in another."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        original_max_position_embeddings=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="bfloat16",
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "phi")
+    report = done(tmp_path / "phi", tmp_path / "out", recipe="int8_weight_only", fsync=False)
+    assert report.proof is not None
+    assert {f.check for f in report.proof.findings} <= {"tokenizer"}
+    assert report.proof.num_errors == 0
+    assert {r.name.rpartition(".")[2] for r in report.proof.rows} == {*"qkvo", "gate", "up", "down"}
+    held = tensors_of(tmp_path / "out")
+    at = "model.layers.0.self_attn.qkv_proj"
+    assert held[f"{at}.weight"].shape == (128, 64)
+    assert held[f"{at}.weight_scale"].shape == (128,)
 
 
 def test_a_calibration_serves_again(folder: Path, fp8: Path, tmp_path: Path) -> None:
@@ -124,6 +166,8 @@ def test_a_calibration_serves_again(folder: Path, fp8: Path, tmp_path: Path) -> 
     stranger = tiny_text.save(tmp_path / "stranger", dtype="bfloat16", seed=9, **SIZES)
     with pytest.raises(CalibrationError, match="another model"):
         done(stranger, tmp_path / "wrong", recipe="fp8", calibration=[kept])
+    with pytest.raises(CalibrationError, match="another model"):
+        done(stranger, tmp_path / "wrong", recipe="mxfp8", calibration=[kept])
     assert not (tmp_path / "awq").exists()
     assert not (tmp_path / "wrong").exists()
 
@@ -211,6 +255,17 @@ def test_a_dry_run_says_what_would_be(folder: Path, tmp_path: Path) -> None:
         ({"recipe": "fp8", "data": "nowhere.txt"}, MegtoolError, "nowhere"),
         ({"recipe": "mxfp8", "calibrate_only": True}, UsageError, "needs no data"),
         ({"recipe": "fp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
+        ({"recipe": "mxfp8", "calibration": ["nowhere.safetensors"]}, MegtoolError, "nowhere"),
+        ({"recipe": "fp8", "evaluate": "nowhere.txt"}, MegtoolError, "nowhere"),
+        ({"recipe": "fp8", "evaluate": os.devnull}, UsageError, "no text to measure on"),
+        ({"recipe": "fp8", "page": "nowhere/x.html"}, DestinationError, "no folder 'nowhere'"),
+        ({"recipe": "fp8", "save_calibration": "nowhere/x"}, DestinationError, "no folder"),
+        ({"recipe": "fp8", "page": "."}, DestinationError, "a folder stands"),
+        (
+            {"recipe": "fp8", "calibrate_only": True, "evaluate": "x.txt"},
+            UsageError,
+            "quantizes nothing",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_any_work(
@@ -249,7 +304,60 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
         with pytest.raises(MegtoolError, match=r"nan|NaN") as caught:
             done(source, tmp_path / "out", recipe=recipe)
         assert "layers.2" in str(caught.value)
-        assert not (tmp_path / "out").exists()
+        assert [p.name for p in tmp_path.iterdir()] == ["hf"], "nothing that stands in the way"
+
+
+def test_what_is_kept_and_no_number_is_not_shipped(tmp_path: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    held = load_file(source / "model.safetensors")
+    held["lm_head.weight"][3, 3] = float("nan")
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    report = done(source, tmp_path / "out", recipe="fp8")
+    assert report.exit_status == 7
+    assert "kept-nan" in [f.check for f in report.proof.findings]
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"], "nothing that stands in the way"
+    shutil.rmtree(source)
+    shutil.copytree(folder, source)
+    assert done(source, tmp_path / "out", recipe="fp8").exit_status == 0
+
+
+def test_no_tokenizer_is_told_before_any_work(tmp_path: Path, folder: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source, ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "text.txt").write_text("It was the best of times. " * 9)
+    with pytest.raises(UsageError, match="tokenizer"):
+        done(
+            source,
+            tmp_path / "out",
+            recipe="fp8",
+            synthetic=True,
+            evaluate=tmp_path / "text.txt",
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "text.txt"]
+
+
+def test_a_page_may_lie_in_what_is_written(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "new" / "out"
+    kept = tmp_path / "new" / "kept"
+    done(folder, out, recipe="fp8", page=out / "report.html", save_calibration=kept)
+    assert (out / "report.html").exists()
+    assert kept.exists()
+
+
+def test_how_unseen_experts_are_settled_is_chosen_after_calibration(tmp_path: Path) -> None:
+    source = random_moe(tmp_path / "moe")
+    few = {"recipe": "fp8", "synthetic": True, "samples": 1, "length": 16}
+    kept = tmp_path / "kept"
+    done(source, kept, calibrate_only=True, **few)
+    again = {"recipe": "fp8", "calibration": [kept], "samples": None, "length": None}
+    for policy in ("share", "none"):
+        done(source, tmp_path / policy, unseen=policy, **few)
+        done(source, tmp_path / f"{policy}-again", unseen=policy, **again)
+        assert files_of(tmp_path / policy) == files_of(tmp_path / f"{policy}-again")
+    assert files_of(tmp_path / "share") != files_of(tmp_path / "none")
 
 
 def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,6 +369,87 @@ def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["quantize", str(folder), out, "--recipe", "fp8", *said]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["quantize", str(folder), out + "2", "--recipe", "fp0", *said]) == 4
+
+
+def killed_at(place: int, source: Path, out: Path, options: dict[str, Any]) -> None:
+    """Quantize, and be killed when `place` boundaries were passed; for a process of its own.
+
+    A boundary is the end of a layer, before and behind its record, and the end of the head.
+    """
+    import torch
+
+    from megtool.quant.calibration.work import Work
+
+    torch.set_num_threads(1)
+    whole, passed = Work.record, 0
+
+    def boundary() -> None:
+        nonlocal passed
+        if passed == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        passed += 1
+
+    def record(self: Work, *facts: Any) -> None:
+        boundary()
+        whole(self, *facts)
+        boundary()
+
+    Work.record = record  # type: ignore[method-assign]
+    done(source, out, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("fp8", {}),
+        ("int4_gptq", {"group_size": 64, "spill": True}),
+        ("w4a8_awq", {"group_size": 64, "resident": True}),
+        ("auto_nvfp4_fp8", {}),
+    ],
+)
+def test_killed_at_every_boundary_of_a_layer_it_ends_the_same(
+    folder: Path, tmp_path: Path, recipe: str, more: dict[str, Any]
+) -> None:
+    def options(at: str) -> dict[str, Any]:
+        kept = tmp_path / f"{at}.calibration"
+        told = {"recipe": recipe, "save_calibration": kept, "fsync": False}
+        return told | {"synthetic": True} | more
+
+    done(folder, tmp_path / "whole", **options("whole"))
+    wanted = contents_of(tmp_path / "whole")
+    num_boundaries = 2 * (SIZES["num_hidden_layers"] + 1)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "megtool.commands.quantizing.finish",
+            "megtool.quant.calibration.calibrate",
+            "megtool.quant.choosing.auto",
+            "tests.commands.test_quantize",
+        ]
+    )
+    for place in range(num_boundaries):
+        at = f"at-{place}"
+        process = context.Process(
+            target=killed_at, args=(place, folder, tmp_path / at, options(at))
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, place
+        assert (tmp_path / f".{at}.calibration").is_dir()
+        assert not (tmp_path / at).exists()
+        done(folder, tmp_path / at, **options(at))
+        assert contents_of(tmp_path / at) == wanted, place
+        kept = [tmp_path / f"{name}.calibration" for name in (at, "whole")]
+        assert kept[0].read_bytes() == kept[1].read_bytes()
+        assert not list(tmp_path.glob(f".{at}*")), "nothing of the work is left"
+        shutil.rmtree(tmp_path / at)
+    process = context.Process(
+        target=killed_at, args=(num_boundaries, folder, tmp_path / "end", options("end"))
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "those were all"
 
 
 @pytest.mark.slow

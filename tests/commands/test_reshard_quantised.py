@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "out/tokenizer.json").exists()
     reasons = {d.name: d.reason for d in report.dropped}
     assert "need none" in reasons["model.layers.0.self_attn.k_proj.k_scale"]
-    assert verify(tmp_path / "hf", tmp_path / "out").verdict == "equal"
+    verified = verify(tmp_path / "hf", tmp_path / "out")
+    # made one by one, parts of a fused projection have scales of their own, and the list is short
+    assert [d for d in verified.differences if d.kind != "metadata"] == []
+    assert {w.sqnr_db for w in verified.weights} == {math.inf}
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "int4 uneven"])

@@ -21,7 +21,8 @@ from megtool.quant.calibration.points import list_points
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
-from megtool.quant.treatment import INPUTS, PACKINGS, Settlement, Treatment, packing_of
+from megtool.quant.treatment import INPUTS, PACKINGS, Cache, Settlement, Treatment, packing_of
+from megtool.quant.writing.hf_config import SMOOTHED
 
 Tensors = dict[str, torch.Tensor]
 
@@ -139,7 +140,14 @@ def quantise(
     caches = [d for d in decisions if d.module.kind == "kv_cache" and d.format]
     for d in caches:
         for last in "kv":
-            out[f"{hf[d.module.name]}.{last}_proj.{last}_scale"] = torch.tensor(0.01)
+            scale = {"k": 3.0, "v": 5.0}[last] / 448
+            out[f"{hf[d.module.name]}.{last}_proj.{last}_scale"] = torch.tensor(scale)
+        settlement.caches[d.module.name] = Cache(
+            module=d.module.name,
+            format=d.format or Format(name="kv", kv_algo="FP8"),
+            key_amax=3.0,
+            value_amax=5.0,
+        )
     shutil.copytree(source, destination)
     save_file(
         {n: t.contiguous() for n, t in out.items()},
@@ -182,7 +190,7 @@ def _packed(out: Tensors, hf: str, treatment: Treatment, top: float) -> None:
         array = torch.from_numpy(np.array(encoded[part.role]).reshape(part.shape))
         out[f"{hf}.{names[part.role]}"] = array.view(_KINDS[part.dtype])
     if algo == "W4A8_AWQ":
-        out[f"{hf}.weight_scale_2"] = torch.tensor(top / 7 / 448)
+        out[f"{hf}.weight_scale_2"] = torch.tensor(top / 448)
     if treatment.input_amax:
         kind = INPUTS[algo].partition(":")[0]
         largest = {"fp8": 448.0, "int8": 127.0, "nvfp4": 2688.0}[kind]
@@ -214,7 +222,9 @@ def _configs(folder: Path, decisions: list[Decision], settlement: Settlement, ca
     if FORMATS[next(iter(algos))].smooths and len(algos) == 1:
         stored = any(t.stores_columns for t in settlement.treatments.values())
         said["pre_quant_scale"] = stored
-    quant = {"producer": {"name": "test"}, "quantization": said | {"exclude_modules": kept}}
+        if stored:
+            said["quant_algo"] = SMOOTHED.get(said["quant_algo"], said["quant_algo"])
+    quant = {"producer": {"name": "modelopt"}, "quantization": said | {"exclude_modules": kept}}
     (folder / "hf_quant_config.json").write_text(json.dumps(quant))
     config = json.loads((folder / "config.json").read_text())
     inline = said | {"quant_method": "modelopt", "ignore": kept}

@@ -20,7 +20,7 @@ from megtool.quant.recipes.match import Decision, match
 from megtool.quant.recipes.modules import list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.settle import needs, settle
+from megtool.quant.settle import FOLDED, needs, settle
 from megtool.quant.simulation.simulate import fake_input, fake_weight
 from megtool.quant.treatment import Settlement
 from tests.quant.algorithms import inputs
@@ -116,6 +116,40 @@ def test_a_dense_layer(name: str, llama: Path) -> None:
     worse = plainly.settled()
     for module in by:
         assert model.error(done, module) <= plainly.error(worse, module) * 1.02
+
+
+@pytest.mark.parametrize("name", ["nvfp4_awq", "int8_sq", "int4_awq"])
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_folded_factors_are_stored_nowhere(name: str, kind: str, llama: Path, moe: Path) -> None:
+    model = Model(llama if kind == "llama" else moe, name)
+    stored = {t.module for t in model.settled().treatments.values() if t.stores_columns}
+    assert {m.rpartition(".")[2] for m in stored} >= {"o", "down"}
+    algorithm = {**model.recipe.algorithm, "fold": True}
+    model.recipe = dataclasses.replace(model.recipe, algorithm=algorithm)
+    done = model.settled()
+    assert not any(t.stores_columns for t in done.treatments.values())
+    assert all(done.treatments[m].columns is None for m in stored)
+    taken = {m for m, t in done.treatments.items() if t.columns is not None}
+    assert taken == set(done.treatments) - stored
+    assert set(done.norms) == {
+        p.norm for p in model.points if p.norm and not stored.intersection(p.modules)
+    }
+    assert done.notes.count(FOLDED) == 1
+    for module in stored:
+        assert model.error(done, module) < 0.03
+
+
+def test_a_pinned_scale_of_inputs_is_not_calibrated(llama: Path) -> None:
+    model = Model(llama, "nvfp4")
+    for name, d in model.decisions.items():
+        if d.format is not None:
+            pinned = dataclasses.replace(d.format, input_amax=2688.0)
+            model.decisions = {**model.decisions, name: dataclasses.replace(d, format=pinned)}
+    assert not any(needs(model.recipe, d).data for d in model.decisions.values())
+    seen = model.settled()
+    model.seen = {}
+    for done in (seen, model.settled()):
+        assert {t.input_amax for t in done.treatments.values()} == {2688.0}
 
 
 def test_order_and_threads_do_not_matter(llama: Path) -> None:

@@ -1,6 +1,7 @@
 """Trees of plain values and inert nodes written as pickles, again without importing what they name.
 
-Protocol 2 throughout, the dialect of torch.save, so that `torch.load(weights_only=True)` reads it.
+Protocol 2 unless asked for 3, the dialect of torch.save, so that `torch.load(weights_only=True)`
+reads it.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_globa
 _BATCH = 1000
 
 
-def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None) -> bytes:
+def encode(
+    tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol: int = 2
+) -> bytes:
     """The pickle of a tree of dicts, lists, tuples, sets, scalars, bytes and inert nodes.
 
     Objects that occur twice are written once. `stand_for` is asked for the id under which each
-    reference is written, and for what is written in place of a value of any other type.
+    reference is written, and for what is written in place of a value of any other type. In
+    `protocol` 3 bytes are bytes, in 2 encoded text.
 
     Raises:
         TypeError: a value of any other type.
         ValueError: a tuple that contains itself, or a tree too deep to write.
     """
-    writer = _Writer(stand_for or _nothing_else)
+    writer = _Writer(stand_for or _nothing_else, protocol)
     try:
         writer.write(tree)
     except RecursionError as e:
         raise ValueError("the tree is too deep to pickle") from e
-    return b"\x80\x02" + b"".join(writer.out) + b"."
+    return b"\x80" + bytes((protocol,)) + b"".join(writer.out) + b"."
 
 
 def namespace(values: dict[str, Any]) -> Inert:
@@ -66,8 +70,9 @@ def _nothing_else(node: Any) -> Any:
 
 
 class _Writer:
-    def __init__(self, stand_for: Callable[[Any], Any]) -> None:
+    def __init__(self, stand_for: Callable[[Any], Any], protocol: int) -> None:
         self._stand_for = stand_for
+        self._has_bytes = protocol >= 3
         self.out: list[bytes] = []
         self._memo: dict[Any, int] = {}
         self._alive: list[Any] = []
@@ -106,6 +111,9 @@ class _Writer:
         elif isinstance(node, Persistent):
             self.write(self._stand_for(node))
             out.append(b"Q")
+            self._remember(key, node)
+        elif self._has_bytes and isinstance(node, bytes | bytearray):
+            out.append(b"B" + len(node).to_bytes(4, "little") + bytes(node))
             self._remember(key, node)
         elif isinstance(node, bytes | bytearray):
             self._global("_codecs", "encode")

@@ -248,7 +248,30 @@ def load_object(fd: int, offset: int, length: int, *, file: str | Path) -> Any:
 
     For small things: everything is read.
     """
-    archive = Archive(fd, offset, length, file=file)
+    return _tree(Archive(fd, offset, length, file=file), file)
+
+
+class _InMemory(Archive):
+    """A container that is no file."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes, *, file: str | Path) -> None:
+        self._data = data
+        super().__init__(-1, 0, len(data), file=file)
+
+    def _read(self, at: int, size: int) -> bytes:
+        if at < 0 or size < 0 or at + size > len(self._data):
+            raise self._bad(f"bytes {at}+{size} lie outside its {self.length} bytes")
+        return self._data[at : at + size]
+
+
+def load_bytes(data: bytes, *, file: str | Path) -> Any:
+    """The inert tree of a saved value that lies in memory, as `load_object` gives it."""
+    return _tree(_InMemory(data, file=file), file)
+
+
+def _tree(archive: Archive, file: str | Path) -> Any:
     tree = pickled.decode(archive.pickle_bytes(), file=file)
     for node in pickled.references(tree):
         if isinstance(node.id, tuple) and len(node.id) > 2 and node.id[0] == "storage":

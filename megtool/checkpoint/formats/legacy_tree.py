@@ -20,6 +20,7 @@ from megtool.tensors.sharded import GlobalTensor
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 MODEL_KEY = re.compile(r"model\d*")
 EXTRA_STATE = "_extra_state"
+_NUMBERED = re.compile(r"_extra_state\d+")  # of the further experts of a grouped linear layer
 
 _SMALL_IN_OPTIMIZER = frozenset({"param_groups", "grad_scaler", "step"})
 _DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
@@ -105,7 +106,8 @@ class _Walk:
 
 
 def _is_small(key: str, small: frozenset[str]) -> bool:
-    return key.rpartition(".")[2] in small
+    last = key.rpartition(".")[2]
+    return last in small or (EXTRA_STATE in small and _NUMBERED.fullmatch(last) is not None)
 
 
 def spelled(key: Any) -> str:

@@ -58,12 +58,21 @@ def fold(catalogue: Catalogue) -> Catalogue:
     of `weight_shape`, are all that is read.
 
     Raises:
-        FormatError: the method is not one of those above, a weight lacks its scale, or shapes do
-            not belong together.
+        FormatError: see `packed_weights`.
     """
     config = quantisation(catalogue.metadata)
-    if config is None:
-        return catalogue
+    return catalogue if config is None else _with(catalogue, *packed_weights(catalogue, config))
+
+
+def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[list[Folded], Stored]:
+    """Every quantised weight as the stored tensors it lies in, and which of these were used.
+
+    `config` is what `quantisation` found. Nothing is decoded.
+
+    Raises:
+        FormatError: the method is not one of those above, a weight lacks its scale or a scale its
+            weight, or shapes do not belong together.
+    """
     method = str(config.get("quant_method", "")).lower()
     finder = next((f for name, f in _METHODS if re.fullmatch(name, method)), None)
     if finder is None:
@@ -83,7 +92,11 @@ def fold(catalogue: Catalogue) -> Catalogue:
     for t in catalogue.tensors:
         if t.name not in stored.used and (folded := finder(stored, t)) is not None:
             found.append(folded)
-    return _with(catalogue, found, stored)
+    known = stored.used | {f.codes for f in found}
+    for t in catalogue.tensors:
+        if t.name not in known and not _ACTIVATIONS.search(t.name):
+            _check_alone(catalogue, t)
+    return found, stored
 
 
 def quantisation(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -234,7 +247,6 @@ def _with(catalogue: Catalogue, found: list[Folded], stored: Stored) -> Catalogu
             aside.append(SetAside(name=t.name, reason=_WHY_ASIDE, num_bytes=t.num_bytes))
             continue
         else:
-            _check_alone(catalogue, t)
             tensors.append(t)
         rows.append(row)
     e, at = catalogue.extents, np.array(rows, np.int64)

@@ -72,8 +72,22 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
             hint="leave out --iteration",
         )
     if path.name.endswith(f"{_MARK}.index.json"):
+        return fold(_open_folder(path.parent, index=path))
+    return fold(_open_folder(path)) if path.is_dir() else _open_file(path)
+
+
+def open_as_stored(path: Path) -> Catalogue:
+    """The catalogue of a folder (or of the files an index names) as it is stored: codes and scales
+    of quantised weights are tensors of their own.
+
+    Raises:
+        FormatError: see `open_checkpoint`.
+    """
+    if path.is_dir():
+        return _open_folder(path)
+    if path.name.endswith(f"{_MARK}.index.json"):
         return _open_folder(path.parent, index=path)
-    return _open_folder(path) if path.is_dir() else _open_file(path)
+    return _open_file(path)
 
 
 OPTIMIZER = "optimizer.safetensors"
@@ -119,7 +133,7 @@ def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     total = metadata.get("index", {}).get("total_size")
     if total is not None and total != out.num_bytes:
         warnings.append(f"the index says {total} bytes of tensors, the files hold {out.num_bytes}")
-    return fold(out)
+    return out
 
 
 def _catalogue(
@@ -314,7 +328,7 @@ def lay_out(
     metadata = {"format": "pt"} if header_metadata is None else dict(header_metadata)
     files, fragments, headers = [], [], []
     for row, (name, group) in enumerate(zip(names, groups, strict=True)):
-        entries = _place(group)
+        entries = place(group)
         head = encode_header(entries, metadata, name)
         end = entries[-1].end if entries else 0
         files.append(StoredFile(path=name, size=len(head) + end))
@@ -364,7 +378,8 @@ def _file_names(count: int, single_file: str | None) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _place(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
+def place(group: Sequence[GlobalTensor]) -> list[SafetensorsEntry]:
+    """Where the tensors of one file lie in its data: see `lay_out`."""
     pages = [t for t in group if t.num_bytes % ALIGNMENT == 0]
     ragged = [t for t in group if t.num_bytes % ALIGNMENT]
     at = 0

@@ -15,7 +15,8 @@ from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
-from megtool.commands.megatron.extra_states import SUFFIX, Site, site_of
+from megtool.commands.megatron.amax import States
+from megtool.commands.megatron.extra_states import SUFFIX, Site, asked_for, site_of
 from megtool.commands.megatron.from_ranks import expert_rank
 from megtool.commands.megatron.groups import Inner, read_groups
 from megtool.commands.megatron.objects import (
@@ -61,7 +62,10 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
     weights = [t for t in out.side.tensors if not is_optimizer_state(t.name)]
     _check_names(source, weights, parallel)
     carried = carried_objects(source, out.side.tensors, parallel, out.format)
-    writer = _Writer(source, config, parallel, weights, states_of(out.side), carried)
+    states = States(source, carried, request.amax)
+    states.settle(asked_for(out.side.tensors, ()))
+    writer = _Writer(source, config, parallel, weights, states_of(out.side), carried, states)
+    out.amax = states.report()
     common = common_state(
         source,
         parallel,
@@ -109,6 +113,7 @@ class _Writer:
         weights: Sequence[GlobalTensor],
         states: Mapping[str, DType],
         carried: Carried,
+        fp8: States,
     ) -> None:
         self.source, self.config, self.parallel = source, config, parallel
         self.states = states
@@ -124,9 +129,11 @@ class _Writer:
         _check_experts(config, parallel)
         joined: dict[Site, Any] = {}
         if self.run.order.grouped_experts and config.num_experts:
-            joined = join_grouped(source, carried, config.num_experts // parallel.ep)
+            each = config.num_experts // parallel.ep
+            joined = join_grouped(source, carried, each, fp8.findings)
         self.objects = values_of(source, carried)
         found = {site_of(name): value for name, value in self.objects.items()}
+        self.nothing = fp8.nothing()
         self.extra = {site: value for site, value in found.items() if site is not None} | joined
 
     def files(self, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +215,7 @@ class _Writer:
             self.pieces.append((stored, p.key, p, 0))
             state = name.rpartition(".")[0] + SUFFIX
             if state not in tree and (state in extra or state.endswith(_LINEAR)):
-                tree[state] = extra.pop(state, None)
+                tree[state] = extra.pop(state, self.nothing)
         return _ordered(tree | extra)
 
     def _small(

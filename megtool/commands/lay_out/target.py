@@ -10,6 +10,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.plan import Dropped, Fill
+from megtool.commands.megatron.amax_report import AmaxReport, AmaxWish
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import TargetSide
 from megtool.dtypes import DType
@@ -34,6 +35,7 @@ class Request:
     max_shard_bytes: int | None = None
     compress: str | None = None
     renames: Sequence[str] = ()
+    amax: AmaxWish = field(default_factory=AmaxWish)
     destination: Path = Path()
 
 
@@ -44,7 +46,8 @@ class Target:
     A destination that holds a tensor several times places it under further names in
     `side.placements`; `copies` maps each to the canonical one. `moved` and `derived` name objects
     and parts of the common state that travel as they are, or are written anew. `finish(stage,
-    threads)` is what is to be done to the staged files once all bytes are in them.
+    threads)` is what is to be done to the staged files once all bytes are in them. `amax` is what
+    became of FP8's delayed scaling state, where there is any.
     """
 
     format: str
@@ -60,6 +63,7 @@ class Target:
     is_file: bool = False
     sidecar_folder: str = ""
     finish: Callable[[Stage, int], None] | None = None
+    amax: AmaxReport | None = None
 
     def account(
         self, moved: Iterable[str], derived: Iterable[str], dropped: Iterable[Dropped]

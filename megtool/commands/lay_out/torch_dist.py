@@ -12,7 +12,9 @@ from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
+from megtool.commands.megatron.amax import States
 from megtool.commands.megatron.bridge_files import at_layout, bridge_files
+from megtool.commands.megatron.extra_states import asked_for
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
 from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.objects import carried_objects, written_objects
@@ -64,7 +66,13 @@ def _lay_out(
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried = carried_objects(source, tensors, parallel, out.format)
-    objects: dict[str, Any] = written_objects(source, carried, tensors, megatron=megatron) | more
+    states = States(source, carried, request.amax)
+    if megatron:
+        states.settle(asked_for(tensors, ()))
+        out.amax = states.report()
+    objects: dict[str, Any] = more | written_objects(
+        source, carried, tensors, megatron=megatron, nothing=states.nothing()
+    )
     iteration = saved_iteration(source.catalogue)
     common = None
     if megatron:

@@ -14,7 +14,8 @@ from itertools import product
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickled import Inert, as_bytes, references
+from megtool.checkpoint.containers.extra_state import is_empty
+from megtool.checkpoint.containers.pickled import Inert, references
 from megtool.commands.megatron.facts import object_value
 from megtool.convert.megatron import split_state
 from megtool.tensors.sharded import GlobalTensor
@@ -27,7 +28,7 @@ _STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)")
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
 _EXPERTS = ".experts.experts."
 _SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
-_EMPTY_BYTES = 2048
+_EMPTY_BYTES = 4096
 _SITES = (
     "linear_qkv",
     "linear_q",  # of attention to an encoder
@@ -179,13 +180,10 @@ def is_empty_state(catalogue: Catalogue, name: str) -> bool:
 
 
 def holds_nothing(value: Any) -> bool:
-    """An extra state as Megatron saves it is None, or bytes (a tensor, a buffer) of which none."""
-    if value is None:
+    """An extra state is None, or bytes (a tensor, a buffer) of which none, or a None in bytes."""
+    if value is None or is_empty(value):
         return True
     if isinstance(value, bytes):
         return not value
-    if isinstance(value, Inert) and value.name in ("io.BytesIO", "_io.BytesIO"):
-        parts = [*value.args, *(value.state if isinstance(value.state, tuple) else ())]
-        return not any(map(as_bytes, parts))
     is_tensor = isinstance(value, Inert) and value.name.startswith("torch._utils._rebuild")
     return is_tensor and not any(p.data for p in references(value))

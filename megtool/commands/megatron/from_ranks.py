@@ -15,6 +15,7 @@ from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import check_copies
 from megtool.commands.megatron.rank_names import to_global
 from megtool.commands.megatron.rank_objects import rank_objects
+from megtool.commands.megatron.rank_states import remember
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.ranks import EMBEDDING, OUTPUT, Parameter, boxes_of_rank
 from megtool.convert.sharding import Glu, rule_of
@@ -64,8 +65,12 @@ def from_ranks(
         FormatError: ranks that do not fit the layout or disagree, or an optimizer of another model.
     """
     held = dict(_parameters(catalogue, config, parallel))
-    small = rank_objects(catalogue, ranks_of(catalogue, parallel), config, parallel)
-    catalogue = replace(catalogue, objects=catalogue.objects | small)
+    small, merged = rank_objects(catalogue, ranks_of(catalogue, parallel), config, parallel)
+    catalogue = replace(
+        catalogue,
+        objects=catalogue.objects | small,
+        metadata=remember(catalogue.metadata, merged),
+    )
     collected = Collected()
     for found in held.values():
         for one in found:

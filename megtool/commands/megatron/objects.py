@@ -13,6 +13,7 @@ from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.containers.zipped import load_object
 from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.plan import Dropped
+from megtool.commands.megatron.amax_report import AmaxFinding
 from megtool.commands.megatron.extra_states import (
     EMPTY,
     Site,
@@ -168,18 +169,23 @@ def _rank_obstacle(held: Catalogue, want: ParallelConfig) -> str | None:
 
 
 def written_objects(
-    source: Opened, carried: Carried, tensors: Sequence[GlobalTensor], *, megatron: bool
+    source: Opened,
+    carried: Carried,
+    tensors: Sequence[GlobalTensor],
+    *,
+    megatron: bool,
+    nothing: Any = None,
 ) -> dict[str, Any]:
     """The objects of a `torch_dist` checkpoint (or, unless `megatron`, a plain one), as bytes.
 
-    Extra states that Megatron may ask for and the source lacks are None, unless the source is a
-    checkpoint of the same kind that has some: its own run did not ask for more.
+    Extra states that Megatron may ask for and the source lacks are `nothing`, unless the source is
+    a checkpoint of the same kind that has some: its own run did not ask for more.
     """
     held = source.catalogue
     out: dict[str, Any] = {n: item_of(held, o) for n, o in carried.kept.items()}
     has_own = held.format == "torch_dist" and any(map(is_extra_state, held.objects))
     if megatron and not has_own:
-        out |= asked_for(tensors, out)
+        out |= dict.fromkeys(asked_for(tensors, out), nothing)
     return out
 
 
@@ -200,11 +206,14 @@ def values_of(source: Opened, carried: Carried) -> dict[str, Any]:
     return {n: object_value(source.catalogue, o) for n, o in carried.kept.items()}
 
 
-def join_grouped(source: Opened, carried: Carried, experts: int) -> dict[Site, Any]:
+def join_grouped(
+    source: Opened, carried: Carried, experts: int, findings: list[AmaxFinding]
+) -> dict[Site, Any]:
     """The states of experts that share one module, `experts` of them, each as that of the first.
 
     Transformer Engine keeps one state for all of them together. They are taken out of what is
-    carried; those that hold nothing need no place, and those that do not fit together are dropped.
+    carried; those that hold nothing need no place, or have seen nothing where others have, which
+    is added to `findings`, and those that do not fit together are dropped.
     """
     if experts == 1:
         return {}
@@ -215,11 +224,13 @@ def join_grouped(source: Opened, carried: Carried, experts: int) -> dict[Site, A
             found.setdefault(Site(site.module, first), []).append(name)
     out: dict[Site, Any] = {}
     for site, names in found.items():
-        held = [carried.kept.pop(name) for name in sorted(names, key=_expert)]
-        values = [object_value(source.catalogue, o) for o in held]
-        gone = {o.name for o in held}
+        held = {_expert(name) - (site.expert or 0): carried.kept.pop(name) for name in names}
+        values = [
+            object_value(source.catalogue, held[k]) if k in held else None for k in range(experts)
+        ]
+        gone = {o.name for o in held.values()}
         carried.moved = [name for name in carried.moved if name not in gone]
-        joined = _joined(values) if len(values) == experts else None
+        joined = _joined(values)
         if all(map(holds_nothing, values)):
             for name in sorted(gone):
                 carried.drop(name, EMPTY, is_lost=False)
@@ -229,6 +240,9 @@ def join_grouped(source: Opened, carried: Carried, experts: int) -> dict[Site, A
         else:
             out[site] = joined
             carried.derived += sorted(gone)
+            if few := [k for k, v in enumerate(values) if holds_nothing(v)]:
+                text = f"of expert {few[0] + (site.expert or 0)}, though others have one"
+                findings.append(AmaxFinding(module=site.module, kind="missing", text=text))
     return out
 
 
@@ -239,6 +253,8 @@ def _expert(name: str) -> int:
 
 def _joined(values: Sequence[Any]) -> Any:
     """One extra state of several modules', in the order of their experts; None if there is none."""
-    states = [state for state in map(decode, values) if state is not None]
-    whole = join(states) if len(states) == len(values) else None
+    states = [None if holds_nothing(v) else decode(v) for v in values]
+    if any(s is None and not holds_nothing(v) for s, v in zip(states, values, strict=True)):
+        return None
+    whole = join(states)
     return None if whole is None else to_tree(whole)

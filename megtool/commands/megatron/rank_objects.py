@@ -1,21 +1,20 @@
 """Rank objects: small state inside legacy rank files, as the objects other formats have, and back.
 
 Extra states are entries of each rank's model, by the names of its own modules; random state and
-ModelOpt's are entries of each rank's file. Tensor ranks hold equal extra states.
+ModelOpt's are entries of each rank's file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.containers.extra_state import decode, split, to_tree
 from megtool.checkpoint.formats.legacy_tree import MODEL_KEY, entries
-from megtool.commands.megatron.extra_states import SUFFIX, Site, Spelling, holds_nothing
+from megtool.commands.megatron.extra_states import Site, Spelling
 from megtool.commands.megatron.random_state import RNG, rng_name
-from megtool.commands.megatron.rank_names import to_global
+from megtool.commands.megatron.rank_states import Merged, RankStates
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.parallel.pipeline import Pipeline
 
@@ -28,7 +27,6 @@ _OLD_RNG = (
     "cuda_rng_state",
     "rng_tracker_states",
 )
-_TOGETHER = re.compile(r"(?:decoder|encoder)\.layers\.\d+\.mlp\.experts\.linear_fc[12]")
 
 
 class Rank(Protocol):
@@ -52,14 +50,16 @@ def rank_objects(
     ranks: Mapping[str, Rank],
     config: ModelConfig,
     parallel: ParallelConfig,
-) -> dict[str, StoredObject]:
+) -> tuple[dict[str, StoredObject], Merged]:
     """The objects that the files of `ranks` (by folder) hold, at the layout they were saved at.
 
-    Extra states that are None, as of layers that have none, are left out.
+    Extra states that are None, as of layers that have none, are left out. Those of one module in
+    several files are merged; the second value says how.
     """
     found: dict[str, Any] = {}
+    states = RankStates()
     trees = catalogue.metadata.get("rank_trees")
-    spelling = Spelling(0, config.num_experts, frozenset())
+    each = config.num_experts // parallel.ep
     for folder, rank in ranks.items():
         top = entries(trees[folder]) if isinstance(trees, dict) and folder in trees else None
         held = {k: v for k, v in top or () if isinstance(k, str)}
@@ -68,18 +68,22 @@ def rank_objects(
         for key, value in held.items():
             if MODELOPT.fullmatch(key):
                 found[f"{folder}/{key}"] = value
-            elif MODEL_KEY.fullmatch(key) and rank.tp == 0:
+            elif MODEL_KEY.fullmatch(key):
                 chunk = int(key.removeprefix("model") or 0)
                 layers = Pipeline.of(parallel).layers_of(config.num_layers, rank.pp, chunk)
-                each = config.num_experts // parallel.ep
-                for site, state in _extra_states(value, layers.start, rank.ep * each, each):
-                    name = (
-                        spelling.name(site)
-                        if isinstance(site, Site)
-                        else f"{folder}/{key}/{site}{SUFFIX}"
-                    )
-                    found.setdefault(name, state)
-    return {n: StoredObject(name=n, kind="object", value=v) for n, v in found.items()}
+                states.add(
+                    value,
+                    f"{folder}/{key}",
+                    first_layer=layers.start,
+                    first_expert=rank.ep * each,
+                    experts=each,
+                )
+    spelling = Spelling(0, config.num_experts, frozenset())
+    values = states.values()
+    for site, value in values.items():
+        found[spelling.name(site) if isinstance(site, Site) else site] = value
+    objects = {n: StoredObject(name=n, kind="object", value=v) for n, v in found.items()}
+    return objects, states.merged(values)
 
 
 def _random_state(held: Mapping[str, Any]) -> Any:
@@ -88,37 +92,6 @@ def _random_state(held: Mapping[str, Any]) -> Any:
         return held[RNG]
     parts = {k: held[k] for k in _OLD_RNG if k in held}
     return [parts] if parts else None
-
-
-def _extra_states(
-    model: Any, first_layer: int, first_expert: int, experts: int
-) -> Iterator[tuple[Site | str, Any]]:
-    """A chunk's extra states that are not None; by their own name where they are of several."""
-    for key, value in entries(model) or ():
-        if not isinstance(key, str) or not key.endswith(SUFFIX) or value is None:
-            continue
-        own = key.removesuffix(SUFFIX)
-        known = to_global(own, first_layer=first_layer, first_expert=first_expert)
-        if not _TOGETHER.fullmatch(known.key):
-            yield Site(known.key, known.expert), value
-        elif experts == 1:
-            yield Site(known.key.replace(".experts.", ".experts.experts."), first_expert), value
-        elif not holds_nothing(value):
-            yield from _taken_apart(own, known.key, value, first_expert, experts)
-
-
-def _taken_apart(
-    own: str, module: str, value: Any, first_expert: int, experts: int
-) -> Iterator[tuple[Site | str, Any]]:
-    """The states of experts that share a module; the module's own where it is not of scales."""
-    state = decode(value)
-    parts = split(state, experts) if state is not None else None
-    if parts is None:
-        yield own, value
-        return
-    for k, part in enumerate(parts):
-        site = Site(module.replace(".experts.", ".experts.experts."), first_expert + k)
-        yield site, to_tree(part)
 
 
 def of_chunk(

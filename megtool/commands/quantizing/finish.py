@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from megtool import __version__
 from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.evaluate import read_texts
 from megtool.commands.job import peak_rss_bytes
 from megtool.commands.quantizing.page import page
 from megtool.commands.quantizing.report import (
@@ -33,9 +32,10 @@ from megtool.commands.quantizing.rows import (
     kv_format,
 )
 from megtool.commands.quantizing.samples import Samples
-from megtool.commands.quantizing.write import write
+from megtool.commands.quantizing.write import Unproved, write
 from megtool.commands.running import Source, load_forward, on_ranks, open_runnable
-from megtool.errors import MegtoolError, StorageError
+from megtool.commands.target import Request, make_target
+from megtool.errors import StorageError
 from megtool.log import Progress
 from megtool.quant.proofs.proof import Proof, prove
 
@@ -45,16 +45,6 @@ if TYPE_CHECKING:
     from megtool.quant.choosing.auto import Choice
 
 _WINDOW = 2048
-
-
-class Unproved(MegtoolError):
-    """What was staged is not what it should be; `proof` says what."""
-
-    exit_status = 7
-
-    def __init__(self, proof: Proof) -> None:
-        super().__init__("the written files do not hold what they should")
-        self.proof = proof
 
 
 def finish(
@@ -70,7 +60,7 @@ def finish(
     Raises:
         MegtoolError: see `write`.
     """
-    opened, decided = job.decided.opened, job.decided
+    opened = job.decided.opened
     proofs: list[Proof] = []
     proving = 0.0
 
@@ -83,14 +73,14 @@ def finish(
                 tree,
                 job.decisions,
                 found.settlement,
-                method=decided.recipe.method,
+                small=make_target(opened, Request(to="hf")).destination.small,
                 threads=usual_threads(job.manner.threads),
                 progress=progress,
             )
         )
         proving = time.monotonic() - began
         if proofs[-1].num_errors:
-            raise Unproved(proofs[-1])
+            raise Unproved("the written files do not hold what they should")
 
     began = time.monotonic()
     notes = list(found.settlement.notes)
@@ -256,9 +246,7 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
 
     source = job.runnable
     written = open_runnable(Source(path=job.destination))
-    texts = read_texts(
-        data, source.tokenizer(job.calibrating.tokenizer), max_tokens=job.writing.evaluate_tokens
-    )
+    texts = job.evaluation
     window = min(_WINDOW, source.config.max_positions)
     total = sum(max(len(t.tokens) - 1, 0) for t in texts)
     manner = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING
 from megtool.commands.decided import Decided
 from megtool.commands.quantizing.samples import Samples, Wanted
 from megtool.commands.running import Manner, Runnable, runnable_of
-from megtool.errors import DestinationError
+from megtool.errors import DestinationError, UsageError
 from megtool.quant.calibration.points import Point, list_points
 from megtool.quant.recipes.match import Decision
 
 if TYPE_CHECKING:
     from megtool.commands.quantizing.plan import QuantizePlan
     from megtool.inference.weights import Source
+    from megtool.inference.windows import Document
     from megtool.quant.calibration.fingerprint import Fingerprint
 
 _LOG = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class Calibrating:
 
     wanted: Wanted
     tokenizer: str | Path | None
-    unseen: str
+    unseen: str | None
     route_all: bool
     resident: bool
     spill: bool
@@ -122,6 +124,30 @@ class Job:
             seed=self.calibrating.wanted.seed or 0,
         )
 
+    @cached_property
+    def evaluation(self) -> list[Document]:
+        """What both models are measured on; empty where that is not asked for."""
+        from megtool.commands.evaluate import read_texts
+
+        data, spoken = self.writing.evaluate, self.calibrating.tokenizer
+        if data is None:
+            return []
+        most = self.writing.evaluate_tokens
+        return read_texts(data, self.runnable.tokenizer(spoken), max_tokens=most)
+
+    def check_evaluation(self) -> None:
+        """Read what is to be measured on, before any work.
+
+        Raises:
+            UsageError: there is no text in it, or no tokenizer.
+            MegtoolError: it cannot be read.
+        """
+        data = self.writing.evaluate
+        if data is not None and not any(len(t.tokens) > 1 for t in self.evaluation):
+            raise UsageError(
+                f"{data} holds no text to measure on", hint="--evaluate FILE: at least two tokens"
+            )
+
     def check_storable(self) -> None:
         """Refuse before any work what cannot be stored as the recipe says.
 
@@ -150,7 +176,8 @@ class Job:
         """Refuse a destination that must not be written, before any work.
 
         Raises:
-            DestinationError: it exists, is inside the source, or cannot be written.
+            DestinationError: it exists, is inside the source, or cannot be written; or one of the
+                other files that are asked for cannot be.
         """
         from megtool.checkpoint.commit import Stage
         from megtool.checkpoint.storage.files import Files
@@ -164,6 +191,24 @@ class Job:
             is_file=self.calibrating.only,
             sources=[opened.path, opened.catalogue.root],
         ).check()
-        for path in (self.calibrating.keep, self.writing.page):
-            if path is not None and path.is_dir():
-                raise DestinationError("a folder stands where a file is to be written", file=path)
+        beside = self.destination.parent  # which is made where it is missing
+        _check_file(self.calibrating.keep, beside)
+        _check_file(self.writing.page, beside, self.destination)
+
+
+def _check_file(path: Path | None, *made: Path) -> None:
+    """Refuse a file that cannot be written; folders `made` may be missing yet."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise DestinationError("a folder stands where a file is to be written", file=path)
+    if not path.parent.is_dir():
+        if path.parent.resolve() in {p.resolve() for p in made}:
+            return
+        raise DestinationError(
+            f"there is no folder {str(path.parent)!r} to write it to",
+            file=path,
+            hint="make the folder first, or name another file",
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DestinationError("it cannot be written", file=path, hint="name another file")

@@ -91,7 +91,8 @@ def stored_modules(
         name = f"{d.module.name}.weight"
         to = target.side.placements[name]
         tensor = tensors[to.stored]
-        _check_place(d, to, tensor)
+        if why := misplaced(d, to, tensor):
+            raise _refusal([(d, tensor, why)], is_all=False)
         weight = Weight(
             placement=opened.side.placements[opened.repeats.get(name, name)],
             shape=(d.module.shape[0], d.module.shape[1]),
@@ -112,8 +113,49 @@ def stored_modules(
     return [out[t.name] for t in target.side.tensors if t.name in out]
 
 
-def _check_place(d: Decision, to: Placement, tensor: GlobalTensor) -> None:
-    """The rows of a weight are consecutive whole rows of the stored tensor."""
+def check_places(decisions: Sequence[Decision], target: Target) -> None:
+    """Refuse weights that lie otherwise than as consecutive whole rows of a stored tensor.
+
+    Raises:
+        MappingError: with all of them, and whether any of the family's could be quantised.
+    """
+    tensors = {t.name: t for t in target.side.tensors}
+    taken = [d for d in decisions if d.format is not None and d.format.algo]
+    wrong = []
+    for d in taken:
+        to = target.side.placements[f"{d.module.name}.weight"]
+        if why := misplaced(d, to, tensors[to.stored]):
+            wrong.append((d, tensors[to.stored], why))
+    if wrong:
+        raise _refusal(wrong, is_all=len(wrong) == len(taken))
+
+
+def _refusal(
+    wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
+) -> MappingError:
+    """All weights that cannot be stored as codes, by the names they have in every layer."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for d, _, why in wrong:
+        name = ".".join("*" if p.isdecimal() else p for p in d.module.name.split("."))
+        if name not in alike[why]:
+            alike[why].append(name)
+    first, tensor, _ = wrong[0]
+    label = first.format.label if first.format else ""
+    told = "; ".join(f"{', '.join(names)} {why}" for why, names in alike.items())
+    globs = ", ".join(name for names in alike.values() for name in names)
+    hint = f"keep them by a rule before the others: - {{match: {{glob: [{globs}]}}, format: keep}}"
+    if is_all:
+        hint = "no weight of this family can be written so: nothing is left to quantise"
+    return MappingError(
+        f"{len(wrong):,} weights are to be quantised ({first.module.name} to {label}), and a "
+        f"Hugging Face folder of this family stores them so that no engine loads codes: {told}",
+        tensor=tensor.name,
+        hint=hint,
+    )
+
+
+def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
+    """How a weight lies, if not as consecutive whole rows of the stored tensor; else empty."""
     why = ""
     if len(tensor.shape) != 2:
         why = "stacked with others"
@@ -128,14 +170,7 @@ def _check_place(d: Decision, to: Placement, tensor: GlobalTensor) -> None:
         if not plain or to.base[1] or d.module.shape[1] != tensor.shape[1]:
             across = any(k == 0 and n > 1 for n, k in zip(to.shape[-1:], to.dims[-1:], strict=True))
             why = "transposed" if across else "interleaved with others"
-    if why:
-        raise MappingError(
-            f"{d.module.name} is to be {d.format.label if d.format else ''}, and a Hugging Face "
-            f"folder of this family stores it {why}",
-            tensor=tensor.name,
-            hint=f"keep it by a rule before the others: - {{match: {{glob: {d.module.name}}}, "
-            "format: keep}",
-        )
+    return why
 
 
 def _check_together(stored: StoredModule, held: Sequence[str]) -> None:

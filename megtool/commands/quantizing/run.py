@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from megtool.commands.quantizing.samples import Samples
 from megtool.commands.running import on_ranks
-from megtool.errors import UsageError
+from megtool.errors import (
+    CalibrationError,
+    DestinationError,
+    FormatError,
+    MappingError,
+    RecipeError,
+    UsageError,
+)
 from megtool.log import Progress
 
 if TYPE_CHECKING:
@@ -25,9 +33,32 @@ from megtool.commands.quantizing.settling import settled
 def carry_out(job: Job, samples: Samples | None, progress: Progress) -> QuantizeReport:
     """Calibrate if need be, write, prove and measure.
 
+    What is kept for another run goes when all is done, and when this run, which began it, was ended
+    by what would end the same command again: of another one it would only be in the way.
+
     Raises:
         MegtoolError: see `quantize`.
     """
+    is_new = not job.work.exists()
+    try:
+        report = _carried_out(job, samples, progress)
+    except DestinationError:  # its place may be made free
+        raise
+    except (CalibrationError, UsageError, RecipeError, MappingError, FormatError):
+        if is_new:
+            _remove_work(job)
+        raise
+    _remove_work(job)
+    return report
+
+
+def _remove_work(job: Job) -> None:
+    """Remove what is kept between runs, unless its folder was named; the first process does."""
+    if job.calibrating.work is None and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(job.work, ignore_errors=True)
+
+
+def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> QuantizeReport:
     from megtool.commands.quantizing.finish import artefact_report, finish
     from megtool.commands.quantizing.report import QuantizeReport
 
@@ -45,14 +76,9 @@ def carry_out(job: Job, samples: Samples | None, progress: Progress) -> Quantize
             found.artefact.save(job.destination)
         if job.calibrating.keep is not None:
             found.artefact.save(job.calibrating.keep)
-    report = (
-        artefact_report(job, found, samples, seconds)
-        if job.calibrating.only
-        else finish(job, found, samples, auto, seconds, progress)
-    )
-    if job.calibrating.work is None:
-        shutil.rmtree(job.work, ignore_errors=True)
-    return report
+    if job.calibrating.only:
+        return artefact_report(job, found, samples, seconds)
+    return finish(job, found, samples, auto, seconds, progress)
 
 
 def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:

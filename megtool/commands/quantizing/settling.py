@@ -79,13 +79,21 @@ def _weights(job: Job) -> Iterator[Any]:
 
 def _from_files(job: Job) -> Settled:
     """What calibration files say, settled anew where this recipe is another one."""
-    from megtool.quant.calibration.artefact import Artefact, check_fits, merged
+    from megtool.quant.calibration.artefact import check_fits
     from megtool.quant.calibration.calibrate import settled_anew
 
-    artefact = merged([Artefact.load(path) for path in job.calibrating.given])
+    c, artefact = job.calibrating, _given(job)
     fingerprint = job.fingerprint(None)
     recipe, decisions = job.decided.recipe, job.decisions
-    if not check_fits(artefact, fingerprint, recipe, decisions, job.points):
+    if not check_fits(
+        artefact,
+        fingerprint,
+        recipe,
+        decisions,
+        job.points,
+        policy=c.unseen,
+        route_all=c.route_all,
+    ):
         artefact = settled_anew(
             artefact,
             job.source(),
@@ -93,9 +101,28 @@ def _from_files(job: Job) -> Settled:
             recipe,
             job.points,
             fingerprint=fingerprint,
-            policy=job.calibrating.unseen,
+            policy=c.unseen,
         )
     return Settled(settlement=artefact.settlement, artefact=artefact)
+
+
+def _given(job: Job) -> Artefact:
+    """The calibration files that were named, added up."""
+    from megtool.quant.calibration.artefact import Artefact, merged
+
+    return merged([Artefact.load(path) for path in job.calibrating.given])
+
+
+def check_given(job: Job) -> None:
+    """Refuse calibration files that are none, or of another model, whoever needs them.
+
+    Raises:
+        CalibrationError: they are; says which.
+    """
+    from megtool.quant.calibration.artefact import check_model
+
+    if job.calibrating.given:
+        check_model(_given(job), job.fingerprint(None))
 
 
 def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
@@ -118,7 +145,7 @@ def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settle
             dtype=job.manner.dtype or "float32",
             device=groups.device,
             resident=c.resident,
-            policy=c.unseen,
+            policy=c.unseen or "share",
             route_all=c.route_all,
             work=job.work,
             fingerprint=job.fingerprint(samples),

@@ -31,6 +31,7 @@ from megtool.commands.quantizing.layout import (
     Piece,
     StoredModule,
     cache_scales,
+    check_places,
     config_of,
     feeds_of_module,
     folded_norms,
@@ -39,6 +40,7 @@ from megtool.commands.quantizing.layout import (
     treatments_of,
 )
 from megtool.commands.target import Request, Target, make_target
+from megtool.errors import MegtoolError
 from megtool.log import Progress, silent
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
@@ -75,12 +77,18 @@ class WriteReport:
     warnings: tuple[str, ...] = ()
 
 
+class Unproved(MegtoolError):
+    """What was staged is not what it should be, and would not be another time: it is removed."""
+
+    exit_status = 7
+
+
 def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
     """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
 
     Raises:
-        MappingError: a weight is stored transposed, interleaved with others or stacked with them,
-            or weights in one tensor are to have different formats.
+        MappingError: weights are stored transposed, interleaved with others or stacked with them,
+            all of them told at once; or weights in one tensor are to have different formats.
         UsageError: groups do not divide a weight, or rows cannot be paired.
     """
     plain = {
@@ -89,6 +97,7 @@ def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
         if d.format is not None and d.format.algo
     }
     target = make_target(opened, Request(to="hf"))
+    check_places(decisions, target)
     for stored in stored_modules(opened, decisions, plain, target):
         tensors_of(stored, checked=False)
 
@@ -105,7 +114,7 @@ def write(
     overwrite: bool = False,
     dry_run: bool = False,
     fsync: bool = True,
-    digest: DigestMode = DigestMode.BUFFERED,
+    digest: DigestMode = DigestMode.ALL,
     files: Files | None = None,
     before_commit: Callable[[Path], None] | None = None,
     progress: Progress = silent,
@@ -115,7 +124,9 @@ def write(
     Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
     files are not touched. Where a format needs the largest magnitude of whole weights, these are
     read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
-    result before it takes its name; what it raises is raised, and nothing is at `destination`.
+    result before it takes its name; what it raises is raised, and nothing is at `destination`: on
+    `Unproved` nothing of it is kept for another run either. All that is kept is digested, so that
+    the same files come of every layout.
 
     Raises:
         MappingError, UsageError: see `check_storable`; before any work.
@@ -208,7 +219,11 @@ def _write(
         if sidecar.tensors:
             stage.write(SIDECAR, write_sidecar(sidecar))
         if before_commit is not None:
-            before_commit(stage.tree)
+            try:
+                before_commit(stage.tree)
+            except Unproved:
+                stage.discard()
+                raise
         stage.commit(fsync=fsync, threads=threads)
     return copied
 

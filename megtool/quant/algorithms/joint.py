@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from megtool.quant.algorithms import awq, clip, gptq, smooth
 from megtool.quant.algorithms.grid import Grid, grid_of, input_largest
 from megtool.quant.algorithms.method import Method
+from megtool.quant.algorithms.stored_columns import Norm, folded, inverses_stored
 from megtool.quant.calibration.observers import amax_of
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.recipes.formats import Format
@@ -39,18 +41,20 @@ def decide(
     method: Method,
     seen: Statistics | None,
     *,
-    stores_columns: bool,
+    norm: Norm | None = None,
+    stores_columns: bool = False,
 ) -> Joint:
     """Decide about `weights` (float32 `[out, in]`, by module), all to be in `format`.
 
-    `seen` is of their input (None: nothing is known). With `stores_columns`, factors are such that
-    their inverses are bfloat16 numbers, as they are stored.
+    `seen` is of their input (None: nothing is known). Factors of columns are such as can be stored:
+    with `stores_columns` in a vector of inverses, else in `norm` (None: as they were found).
     """
     grid = grid_of(format)
     known = seen if seen is not None and seen.num_tokens else None
     columns, input_amax = None, 0.0
     if known is not None:
-        columns, input_amax = _columns(weights, format, grid, method, known, stores_columns)
+        stored = partial(_stored, norm=norm, stores_columns=stores_columns)
+        columns, input_amax = _columns(weights, format, grid, method, known, stored)
     out = Joint(input_amax=input_amax)
     if columns is not None:
         out.columns = columns.numpy()
@@ -76,9 +80,9 @@ def _columns(
     grid: Grid,
     method: Method,
     seen: Statistics,
-    stores_columns: bool,
+    stored: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, float]:
-    """Factors of columns, and the amax of inputs that are divided by them."""
+    """Factors of columns, as they are stored, and the amax of inputs that are divided by them."""
     all_OI = list(weights.values())
     amax_I = torch.from_numpy(seen.amax)
     columns = None
@@ -101,8 +105,8 @@ def _columns(
         elif seen.gram is not None:
             gram_II = torch.from_numpy(seen.gram) / seen.num_tokens
             columns = awq.searched(all_OI, gram_II, grid, tried)
-    if columns is not None and stores_columns:
-        columns = 1 / (1 / columns).bfloat16().float()
+    if columns is not None:
+        columns = stored(columns)
     if not input_largest(format):
         return columns, 0.0
     if trial is not None and len(clips) > 1:
@@ -116,6 +120,12 @@ def _columns(
         kind=INPUTS[format.algo],
         columns=None if columns is None else columns.numpy(),
     )
+
+
+def _stored(columns: Tensor, *, norm: Norm | None, stores_columns: bool) -> Tensor:
+    if stores_columns:
+        return inverses_stored(columns)
+    return columns if norm is None else folded(columns, norm)
 
 
 def _root_mean_square(seen: Statistics) -> Tensor:

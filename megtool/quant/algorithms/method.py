@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megtool.errors import RecipeError
+from megtool.quant.recipes.algorithm import METHODS
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.modules import nearest
-from megtool.quant.recipes.recipe import METHODS, Recipe
+from megtool.quant.recipes.recipe import Recipe
 
 Inputs = Literal["max", "percentile", "mse", "entropy"]
 Columns = Literal["none", "smooth", "search"]
@@ -25,8 +26,9 @@ class Method:
     and of inputs, by the error of outputs. `mse` searches it by the weight alone. `gptq`: the
     rounding of each column is made up for by later ones; `damping`, `shrinkage` (see `gptq.damped`)
     and `descending` are its options, and `refinements` is how often scales and codes are then
-    improved by turns. `inputs` says how else the scale of inputs is found (`percentile` of it).
-    `exact` does as ModelOpt does, and no better.
+    improved by turns. `fold`: columns have factors only where a norm before takes them in. `inputs`
+    says how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does,
+    and no better.
     """
 
     columns: Columns = "none"
@@ -39,6 +41,7 @@ class Method:
     shrinkage: float = 0.0
     descending: bool = True
     refinements: int = 2
+    fold: bool = False
     inputs: Inputs = "max"
     percentile: float = 99.99
     exact: bool = False
@@ -75,6 +78,8 @@ _FOREIGN: Mapping[str, Mapping[str, Any]] = {
 }
 """ModelOpt's names, with its defaults."""
 
+_RENAMED = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
+
 
 def method_of(recipe: Recipe, format: Format | None) -> Method:
     """What is searched for a weight in `format`, by its own algorithm or else the recipe's.
@@ -91,9 +96,11 @@ def method_of(recipe: Recipe, format: Format | None) -> Method:
                 f"algorithm {name!r} of recipe {recipe.name} is not carried out here",
                 hint=nearest(name, _FOREIGN),
             )
-        known = {k: v for k, v in options.items() if k in ("alpha", "alpha_step")}
-        return Method(**{**_FOREIGN[name], **known}, exact=True)
+        known = {_RENAMED[k]: v for k, v in options.items() if k in _RENAMED and v is not None}
+        return Method(**{**_FOREIGN[name], **known}, fold=recipe.folds, exact=True)
     options = {k: v for k, v in options.items() if k in METHODS[name]}
+    if name in ("smoothquant", "awq"):
+        options["fold"] = recipe.folds
     if name == "smoothquant":
         return Method(columns="smooth", **options)
     if name == "awq":

@@ -25,7 +25,8 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.settle import needs
 from megtool.quant.treatment import Settlement
 
-_VERSION = 1
+_VERSION = 2
+_AGAIN = "calibrate with this recipe: leave out --calibration, and give --data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +36,26 @@ class Artefact:
     `num_samples` are rows of tokens, `num_tokens` those of them that are no padding. Statistics are
     as they were seen (nothing filled in), of all points of the model. With `needs_settling`, which
     is so after a merge, `settlement` is empty: see `calibrate.settled_anew`.
+
+    `seen` are the hashes of all data that were added up, sorted. If `sequential`, layers saw what
+    rounding had made of those before them. `policy` is what experts without data were settled by,
+    and with `route_all` every expert saw every token.
     """
 
     fingerprint: Fingerprint
     num_samples: int
     num_tokens: int
+    seen: tuple[str, ...] = ()
+    sequential: bool = False
+    policy: str = "share"
+    route_all: bool = False
     statistics: dict[str, Statistics] = field(default_factory=dict)
     settlement: Settlement = field(default_factory=Settlement)
     needs_settling: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.seen:
+            object.__setattr__(self, "seen", (self.fingerprint.data,))
 
     def save(self, path: Path, files: Files | None = None) -> None:
         """Write it to a file, which is there whole or not, and replaces one that was.
@@ -62,6 +75,10 @@ class Artefact:
             },
             "num_samples": self.num_samples,
             "num_tokens": self.num_tokens,
+            "seen": list(self.seen),
+            "sequential": self.sequential,
+            "policy": self.policy,
+            "route_all": self.route_all,
             "needs_settling": self.needs_settling,
             "statistics": statistics_facts(self.statistics, arrays),
             "settlement": settlement_facts(self.settlement, arrays),
@@ -81,7 +98,7 @@ class Artefact:
                 raise CalibrationError(
                     f"the calibration is of version {facts['version']!r}, and {_VERSION} is known",
                     file=path,
-                    hint="a later megtool wrote it: update, or calibrate again",
+                    hint="another megtool wrote it: calibrate again with this one",
                 )
             said = facts["fingerprint"]
             texts = {k: _text(said[k]) for k in ("model", "recipe", "data", "version")}
@@ -89,9 +106,13 @@ class Artefact:
                 fingerprint=Fingerprint(**texts, seed=_whole(said["seed"], least=None)),
                 num_samples=_whole(facts["num_samples"]),
                 num_tokens=_whole(facts["num_tokens"]),
+                seen=tuple(sorted(_text(d) for d in facts["seen"])),
+                sequential=_flag(facts["sequential"]),
+                policy=_text(facts["policy"]),
+                route_all=_flag(facts["route_all"]),
                 statistics=statistics_of(facts["statistics"], arrays),
                 settlement=settlement_of(facts["settlement"], arrays),
-                needs_settling=facts["needs_settling"] is True,
+                needs_settling=_flag(facts["needs_settling"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
             raise CalibrationError(
@@ -108,7 +129,7 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
 
     Raises:
         CalibrationError: there is none, or they are of different models or recipes, or two have
-            seen the same data.
+            seen the same data, or experts in different ways.
     """
     if not artefacts:
         raise CalibrationError("no calibrations to merge", hint="name at least one file")
@@ -128,25 +149,36 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
                 f"them has no {name!r}",
                 hint="calibrate again with one version of megtool",
             )
-    seen = [a.fingerprint.data for a in artefacts]
+        if first.route_all != other.route_all:
+            raise CalibrationError(
+                f"the first calibration and number {number}: one was made with --route-all, and "
+                "the other without",
+                hint="calibrate all parts in the same way",
+            )
+    seen = sorted(data for a in artefacts for data in a.seen)
     if len(set(seen)) < len(seen):
         raise CalibrationError(
             "two calibrations have seen the same data, which would count twice",
-            hint="name each file once, and give every machine its own part of the data",
+            hint="name each file once, and none beside another that it was added to",
         )
     if len(artefacts) == 1:
         return first
     statistics = dict(first.statistics)
     for other in artefacts[1:]:
         statistics = {n: s.merged(other.statistics[n]) for n, s in statistics.items()}
-    data = hashlib.sha256("\n".join(sorted(seen)).encode()).hexdigest()
+    data = hashlib.sha256("\n".join(seen).encode()).hexdigest()
     seeds = {a.fingerprint.seed for a in artefacts}
+    policies = {a.policy for a in artefacts}
     return Artefact(
         fingerprint=replace(
             first.fingerprint, data=data, seed=seeds.pop() if len(seeds) == 1 else 0
         ),
         num_samples=sum(a.num_samples for a in artefacts),
         num_tokens=sum(a.num_tokens for a in artefacts),
+        seen=tuple(seen),
+        sequential=any(a.sequential for a in artefacts),
+        policy=policies.pop() if len(policies) == 1 else "share",
+        route_all=first.route_all,
         statistics=statistics,
         needs_settling=True,
     )
@@ -158,24 +190,43 @@ def check_fits(
     recipe: Recipe,
     decisions: Iterable[Decision],
     points: Iterable[Point],
+    *,
+    policy: str | None = None,
+    route_all: bool = False,
 ) -> bool:
     """Whether what an artefact has settled can be used as it is; else it is settled anew.
 
-    `fingerprint` is that of the model and recipe at hand; its data do not count.
+    `fingerprint` is that of the model and recipe at hand; its data do not count. `policy` is what
+    experts without data are to be settled by (None: as the artefact was), and with `route_all`
+    every expert is to have seen every token.
 
     Raises:
-        CalibrationError: the artefact is of another model, or of another recipe or several runs,
-            and an algorithm needs more than statistics; says which.
+        CalibrationError: the artefact is of another model, or of another recipe, policy or several
+            runs, and an algorithm needs more than statistics; says which. Or its statistics are
+            those of layers behind others that were rounded by another recipe.
     """
-    if artefact.fingerprint.model != fingerprint.model:
+    check_model(artefact, fingerprint)
+    listed = tuple(points)
+    experts = any(p.expert is not None for p in listed)
+    if route_all and experts and not artefact.route_all:
         raise CalibrationError(
-            f"the calibration is of another model ({artefact.fingerprint.model[:12]}, and this one "
-            f"is {fingerprint.model[:12]})",
-            hint="calibrate this model: leave out --calibration, and give --data",
+            "--route-all, and in the calibration experts saw the tokens that were routed to them",
+            hint=_AGAIN,
         )
-    if artefact.fingerprint.recipe == fingerprint.recipe and not artefact.needs_settling:
+    why = "several runs" if artefact.needs_settling else ""
+    if artefact.fingerprint.recipe != fingerprint.recipe:
+        why = "another recipe"
+    elif experts and policy not in (None, artefact.policy) and not artefact.needs_settling:
+        why = f"--unseen-experts {artefact.policy}"
+    if not why:
         return True
-    seen = {module for p in points if p.name in artefact.statistics for module in p.modules}
+    if artefact.sequential and why == "another recipe":
+        raise CalibrationError(
+            "the calibration is of another recipe, whose algorithm showed each layer what rounding "
+            "had made of those before it: its statistics are of no use here",
+            hint=_AGAIN,
+        )
+    seen = {module for p in listed if p.name in artefact.statistics for module in p.modules}
     for d in decisions:
         if d.format is None:
             continue
@@ -184,18 +235,37 @@ def check_fits(
             raise CalibrationError(
                 f"the calibration knows nothing about the inputs of {d.module.name}",
                 tensor=d.module.name,
-                hint="calibrate with this recipe: leave out --calibration, and give --data",
+                hint=_AGAIN,
             )
         if asked.gram or asked.sample or asked.sequential:
             method = d.format.method or recipe.method
-            why = "several runs" if artefact.needs_settling else "another recipe"
             raise CalibrationError(
                 f"the calibration is of {why}, and {method} needs the inputs of {d.module.name} "
                 "themselves, which no calibration keeps",
                 tensor=d.module.name,
-                hint="calibrate with this recipe: leave out --calibration, and give --data",
+                hint=_AGAIN,
             )
     return False
+
+
+def check_model(artefact: Artefact, fingerprint: Fingerprint) -> None:
+    """Refuse an artefact of another model than `fingerprint` is of.
+
+    Raises:
+        CalibrationError: it is.
+    """
+    if artefact.fingerprint.model != fingerprint.model:
+        raise CalibrationError(
+            f"the calibration is of another model ({artefact.fingerprint.model[:12]}, and this one "
+            f"is {fingerprint.model[:12]})",
+            hint="calibrate this model: leave out --calibration, and give --data",
+        )
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _whole(value: Any, least: int | None = 0) -> int:

@@ -156,6 +156,7 @@ def _format(said: Mapping[str, Any]) -> Format:
         group_size=_count(said["group_size"]),
         bits=_magnitude(said["bits"]),
         constant=said["constant"] is True,
+        input_amax=_magnitude(said["input_amax"]),
         method=said["method"],
         line=_count(said["line"]),
     )

@@ -139,6 +139,9 @@ def calibrate(
         fingerprint=fingerprint,
         num_samples=sum(p.batch.shape[0] for p in pieces),
         num_tokens=num_valid(pieces),
+        sequential=sequential,
+        policy=policy,
+        route_all=route_all,
         statistics=statistics,
         settlement=settlement,
     )
@@ -152,17 +155,19 @@ def settled_anew(
     points: Sequence[Point],
     *,
     fingerprint: Fingerprint | None = None,
-    policy: str = "share",
+    policy: str | None = None,
 ) -> Artefact:
     """The artefact as if it had been made with these decisions, which statistics suffice for.
 
-    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand.
+    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand;
+    `policy` is for experts without data (None: that of the artefact).
 
     Raises:
         CalibrationError: a decision needs what is not there.
     """
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
+    policy = artefact.policy if policy is None else policy
     decided = {d.module.name: d for d in decisions}
     settlement = Settlement()
     by_layer: dict[int | None, list[Point]] = {}
@@ -174,12 +179,23 @@ def settled_anew(
                 p.name: artefact.statistics[p.name] for p in some if p.name in artefact.statistics
             }
             full, notes = filled(some, seen, policy)
-            settlement.add(settle(some, full, decided, recipe, weights, config=source.config))
+            settlement.add(
+                settle(
+                    some,
+                    full,
+                    decided,
+                    recipe,
+                    weights,
+                    config=source.config,
+                    norms=weights.norm,
+                )
+            )
             settlement.add(Settlement(notes=list(notes)))
     recipe_hash = artefact.fingerprint.recipe if fingerprint is None else fingerprint.recipe
     return replace(
         artefact,
         fingerprint=replace(artefact.fingerprint, recipe=recipe_hash),
+        policy=policy,
         settlement=settlement,
         needs_settling=False,
     )

@@ -11,6 +11,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.values import numbers
 from megtool.errors import CalibrationError
 from megtool.inference.weights import Source
+from megtool.quant.algorithms.stored_columns import Norm
 
 _TILE = 1 << 20
 
@@ -51,6 +52,19 @@ class CanonicalWeights:
                     "one of an earlier iteration",
                 )
         return torch.from_numpy(out)
+
+    def norm(self, module: str) -> Norm:
+        """A norm's weights, and how they are stored.
+
+        Raises:
+            CalibrationError: see above.
+        """
+        config, name = self._side.config, f"{module}.weight"
+        return Norm(
+            weight=self(module),
+            dtype=self._side.canonical[name].dtype.name,
+            zero_centered=config is not None and config.zero_centered_norm,
+        )
 
     def close(self) -> None:
         """Close all files."""

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.side import cut_dims
+from megtool.config import ModelConfig
 from megtool.convert.dialects import Side
+from megtool.errors import FormatError
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
+from megtool.tensors.relation import Placement, narrow
 
 if TYPE_CHECKING:
     from megtool.model.batch import Batch
 
-PROBE_BYTES = 4096
-"""Of every tensor, from its beginning: training changes all of them."""
+PROBES, PROBE = 8, 2048
+"""Of every tensor so many places are looked at, of so many elements: training changes all."""
+
+_NOT_RUN = frozenset(
+    ("extra", "max_positions", "moe_layer_freq", "window_skip_freq", "num_mtp_layers")
+)
+"""Fields that no forward pass asks for, or that have several ways to say the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,31 +74,85 @@ def fingerprint_of(
 
 
 def of_model(catalogue: Catalogue, side: Side) -> str:
-    """Of names, shapes, types and first bytes of all canonical tensors, optimizer state left out.
+    """Of how the model computes, and of names, shapes, types and bytes of all canonical tensors,
+    optimizer state left out.
+
+    Bytes are those at `PROBES` places of each: a model that was trained further is another one, and
+    one of which a large part of any tensor was changed. A few elements elsewhere do not show.
 
     Raises:
         StorageError: a file cannot be read.
     """
     found = hashlib.sha256()
+    if side.config is not None:
+        found.update(_line(_computed(side.config)))
     with Reader(catalogue, Files()) as reader:
         for name, tensor in sorted(side.canonical.items()):
             if ":" in name:
                 continue
-            view = reader.canonical(side.placements[name])
-            found.update(_line([name, list(tensor.shape), view.dtype.name]))
-            found.update(_probe(view))
+            place = side.placements[name]
+            kind = reader.canonical(place).dtype.name
+            found.update(_line([name, list(tensor.shape), kind]))
+            if 0 not in tensor.shape:
+                for part in _probed(reader, place, tensor.shape):
+                    found.update(part)
     return found.hexdigest()
 
 
-def _probe(view: Any) -> bytes:
-    """The first bytes of a tensor, whatever the tiles are that it is read in."""
-    out = bytearray()
-    with closing(view.tiles(PROBE_BYTES)) as tiles:
-        for _, tile in tiles:
-            out += tile[: PROBE_BYTES // tile.itemsize + 1].tobytes()
-            if len(out) >= PROBE_BYTES:
-                break
-    return bytes(out[:PROBE_BYTES])
+def _computed(config: ModelConfig) -> dict[str, Any]:
+    """What of a configuration changes the numbers of a forward pass, the same for every format."""
+    said = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_RUN}
+    if config.rope_scaling is not None:  # nothing else looks at how long a text may be
+        said["max_positions"] = config.max_positions
+        said["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
+    said["moe_layers"] = sorted(config.moe_layers)
+    skip, layers = config.window_skip_freq, range(config.num_layers)
+    if not isinstance(skip, tuple):
+        skip = tuple(int(skip is None or (layer + 1) % skip != 0) for layer in layers)
+    said["windows"] = skip if config.window_size else None
+    return {name: _plain(value) for name, value in said.items()}
+
+
+def _plain(value: Any) -> Any:
+    """The same for 1 and 1.0, and for a list and a tuple."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _probed(reader: Reader, place: Placement, shape: Sequence[int]) -> Iterator[bytes]:
+    """The bytes of a tensor at places in rows from the first to the last, and in columns all over.
+
+    They do not depend on how the tensor is stored: `place` may have more dimensions than `shape`.
+    """
+    rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
+    width, last = min(PROBE, columns), PROBES - 1
+    spots = [
+        (i * (rows - 1) // last, (3 * i % PROBES) * (columns - width) // last)
+        for i in range(PROBES)
+    ]
+    sizes = [math.prod(place.shape[:k]) for k in range(len(place.shape) + 1)]
+    outer = sizes.index(rows) if rows in sizes else len(sizes)
+    try:
+        depth = cut_dims(place, reader.catalogue[place.stored])
+    except FormatError:
+        depth = -1
+    if depth < outer:  # its rows cannot be read alone
+        whole = reader.canonical(place).read().reshape(rows, columns)
+        for row, start in dict.fromkeys(spots):
+            yield whole[row, start : start + width].tobytes()
+        return
+    for row, start in dict.fromkeys(spots):
+        at = np.unravel_index(row, place.shape[:outer])
+        lo = [int(i) for i in at] + [0] * (len(place.shape) - outer)
+        hi = [int(i) + 1 for i in at] + list(place.shape[outer:])
+        cut = depth == len(place.shape) == outer + 1  # else the row is read whole
+        if cut:
+            lo[-1], hi[-1] = start, start + width
+        part = reader.canonical(narrow(place, lo, hi)).read().reshape(-1)
+        yield (part if cut else part[start : start + width]).tobytes()
 
 
 def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
@@ -103,7 +168,7 @@ def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
             "bits": f.bits,
             "constant": f.constant,
             "method": f.method,
-        }
+        } | ({"input_amax": f.input_amax} if f.input_amax else {})
         found.update(_line([d.module.name, facts]))
     return found.hexdigest()
 

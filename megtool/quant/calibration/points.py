@@ -46,6 +46,33 @@ def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, 
     return tuple(_point(name, fed, config) for name, fed in groups.items())
 
 
+_READ_ATTENTION = ("q", "k", "v", "gate", "q_down", "kv_down")
+
+
+def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, tuple[str, ...]]:
+    """The linear modules that multiply what comes out of a norm, by norm.
+
+    Those of points, and of a mixture also its router and its experts, whose point has no norm:
+    factors may go into a norm only where all of these take them up.
+    """
+    listed = [m for m in modules if "mtp" not in m.roles]
+    named = {m.name for m in listed}
+    out: dict[str, dict[str, None]] = defaultdict(dict)
+    for point in points:
+        if point.norm:
+            out[point.norm].update(dict.fromkeys(point.modules))
+    for m in listed:
+        if m.layer is None or m.kind != "linear":
+            continue
+        layer, last = f"layers.{m.layer}", m.name.rpartition(".")[2]
+        if m.name.rpartition(".")[0] == f"{layer}.attn" and last in _READ_ATTENTION:
+            out[f"{layer}.attn_norm"][m.name] = None
+        elif m.name.startswith(f"{layer}.mlp.") and last != "down":
+            own = f"{layer}.mlp_norm"  # else one norm is before both
+            out[own if own in named else f"{layer}.attn_norm"][m.name] = None
+    return {norm: tuple(fed) for norm, fed in out.items()}
+
+
 def _input_of(module: Module, config: ModelConfig) -> str:
     """The point whose numbers a module multiplies, or holds.
 

@@ -314,7 +314,15 @@ class _Steps:
         own = some[places.index(self.groups.rank) :: len(places)]
         part, fault = Settlement(), None
         try:
-            part = settle(own, full, run.decisions, run.recipe, self.weights, config=run.config)
+            part = settle(
+                own,
+                full,
+                run.decisions,
+                run.recipe,
+                self.weights,
+                config=run.config,
+                norms=self.weights.norm,
+            )
         except MegtoolError as error:
             fault = error  # the others wait for what this rank was to settle
         parts = ranks.of_stage((part, fault))

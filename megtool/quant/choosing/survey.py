@@ -126,7 +126,13 @@ class Survey:
         points = self._points[unit.name]
         seen_points = _seen(points, statistics)
         return settle(
-            points, seen_points, seen, self._recipe, self._weights, config=self.decoder.config
+            points,
+            seen_points,
+            seen,
+            self._recipe,
+            self._weights,
+            config=self.decoder.config,
+            norms=self._weights.norm,
         )
 
     def simulated(self, run: Run) -> Simulation:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.compare import Half, Pair, compare
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import Reader, TensorView
 from megtool.checkpoint.sweep import each
+from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.values import numbers
 from megtool.convert.dialects import Side
 from megtool.packing.rounding import rounded
@@ -23,31 +25,66 @@ Floats = NDArray[np.float32]
 
 _ROUNDING: Mapping[str, float] = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-21}
 _WRONG = "outputs are wrong in every engine"
+_FOLDED = 2.0**-7  # a norm that is off by more was not only cast to another type
 
 
 def compare_kept(
     mine: Side, theirs: Side, a: Reader, b: Reader, names: Sequence[str], *, threads: int
 ) -> list[Finding]:
-    """Those of `names` that are not bit for bit the source's, or its cast to another float."""
+    """Those of `names` that are not bit for bit the source's, or its cast to another float, and
+    those that hold what is no number, whether the source does or not."""
     same: list[Pair] = []
     cast: list[Pair] = []
     for n in names:
         p, q = mine.placements[n], theirs.placements[n]
         pair = Pair(name=n, a=p, b=q)
         (same if a.canonical(p).dtype == b.canonical(q).dtype else cast).append(pair)
+    written, alike = _Watched(reader=b), {p.name for p in same}
     wrong = {
         n: delta.num_differing
-        for n, delta in compare(same, Half(reader=a), Half(reader=b), threads=threads).items()
+        for n, delta in compare(same, Half(reader=a), written, threads=threads).items()
     }
-    wrong |= _not_cast(cast, a, b, threads)
+    wrong |= _not_cast(cast, a, b, threads, written)
     out = []
     for n, count in wrong.items():
         text = f"{count:,} elements of {n} are not the source's, though it was to be kept"
         out.append(error("kept", n.removesuffix(".weight"), text, _WRONG))
+    for n, count in sorted(written.counts.items()):
+        text = f"{count:,} elements of {n} are NaN or infinity"
+        text += ", as in the source" if n in alike and n not in wrong else ""
+        out.append(error("kept-nan", n.removesuffix(".weight"), text, _WRONG))
     return out
 
 
-def _not_cast(pairs: Sequence[Pair], a: Reader, b: Reader, threads: int) -> dict[str, int]:
+@dataclass(slots=True, kw_only=True)
+class _Watched(Half):
+    """What was written, and how many elements of which tensors are no finite numbers."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tiles(
+        self, name: str, view: TensorView, start: int
+    ) -> Generator[tuple[int, Array], None, None]:
+        """The tiles of a view, each looked at on its way."""
+        with closing(Half.tiles(self, name, view, start)) as tiles:
+            for at, tile in tiles:
+                self.look(name, numbers(tile, view.dtype))
+                yield at, tile
+
+    def look(self, name: str, values: Array) -> None:
+        """Count in some elements; from any thread."""
+        if values.dtype.kind != "f":
+            return
+        count = int(values.size - np.count_nonzero(np.isfinite(values)))
+        if count:
+            with self.lock:
+                self.counts[name] = self.counts.get(name, 0) + count
+
+
+def _not_cast(
+    pairs: Sequence[Pair], a: Reader, b: Reader, threads: int, written: _Watched
+) -> dict[str, int]:
     """How many elements of which tensors are not the source's in their own type."""
     out: dict[str, int] = {}
     lock = threading.Lock()
@@ -55,6 +92,7 @@ def _not_cast(pairs: Sequence[Pair], a: Reader, b: Reader, threads: int) -> dict
     def work(job: Job) -> None:
         u, v = a.canonical(job.source), b.canonical(job.written)
         x, y = numbers(u.read().reshape(-1), u.dtype), numbers(v.read().reshape(-1), v.dtype)
+        written.look(job.weight.name, y)
         if v.dtype.name in _ROUNDING and x.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 x = rounded(x.astype(np.float32), v.dtype.name)
@@ -123,6 +161,25 @@ def recovered(
             out.num_folded += last == "weight"
         if last == "weight":
             out.values[norm] = _ratio(x + offset, y + offset)
+    return out
+
+
+def check_readers(
+    gammas: Gammas, readers: Mapping[str, Sequence[str]], packed: Collection[str]
+) -> list[Finding]:
+    """Modules that are kept, and whose inputs come out of a norm that took factors.
+
+    `readers` are the modules behind each norm, `packed` those that were quantised: these are held
+    against the norm they were written with.
+    """
+    out = []
+    for norm, ratio in gammas.values.items():
+        if not (np.abs(ratio - 1) > _FOLDED).any():  # what is NaN is zero on both sides
+            continue
+        for module in readers.get(norm, ()):
+            if module not in packed:
+                text = f"is kept, and {norm}, whose outputs it reads, was divided by factors"
+                out.append(error("norm-shared", module, text, _WRONG))
     return out
 
 

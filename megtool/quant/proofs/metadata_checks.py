@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -9,6 +10,7 @@ from math import ceil
 from megtool.quant.proofs.declared import Declared, in_config, in_quant_file
 from megtool.quant.proofs.findings import Finding, error, warning
 from megtool.quant.proofs.folder import CACHE_SCALES, COMPANIONS, Folder, StoredTensor
+from megtool.quant.proofs.said_checks import check_said
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.match import Decision
 
@@ -69,7 +71,7 @@ def check_metadata(
         yield make("tokenizer", folder.path.name, "no tokenizer is there", "engines cannot start")
     beside, inline = in_quant_file(folder), in_config(folder)
     if beside is not None and inline is not None:
-        yield from _differences(beside, inline)
+        yield from check_agreement(beside, inline)
     said = [d for d in (beside, inline) if d is not None]
     linear = [d for d in decisions if d.module.kind in ("linear", "embedding")]
     quantised = any(d.format is not None for d in linear)
@@ -82,14 +84,20 @@ def check_metadata(
         )
     for declared in said:
         yield from _layers(folder, declared, linear, names)
+    rows: Counter[str] = Counter()  # of stored modules, in which several may lie
     for d in linear:
-        yield from _module(folder, said, d, names.get(d.module.name, d.module.name))
+        rows[names.get(d.module.name, d.module.name)] += d.module.shape[0]
+    for d in linear:
+        stored = names.get(d.module.name, d.module.name)
+        yield from _module(folder, said, d, stored, rows[stored])
+    yield from check_said(folder, said, linear, names)
     yield from _smoothing(folder, said)
     yield from _caches(folder, said, decisions, names)
     yield from _strangers(folder, linear, names)
 
 
-def _differences(beside: Declared, inline: Declared) -> Iterator[Finding]:
+def check_agreement(beside: Declared, inline: Declared) -> Iterator[Finding]:
+    """Where the two config files say different things."""
     for what, one, other in (
         ("quant_algo", beside.algo, inline.algo),
         ("kv_cache_quant_algo", beside.kv_algo, inline.kv_algo),
@@ -141,9 +149,9 @@ def _layers(
 
 
 def _module(
-    folder: Folder, said: Sequence[Declared], d: Decision, stored: str
+    folder: Folder, said: Sequence[Declared], d: Decision, stored: str, rows: int
 ) -> Iterator[Finding]:
-    """One module: declared as decided, and stored as declared."""
+    """One module: declared as decided, and stored as declared, in a tensor of so many rows."""
     name = d.module.name
     tensors = folder.modules.get(stored)
     if tensors is None or "weight" not in tensors:
@@ -185,14 +193,16 @@ def _module(
                 "vLLM refuses names it does not know",
             )
         return
-    yield from _tensors(d, tensors, wanted)
+    yield from _tensors(d, tensors, wanted, rows)
     yield from _group_size(d, said, stored)
 
 
-def _tensors(d: Decision, tensors: Mapping[str, StoredTensor], algo: str) -> Iterator[Finding]:
+def _tensors(
+    d: Decision, tensors: Mapping[str, StoredTensor], algo: str, rows: int
+) -> Iterator[Finding]:
     """Types and shapes of a quantised module's tensors, and which of them there are."""
     name, form = d.module.name, STORED[algo]
-    rows, columns = d.module.shape
+    columns = d.module.shape[1]
     held = (rows // form.rows, ceil(columns / form.columns))
     weight = tensors["weight"]
     if weight.dtype != form.codes:
@@ -216,7 +226,7 @@ def _tensors(d: Decision, tensors: Mapping[str, StoredTensor], algo: str) -> Ite
                 "vLLM refuses names it does not know",
             )
     if (scale := tensors.get("weight_scale")) is not None:
-        want = _scale_shape(d, algo)
+        want = scale_shape(algo, (rows, columns), d.format.group_size if d.format else 0)
         if scale.dtype != form.scale:
             text = f"weight_scale is {scale.dtype}, {algo} has {form.scale}"
             yield error("dtype", name, text, _ALL)
@@ -233,9 +243,10 @@ def _tensors(d: Decision, tensors: Mapping[str, StoredTensor], algo: str) -> Ite
         yield error("shape", name, text, _ALL)
 
 
-def _scale_shape(d: Decision, algo: str) -> tuple[int, ...]:
-    rows, columns = d.module.shape
-    group = d.format.group_size if d.format is not None else 0
+def scale_shape(algo: str, shape: tuple[int, int], group: int = 0) -> tuple[int, ...]:
+    """The shape of `weight_scale` for a weight `[out, in]`; `group` 0 stands for the format's own
+    size."""
+    rows, columns = shape
     group = group or next(iter(FORMATS[algo].groups), 1)
     shapes: dict[str, tuple[int, ...]] = {
         "tensor": (),
@@ -247,7 +258,7 @@ def _scale_shape(d: Decision, algo: str) -> tuple[int, ...]:
 
 
 def _group_size(d: Decision, said: Sequence[Declared], stored: str) -> Iterator[Finding]:
-    """Each file that gives a group size gives the right one; where there is a choice, one does."""
+    """Each file that gives a group size gives the right one."""
     if d.format is None or FORMATS[d.format.algo].scaling != "group":
         return
     size = d.format.group_size or FORMATS[d.format.algo].groups[0]
@@ -260,17 +271,10 @@ def _group_size(d: Decision, said: Sequence[Declared], stored: str) -> Iterator[
                 f"has groups of {size}, and {where} says {group}",
                 "engines scale the wrong columns, or refuse the shapes",
             )
-    if len(FORMATS[d.format.algo].groups) > 1 and told and not any(told.values()):
-        yield error(
-            "group-size",
-            d.module.name,
-            f"has groups of {size}, and no config file says so",
-            "engines take their own default (TensorRT-LLM: 128)",
-        )
 
 
 def _smoothing(folder: Folder, said: Sequence[Declared]) -> Iterator[Finding]:
-    """`pre_quant_scale` is said if and only if one is there."""
+    """`pre_quant_scale` is said only if one is there."""
     held = [m for m, tensors in folder.modules.items() if "pre_quant_scale" in tensors]
     for declared in said:
         if declared.pre_quant_scale and not held:
@@ -280,13 +284,6 @@ def _smoothing(folder: Folder, said: Sequence[Declared]) -> Iterator[Finding]:
                 "says that there are pre_quant_scales, and there are none",
                 "TensorRT-LLM waits for them, or multiplies by what it finds in memory",
             )
-    if held and said and not any(d.pre_quant_scale for d in said):
-        yield error(
-            "pre-quant-scale",
-            held[0],
-            f"has a pre_quant_scale (so do {len(held) - 1} more), and no config file says so",
-            "engines leave the factors out, and outputs are wrong",
-        )
 
 
 def _caches(

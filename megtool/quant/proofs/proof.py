@@ -22,13 +22,15 @@ from megtool.convert.families import detect_family
 from megtool.dtypes import dtype
 from megtool.errors import MegtoolError
 from megtool.log import Progress, silent
-from megtool.quant.calibration.points import list_points
+from megtool.quant.calibration.points import list_points, readers_of
 from megtool.quant.proofs.findings import Finding, error, in_order, warning
 from megtool.quant.proofs.folder import COMPANIONS, TOKENIZERS, Folder, open_folder
-from megtool.quant.proofs.kept_proof import compare_kept, recovered
+from megtool.quant.proofs.kept_proof import check_readers, compare_kept, recovered
 from megtool.quant.proofs.metadata_checks import check_metadata
 from megtool.quant.proofs.scale_checks import check_scales
-from megtool.quant.proofs.settled_checks import check_settled
+from megtool.quant.proofs.settled_checks import check_seconds, check_settled, seconds_of
+from megtool.quant.proofs.settled_weights import check_codes, check_scales_settled
+from megtool.quant.proofs.small_checks import check_small
 from megtool.quant.proofs.weight_proof import Sums, Weight, in_full, measure, without_columns
 from megtool.quant.recipes.match import Decision
 from megtool.quant.treatment import Floats, Settlement
@@ -122,15 +124,15 @@ def prove(
     decisions: Sequence[Decision],
     settlement: Settlement,
     *,
-    method: str = "",
+    small: Mapping[str, bytes] | None = None,
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Proof:
     """Check a quantised Hugging Face folder, finished or still staged, against its source.
 
-    `method` is the recipe's own algorithm: codes that GPTQ chose need not be the nearest ones.
-    Memory is bounded by a dozen tiles a thread. What is wrong is a finding, not an error, however
-    broken the folder is.
+    `small` are the files beside the tensors as the model has them unquantised; None leaves them
+    unread. Memory is bounded by a dozen tiles a thread. What is wrong is a finding, not an error,
+    however broken the folder is.
 
     Raises:
         CheckpointError: the source cannot be read.
@@ -145,13 +147,15 @@ def prove(
         names = _stored_names(decisions, opened[1] if opened else None)
         tokenizer = any(n.endswith(TOKENIZERS) for n in source.catalogue.attachments)
         findings += check_metadata(folder, decisions, names, tokenizer=tokenizer)
+        findings += check_small(folder, small or {})
         findings += check_scales(folder, decisions, names)
         findings += check_settled(folder, decisions, names, settlement)
         if opened is None:
             findings += _absent(folder, decisions)
             return Proof(path=str(destination), findings=in_order(findings))
         sizes = {d.module.name: _num_bytes(folder, names.get(d.module.name)) for d in decisions}
-    proof = _Proof(source, *opened, decisions, settlement, method, findings)
+        seconds = seconds_of(folder, names)
+    proof = _Proof(source, *opened, decisions, settlement, seconds, findings)
     rows = proof.run(usual_threads(threads), progress, sizes)
     return Proof(
         path=str(destination),
@@ -230,16 +234,17 @@ class _Proof:
         side: Side,
         decisions: Sequence[Decision],
         settlement: Settlement,
-        method: str,
+        seconds: Mapping[str, float],
         findings: list[Finding],
     ) -> None:
         self.source, self.side = source, side
         self.catalogue, self.stored_factors = without_columns(in_full(catalogue))
-        self.settlement, self.method, self.findings = settlement, method, findings
+        self.settlement, self.seconds, self.findings = settlement, seconds, findings
         self.decisions = {f"{d.module.name}.weight": d for d in decisions}
         modules = [d.module for d in decisions]
         points = list_points(modules, source.side.config) if source.side.config else ()
         self.norm_of = {f"{m}.weight": p.norm for p in points for m in p.modules if p.norm}
+        self.readers = readers_of(points, modules)
         self.num_kept = self.num_norms = 0
 
     def run(self, threads: int, progress: Progress, sizes: Mapping[str, int]) -> Iterator[Row]:
@@ -260,6 +265,8 @@ class _Proof:
             gammas = recovered(self.source.side, theirs, a, b, folded, self.settlement)
             self.findings += gammas.findings
             self.num_norms = gammas.num_folded
+            quantised = {n.removesuffix(".weight") for n in packed}
+            self.findings += check_readers(gammas, self.readers, quantised)
             kept = [n for n in plain if n not in gammas.handled]
             weights = [
                 Weight(
@@ -276,10 +283,15 @@ class _Proof:
             progress("prove", 0, total)
             wrong = compare_kept(mine, theirs, a, b, kept, threads=threads)
             self.findings += wrong
-            self.num_kept = len(kept) - len(wrong)
+            self.num_kept = len(kept) - sum(f.check == "kept" for f in wrong)
             found = measure(
                 weights, a, b, threads=threads, progress=lambda n: progress("prove", 4 * n, total)
             )
+            settled = self.settlement
+            self.findings += check_codes(weights, settled, a, self.catalogue, threads=threads)
+            self.findings += check_scales_settled(weights, settled, self.catalogue)
+            modules = [d.module for d in self.decisions.values()]
+            self.findings += check_seconds(weights, modules, found, settled, self.seconds)
         return iter([self._row(w, found[w.name], sizes) for w in weights])
 
     def _gammas(self, name: str, norms: Mapping[str, Floats]) -> Floats | None:
@@ -339,7 +351,6 @@ class _Proof:
 
     def _judge(self, name: str, w: Weight, s: Sums) -> None:
         """What the sums of a weight give cause for."""
-        d = self.decisions.get(w.name)
         treatment = self.settlement.treatments.get(name)
         if s.num_nan:
             text = f"{s.num_nan:,} elements are no finite numbers"
@@ -351,8 +362,8 @@ class _Proof:
             )
             self.findings.append(error("weight", name, text, _WRONG))
             return
-        method = (d.format.method if d is not None and d.format else "") or self.method
-        nearest = method != "gptq" and not (treatment is not None and treatment.codes is not None)
+        # Codes that were chosen for outputs are held against those that were settled.
+        nearest = treatment is None or treatment.codes is None
         if s.num_wrong and nearest:
             at = list(s.first_wrong or ())
             text = (

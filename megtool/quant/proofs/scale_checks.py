@@ -34,9 +34,9 @@ def check_scales(
     for stored, tensors in folder.modules.items():
         module = canonical.get(stored, stored)
         for last, tensor in tensors.items():
-            if last in (*_SCALE_NAMES, *CACHE_SCALES):
+            if last in (*SCALE_NAMES, *CACHE_SCALES):
                 numbers = folder.numbers(tensor)
-                yield from _values(module, last, tensor, numbers)
+                yield from check_values(module, last, tensor, numbers)
                 if numbers.count == 1 and numbers.largest:
                     alike[f"{_without_numbers(module)} {last}"].append((module, numbers))
     for role, some in alike.items():
@@ -44,7 +44,7 @@ def check_scales(
     yield from check_siblings(folder, decisions, names)
 
 
-_SCALE_NAMES = (
+SCALE_NAMES = (
     "weight_scale",
     "weight_scale_2",
     "weight_scale_inv",
@@ -55,7 +55,8 @@ _SCALE_NAMES = (
 )
 
 
-def _values(module: str, last: str, tensor: StoredTensor, n: Numbers) -> Iterator[Finding]:
+def check_values(module: str, last: str, tensor: StoredTensor, n: Numbers) -> Iterator[Finding]:
+    """What is wrong with the values of one scale, by its counts and extremes."""
     total = f"of {n.count:,} values of {last}" if n.count > 1 else f"{last}, the only one,"
     if not n.count:
         yield error("scale-missing", module, f"{last} is empty", "no engine loads it")

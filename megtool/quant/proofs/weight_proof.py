@@ -74,7 +74,8 @@ class Sums:
 
     `num_bounded` elements were held against half a step; `num_wrong` of them are off by more than
     that, the first at `first_wrong` (row, column), and `num_clipped` are so only because they lie
-    beyond the largest code. `worst_row` is the one with the largest error against its size.
+    beyond the largest code. `worst_row` is the one with the largest error against its size,
+    `largest` the largest magnitude of the source, its columns as they were rounded.
     """
 
     count: int = 0
@@ -84,6 +85,7 @@ class Sums:
     product: float = 0.0
     error: float = 0.0
     max_error: float = 0.0
+    largest: float = 0.0
     num_bounded: int = 0
     num_wrong: int = 0
     num_clipped: int = 0
@@ -98,6 +100,7 @@ class Sums:
         for name in ("num_bounded", "num_wrong", "num_clipped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_error = max(self.max_error, other.max_error)
+        self.largest = max(self.largest, other.largest)
         if other.first_wrong is not None:
             here = self.first_wrong
             self.first_wrong = other.first_wrong if here is None else min(here, other.first_wrong)
@@ -142,13 +145,13 @@ def without_columns(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]
         shape = catalogue[name].shape
         for one in parts:
             if one.part.role == COLUMNS and one.part.shape == shape[1:] and len(shape) == 2:
-                factors[name] = single(np.array(_mapped(catalogue, one)), one.part.dtype)
+                factors[name] = single(np.array(map_part(catalogue, one)), one.part.dtype)
         if name in factors:
             packed[name] = tuple(p for p in parts if p.part.role != COLUMNS)
     return replace(catalogue, packed=packed), factors
 
 
-def _mapped(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
+def map_part(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
     """A part of a packed tensor, its bytes in no memory until they are looked at."""
     mapped = np.memmap(
         catalogue.path(one.file),
@@ -239,7 +242,7 @@ class _Steps:
             if one.part.role == ZEROS:
                 return None
             if one.part.role != CODES and numel(one.part.shape):
-                out.parts.append((one, _mapped(catalogue, one)))
+                out.parts.append((one, map_part(catalogue, one)))
         return out
 
     def step(self, first: int, end: int, columns: int) -> Floats:
@@ -282,6 +285,7 @@ def _measured(job: Job, source: Reader, written: Reader, steps: _Steps | None) -
     out.source, out.written = float(np.dot(x, x)), float(np.dot(y, y))
     out.product, out.error = float(np.dot(x, y)), float(np.dot(apart, apart))
     out.max_error = float(apart.max(initial=0.0))
+    out.largest = float(np.abs(x).max(initial=0.0))
     if not whole:
         return out
     first = job.start // columns

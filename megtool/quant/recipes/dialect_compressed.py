@@ -10,6 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megtool.quant.recipes.compressed_arguments import (
+    PRESETS,
+    algo_of,
+    check_arguments,
+    check_values,
+    told,
+)
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.recipe import Recipe, check_keys
@@ -24,7 +31,7 @@ from megtool.quant.recipes.rules import (
     compiled,
     texts,
 )
-from megtool.quant.recipes.source_text import Node, as_key
+from megtool.quant.recipes.source_text import Node
 
 _TOP = (
     "config_groups",
@@ -36,29 +43,24 @@ _TOP = (
     "global_compression_ratio",
     "sparsity_config",
     "transform_config",
+    "moe_sparsity_config",
     "version",
 )
+_PLAIN_TOP: Mapping[str, tuple[Any, ...]] = {
+    "quant_method": (None, "compressed-tensors"),
+    "transform_config": (None, {}),
+    "sparsity_config": (None, {}, {"format": "dense"}),
+    "moe_sparsity_config": (None, {}),
+}
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _CLASSES = {"Linear": "linear", "Embedding": "embedding"}
-
-PRESETS: Mapping[str, tuple[str, int]] = {
-    "FP8": ("FP8", 0),
-    "FP8_DYNAMIC": ("FP8_PER_CHANNEL_PER_TOKEN", 0),
-    "FP8_BLOCK": ("FP8_PB_WO", 128),
-    "W8A16": ("W8A16", 0),
-    "W4A16": ("W4A16_AWQ", 128),
-    "NVFP4": ("NVFP4", 16),
-    "NVFP4A16": ("W4A16_NVFP4", 16),
-    "MXFP8": ("MXFP8", 32),
-    "MXFP4": ("MXFP4", 32),
-}
-"""Schemes by name, with the format and group size each means."""
 
 
 def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
     """A `quantization_config` of compressed-tensors, or a config.json that holds one."""
     node = node.get("quantization_config") or node
-    check_keys(node, _TOP, "compressed-tensors configuration", problems)
+    if check_keys(node, _TOP, "compressed-tensors configuration", problems):
+        check_values(node, _PLAIN_TOP, problems)
     formats: dict[str, Format] = {}
     rules: list[Rule] = []
     ignored = node.get("ignore")
@@ -79,6 +81,8 @@ def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
             isinstance(plain, dict) and (plain.get("num_bits"), plain.get("type")) == (8, "float")
         ):
             problems.add(cache.line, f"KV cache as {plain!r}", "only FP8 has a format")
+        elif isinstance(plain, dict):
+            check_arguments(cache, "kv_cache_scheme", problems)
         formats["kv_cache_scheme"] = Format(name="kv_cache_scheme", kv_algo="FP8", line=cache.line)
         cached = Rule(
             condition=OfKind(("kv_cache",)),
@@ -104,6 +108,7 @@ def _group(
 ) -> list[tuple[int, Rule]]:
     """The rules of a group, each with how exact its target is."""
     targets: Node | None = node
+    method = ""
     if isinstance(node.value, list):  # {"W4A16": ["Linear"]}
         if key not in PRESETS:
             problems.add(node.line, f"unknown scheme {key!r}", nearest(key, PRESETS))
@@ -111,6 +116,10 @@ def _group(
         algo, size = PRESETS[key]
     elif check_keys(node, _GROUP, "group", problems):
         targets = node.get("targets")
+        check_values(node, {"output_activations": (None, {})}, problems)
+        for part in ("weights", "input_activations"):
+            if (given := node.get(part)) is not None and given.value is not None:
+                method = check_arguments(given, part, problems) or method
         algo, size = _algo(node, key, problems)
     else:
         return []
@@ -118,7 +127,7 @@ def _group(
         if targets is None:
             problems.add(node.line, f"group {key!r} has no targets")
         return []
-    formats[key] = Format(name=key, algo=algo, group_size=size, line=node.line)
+    formats[key] = Format(name=key, algo=algo, group_size=size, method=method, line=node.line)
     return [(_exactness(r), r) for r in _targets(targets, key, key, problems)]
 
 
@@ -153,83 +162,12 @@ def _targets(node: Node, format_: str, label: str, problems: Problems) -> list[R
 def _algo(node: Node, key: str, problems: Problems) -> tuple[str, int]:
     """The format of a group's settings; the empty text where there is none."""
     weights, inputs = (n.plain() if (n := node.get(k)) else None for k in _GROUP[1:3])
-    found = _weights(weights) if isinstance(weights, dict) else None
-    algo = ""
-    if found is not None:
-        word, size = found
-        algo = _BY_SETTINGS.get((word, _inputs(inputs)), "")
-        if algo:
-            return algo, size
-    problems.add(
-        node.line,
-        f"group {key!r} has no engine format of ours: weights {_told(weights)}, "
-        f"inputs {_told(inputs)}",
-        "known: " + ", ".join(PRESETS),
-    )
-    return "", 0
-
-
-def _told(args: Any) -> str:
-    if not isinstance(args, dict):
-        return "as they are"
-    said = [f"{args.get('type', 'int')}{args.get('num_bits', 8)}"]
-    said += [str(args[k]) for k in ("strategy", "group_size") if args.get(k) is not None]
-    return " ".join([*said, *(["asymmetric"] if args.get("symmetric") is False else [])])
-
-
-_BY_SETTINGS: Mapping[tuple[str, str], str] = {
-    ("fp8", "fp8"): "FP8",
-    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
-    ("fp8_block", ""): "FP8_PB_WO",
-    ("fp8_block", "fp8_group"): "FP8_PB_WO",
-    ("int8_channel", "int8"): "W8A8_SQ_PER_CHANNEL",
-    ("int8_channel", ""): "W8A16",
-    ("int4", ""): "W4A16_AWQ",
-    ("mxfp8", "mxfp8"): "MXFP8",
-    ("mxfp4", "mxfp4"): "MXFP4",
-    ("mxfp4", ""): "MXFP4",
-    ("nvfp4", "nvfp4"): "NVFP4",
-    ("nvfp4", ""): "W4A16_NVFP4",
-}
-
-
-def _weights(args: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Settings of weights as a word and a group size."""
-    if args.get("symmetric") is False or args.get("dynamic"):
-        return None
-    kind = as_key((args.get("type", "int"), args.get("num_bits", 8)))
-    strategy, size = as_key((args.get("strategy"), args.get("group_size") or 0))
-    if strategy is None:
-        strategy = "group" if size else "tensor"
-    if kind == ("float", 8):
-        if strategy == "block":
-            return ("fp8_block", 128) if args.get("block_structure") in _BLOCKS else None
-        if strategy == "group":
-            return ("mxfp8", 32) if size == 32 else None
-        return {"tensor": ("fp8", 0), "channel": ("fp8_channel", 0)}.get(strategy)
-    if kind == ("float", 4):
-        return {32: ("mxfp4", 32), 16: ("nvfp4", 16)}.get(size)
-    if kind == ("int", 8):
-        return ("int8_channel", 0) if strategy == "channel" else None
-    if kind == ("int", 4) and strategy == "group" and size in (32, 64, 128, 256):
-        return "int4", size
-    return None
-
-
-_BLOCKS = ([128, 128], "128x128")
-
-
-def _inputs(args: Any) -> str:
-    """Settings of inputs as a word; the empty one where they stay as they are."""
-    if not isinstance(args, dict):
-        return ""
-    kind = as_key((args.get("type", "int"), args.get("num_bits", 8)))
-    strategy, size = as_key((args.get("strategy") or "tensor", args.get("group_size") or 0))
-    if kind == ("float", 8) and strategy == "group":
-        return {32: "mxfp8", 128: "fp8_group"}.get(size, "other")
-    if kind == ("float", 4):
-        return {32: "mxfp4", 16: "nvfp4"}.get(size, "other")
-    name = {("float", 8): "fp8", ("int", 8): "int8"}.get(kind, "other")
-    if strategy == "token":
-        return f"{name}_token"
-    return name if not args.get("dynamic") else "other"
+    algo, size = algo_of(weights, inputs)
+    if not algo:
+        problems.add(
+            node.line,
+            f"group {key!r} has no engine format of ours: weights {told(weights)}, "
+            f"inputs {told(inputs)}",
+            "known: " + ", ".join(PRESETS),
+        )
+    return algo, size

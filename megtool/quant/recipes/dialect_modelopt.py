@@ -8,82 +8,30 @@ the Hugging Face checkpoint, which differ from modules' names where transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.algorithm import CHOOSING
 from megtool.quant.recipes.modelopt_imports import Imports
-from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.modelopt_quantizers import Quantizers, Setting
+from megtool.quant.recipes.modelopt_settings import check_settings, kind_of, read_method
 from megtool.quant.recipes.recipe import Recipe, check_keys
 from megtool.quant.recipes.rules import KEEP, Problems, Rule
-from megtool.quant.recipes.source_text import Node, as_key
+from megtool.quant.recipes.source_text import Node
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")
-_FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
-_CLASSES = {"nn.Linear": "linear", "nn.Embedding": "embedding"}
-
-# What the settings of a weight and of its inputs are together; group sizes are kept apart.
-_ALGOS: Mapping[tuple[str, str], str] = {
-    ("fp8", "fp8"): "FP8",
-    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
-    ("fp8_block", ""): "FP8_PB_WO",
-    ("int8_channel", "int8"): "W8A8_SQ_PER_CHANNEL",
-    ("int8_channel", ""): "W8A16",
-    ("int4", ""): "W4A16_AWQ",
-    ("int4+fp8", "fp8"): "W4A8_AWQ",
-    ("mxfp8", "mxfp8"): "MXFP8",
-    ("mxfp4", "mxfp4"): "MXFP4",
-    ("mxfp4", ""): "MXFP4",
-    ("mxfp4", "fp8"): "W4A8_MXFP4_FP8",
-    ("nvfp4", "nvfp4"): "NVFP4",
-    ("nvfp4", ""): "W4A16_NVFP4",
-    ("nvfp4", "fp8"): "W4A8_NVFP4_FP8",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantizers:
-    """The quantizers that an entry names, as a condition on modules."""
-
-    pattern: str
-    parent_class: str
-
-    def holds(self, module: Module) -> bool:
-        """Any quantizer of the module is named."""
-        return any(self.names(module, part) for part in _PARTS[module.kind])
-
-    def names(self, module: Module, part: str) -> bool:
-        """One quantizer of the module is named."""
-        if self.parent_class and _CLASSES.get(self.parent_class) != module.kind:
-            return False
-        return any(fnmatchcase(f"{n}.{part}", self.pattern) for n in module.called("hf"))
-
-    def words(self) -> str:
-        """The condition for people."""
-        inside = f" in {self.parent_class}" if self.parent_class else ""
-        return f"quantizer like {self.pattern}{inside}"
-
-
-_PARTS = {
-    "linear": ("weight_quantizer", "input_quantizer", "output_quantizer"),
-    "embedding": ("weight_quantizer", "input_quantizer", "output_quantizer"),
-    "norm": (),
-    "kv_cache": ("k_bmm_quantizer", "v_bmm_quantizer"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What an entry says: settings (None: none of its own), and whether they are switched on."""
-
-    quantizers: Quantizers
-    cfg: Any
-    enable: bool
-    rule: int
+_BODY = ("quant_cfg", "algorithm", "effective_bits")
+_AUTO = (
+    "constraints",
+    "candidate_formats",
+    "auto_quantize_method",
+    "score_size",
+    "disabled_layers",
+    "cost_excluded_layers",
+    "module_search_spaces",
+    "kv_cache",
+)
 
 
 def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | None = None) -> Recipe:
@@ -99,6 +47,8 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
     rules: list[Rule] = []
     spaces: list[tuple[Setting, ...]] = []
     body = node.get("quantize") or node
+    if body is not node:
+        check_keys(body, _BODY, "quantize section", problems)
     auto, bits = node.get("auto_quantize"), 0.0
     if auto is not None:
         bits = _auto(auto, rules, spaces, problems)
@@ -106,17 +56,18 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
         spaces.append(_entries(entries, rules, problems))
     else:
         problems.add(node.line, "no quant_cfg", "under quantize, or at the top")
-    notes = []
+    notes: list[str] = []
     if spaces and not _begins_disabled(spaces[0]):
         notes.append(
             "ModelOpt quantises to INT8 whatever no entry names; here it is kept, and "
             "{quantizer_name: '*', enable: false} as the first entry says so"
         )
-    algorithm = body.get("algorithm")
-    plain = algorithm.plain() if algorithm else None
+    algorithm: dict[str, Any]
     if auto is not None:
-        method = auto.get("auto_quantize_method")
-        plain = method.plain() if method else "gradient"
+        algorithm = {"method": _auto_method(auto, problems)}
+        notes += _auto_notes(auto)
+    else:
+        algorithm = read_method(body.get("algorithm"), problems, notes)
     return Recipe(
         name=name,
         description=" ".join(described.text.split()) if described else "",
@@ -124,16 +75,12 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
         scheme="hf",
         first_wins=False,
         strict=False,
-        algorithm=plain if isinstance(plain, dict) else {"method": _method(plain)},
+        algorithm=algorithm,
         rules=tuple(rules),
         notes=tuple(notes),
         spaces=tuple(spaces),
         bits=bits,
     )
-
-
-def _method(plain: Any) -> str:
-    return "none" if plain is None else str(plain)
 
 
 def _begins_disabled(space: tuple[Setting, ...]) -> bool:
@@ -161,6 +108,8 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
             problems.add(one.line, "an entry needs a quantizer_name")
             continue
         plain = cfg.plain() if cfg else None
+        if cfg is not None:
+            check_settings(cfg, problems)
         if plain is None and (enable is None or enable.value is None):
             problems.add(one.line, f"entry {name.value!r} says nothing", "give it cfg or enable")
             continue
@@ -170,7 +119,7 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
             pattern=name.value, parent_class=parent.text if parent and parent.value else ""
         )
         out.append(Setting(quantizers=condition, cfg=plain, enable=on, rule=len(rules)))
-        kind = _kind(plain, [])[0] if plain else ""
+        kind = kind_of(plain, [])[0] if plain else ""
         said = (kind or "settings of its own") if plain else ("on" if on else "off")
         rules.append(
             Rule(
@@ -217,6 +166,10 @@ def _auto(
     node: Node, rules: list[Rule], spaces: list[tuple[Setting, ...]], problems: Problems
 ) -> float:
     """Formats to choose among, as one list of settings each; returns the bits allowed."""
+    check_keys(node, _AUTO, "auto_quantize section", problems)
+    for key in ("module_search_spaces", "kv_cache"):
+        if (given := node.get(key)) is not None and given.value:
+            problems.add(given.line, f"{key} of auto_quantize is not carried out", "leave it out")
     disabled = node.get("disabled_layers")
     off = [n for n in (disabled.value if disabled and isinstance(disabled.value, list) else [])]
     formats = node.get("candidate_formats")
@@ -244,120 +197,35 @@ def _auto(
     return float(bits.value)
 
 
+def _auto_method(node: Node, problems: Problems) -> str:
+    found = node.get("auto_quantize_method")
+    if found is None:
+        return "gradient"
+    if found.text not in CHOOSING:
+        hint = "one of " + ", ".join(CHOOSING)
+        problems.add(found.line, f"unknown auto_quantize_method {found.plain()!r}", hint)
+        return "gradient"
+    return found.text
+
+
+def _auto_notes(node: Node) -> list[str]:
+    """What is decided otherwise here than ModelOpt would."""
+    out = []
+    formats = node.get("candidate_formats")
+    for one in formats.value if formats is not None and isinstance(formats.value, list) else ():
+        method = read_method(one.get("algorithm"), Problems(""), [])["method"]
+        if method not in ("max", "none"):
+            out.append(f"candidate formats are chosen and scaled with max, not with {method}")
+    limits = node.get("constraints")
+    model = limits.get("cost_model") if limits else None
+    if model is not None and model.value not in ("weight", None):
+        out.append(f"every weight counts alike in the budget, not by cost_model {model.text}")
+    excluded = node.get("cost_excluded_layers")
+    if excluded is not None and excluded.value:
+        out.append("the budget is for what is chosen for alone, whatever cost_excluded_layers says")
+    return out
+
+
 def _quantizer_glob(layer: str) -> str:
     """A glob over layers as one over their quantizers."""
     return layer if layer.endswith("*") else f"{layer}.*"
-
-
-def decide_by_quantizers(
-    recipe: Recipe, module: Module, problems: Problems
-) -> tuple[Format | None, tuple[int, ...], str]:
-    """The format of a module, the rules that gave it, and why, after ModelOpt's precedence."""
-    answers = [_decide(space, module, recipe, problems) for space in recipe.spaces]
-    if len(answers) == 1:
-        return answers[0]
-    formats = {f.label: f for f, _, _ in answers if f is not None}
-    rules = tuple(dict.fromkeys(i for _, numbers, _ in answers for i in numbers))
-    if not formats:
-        return None, rules, answers[0][2]
-    choice = Format(name="auto", choose=(*formats, KEEP), bits=recipe.bits)
-    return choice, rules, "chosen by sensitivity within a budget"
-
-
-def _decide(
-    space: tuple[Setting, ...], module: Module, recipe: Recipe, problems: Problems
-) -> tuple[Format | None, tuple[int, ...], str]:
-    found: dict[str, tuple[Any, bool, int]] = {}
-    for setting in space:
-        for part in _PARTS[module.kind]:
-            if setting.quantizers.names(module, part):
-                before = found.get(part, (None, False, -1))
-                cfg = setting.cfg if setting.cfg is not None else before[0]
-                found[part] = (cfg, setting.enable, setting.rule)
-    if not found:
-        return None, (), "no entry matches"
-    parts = _PARTS[module.kind]
-    first = found.get(parts[0], (None, False, -1))
-    second = found.get(parts[1], (None, False, -1))
-    numbers = tuple(dict.fromkeys(n for n in (first[2], second[2]) if n >= 0))
-    why = " and ".join(f"{p} by entry {found[p][2] + 1}" for p in parts[:2] if p in found)
-    if not (first[1] or second[1]):
-        return None, numbers, f"switched off: {why}"
-    groups: list[int] = []
-    kinds = [
-        _kind(s[0], groups if i == 0 else []) if s[1] else ("", "")
-        for i, s in enumerate((first, second))
-    ]
-    if module.kind == "kv_cache":
-        kv = {"fp8": "FP8", "nvfp4": "NVFP4"}.get(kinds[0][0])
-        if kv is None or kinds[0][0] != kinds[1][0]:
-            _refuse(module, kinds, recipe, numbers, problems)
-            return None, numbers, why
-        constant = bool(isinstance(first[0], dict) and first[0].get("use_constant_amax"))
-        return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, why
-    algo = _ALGOS.get((kinds[0][0], kinds[1][0]))
-    size = groups[0] if groups else 0
-    if algo is None or size not in (FORMATS[algo].groups or (0,)):
-        _refuse(module, kinds, recipe, numbers, problems, size)
-        return None, numbers, why
-    line = recipe.rules[numbers[0]].line
-    return Format(name=f"{algo} {size}", algo=algo, group_size=size, line=line), numbers, why
-
-
-def _refuse(
-    module: Module,
-    kinds: list[tuple[str, str]],
-    recipe: Recipe,
-    numbers: tuple[int, ...],
-    problems: Problems,
-    size: int = 0,
-) -> None:
-    told = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
-    told += f" in groups of {size}" if size else ""
-    problems.add(
-        recipe.rules[numbers[0]].line,
-        f"no engine format has {told}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
-        "would get",
-        "weights with inputs: " + ", ".join(f"{w} with {i or 'none'}" for w, i in _ALGOS),
-    )
-
-
-def _kind(cfg: Any, groups: list[int]) -> tuple[str, str]:
-    """Quantizer settings as a word of `_ALGOS`, or as what they say; group sizes to `groups`."""
-    if isinstance(cfg, list):
-        inner = [_kind(c, groups)[0] for c in cfg]
-        return "+".join(inner), str(cfg)
-    if not isinstance(cfg, Mapping):
-        return "", "INT8 by default"
-    bits = _bits(cfg.get("num_bits", 8))
-    blocks = cfg.get("block_sizes") or {}
-    sizes = {str(k): as_key(v) for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
-    scale = _bits(sizes.get("scale_bits"))
-    size, axis = sizes.get("-1"), cfg.get("axis")
-    told = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
-    word = ""
-    if not sizes:
-        by = {None: {(4, 3): "fp8", 8: "int8"}, 0: {(4, 3): "fp8_channel", 8: "int8_channel"}}
-        word = by.get(axis, {}).get(bits, "") if isinstance(axis, int | None) else ""
-    elif set(sizes) >= {"-1", "-2"}:
-        word = "fp8_block" if (bits, size, sizes["-2"]) == ((4, 3), 128, 128) else ""
-        size = 128
-    elif "-1" in sizes and size is None:
-        word = "fp8_token" if (bits, cfg.get("type")) == ((4, 3), "dynamic") else ""
-    elif isinstance(size, int):
-        word = {
-            (4, None): "int4",
-            ((4, 3), (8, 0)): "mxfp8" if size == 32 else "",
-            ((2, 1), (8, 0)): "mxfp4" if size == 32 else "",
-            ((2, 1), (4, 3)): "nvfp4",
-        }.get((bits, scale), "")
-    if isinstance(size, int) and sizes and not isinstance(size, bool):
-        groups.append(size)
-    return word, "" if word else told
-
-
-def _bits(value: Any) -> Any:
-    """`num_bits`: an integer, or exponent and mantissa, however it is spelled."""
-    if isinstance(value, str):
-        return _FLOATS.get(value, value)
-    return as_key(value)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megtool.errors import RecipeError
+from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
 from megtool.quant.recipes.dialect_modelopt import read_modelopt
 from megtool.quant.recipes.formats import FORMATS, Format
@@ -36,6 +37,10 @@ _PAYLOAD = (
     "fp8_param",
     "fp4_param",
 )
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "custom_recipe_factory": (None,),
+    "fp8_format": (None, "e4m3", "hybrid"),
+}
 _BY_TRAINING = {
     ("tensorwise", None): "FP8",
     ("blockwise", None): "FP8_PB_WO",
@@ -223,10 +228,17 @@ def _payload(key: str, node: Node, problems: Problems) -> Format | None:
         return None
     known = ("transformer_engine_config_type", "training_recipe", "evaluation_recipe")
     check_keys(node, known, "config", problems)
-    if not training.value:
+    kind = node.get("transformer_engine_config_type")
+    if kind is not None and kind.value != "TEQuantizationParams":
+        told = f"config {key!r} is of type {kind.plain()!r}"
+        problems.add(kind.line, told, "Megatron has TEQuantizationParams")
+    _check_evaluation(key, training, node.get("evaluation_recipe"), problems)
+    if not training.value or not check_keys(training, _PAYLOAD, "training_recipe", problems):
         return None
-    check_keys(training, _PAYLOAD, "training_recipe", problems)
-    names = [n.text if (n := training.get(k)) else None for k in _PAYLOAD[:2]]
+    check_values(training, _PLAIN, problems)
+    names = _names(training)
+    if names == [None, None]:  # 16 bits, whatever else it says
+        return None
     algo = _BY_TRAINING.get((names[0], names[1]))
     if algo is None:
         problems.add(
@@ -237,3 +249,27 @@ def _payload(key: str, node: Node, problems: Problems) -> Format | None:
         return None
     groups = FORMATS[algo].groups
     return Format(name=key, algo=algo, group_size=groups[0] if groups else 0, line=node.line)
+
+
+def _names(recipe: Node) -> list[str | None]:
+    """The FP8 and the FP4 recipe that one of Transformer Engine's names."""
+    held = (recipe.get(k) for k in _PAYLOAD[:2])
+    return [n.text if n is not None and n.value is not None else None for n in held]
+
+
+def _check_evaluation(
+    key: str, training: Node, evaluation: Node | None, problems: Problems
+) -> None:
+    """What a module is evaluated in is what it is trained in: a file has one format for both."""
+    if evaluation is None or evaluation.value is None:
+        return
+    if not check_keys(evaluation, _PAYLOAD, "evaluation_recipe", problems):
+        return
+    names = [_names(training), _names(evaluation)]
+    if names[0] != names[1]:
+        first, second = (next((n for n in pair if n), "16 bits") for pair in names)
+        problems.add(
+            evaluation.line,
+            f"config {key!r} is trained in {first} and evaluated in {second}",
+            "leave out evaluation_recipe, or make training_recipe what is meant",
+        )

@@ -198,7 +198,9 @@ class Format:
     Exactly one of `algo` (of `FORMATS`), `kv_algo` (of `KV_BITS`) and `choose` (names of formats of
     the recipe, `keep` among them) is set. `group_size` is 0 where the format has none; `bits` is
     the budget a choice has, on average over what it decides. `constant` says that the scale of a KV
-    cache is 1, not calibrated. `method` is the algorithm, where it is not the recipe's own.
+    cache is 1, not calibrated, `input_amax` that the scale of inputs is that of such a largest
+    magnitude whatever was seen (0: calibrated). `method` is the algorithm, where it is not the
+    recipe's own.
     """
 
     name: str
@@ -208,6 +210,7 @@ class Format:
     group_size: int = 0
     bits: float = 0.0
     constant: bool = False
+    input_amax: float = 0.0
     method: str = ""
     line: int = 0
 

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megtool.quant.recipes.dialect_modelopt import decide_by_quantizers
+from megtool.quant.recipes.algorithm import CHOOSING, idle
 from megtool.quant.recipes.formats import KV_BITS, SMOOTHING, Format, largest_group
+from megtool.quant.recipes.modelopt_quantizers import decide_by_quantizers
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import KEEP, Problems, Rule
+from megtool.quant.recipes.rules import KEEP, Problems, Rule, dangling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,18 @@ def match(
     decisions = []
     for module, holds in zip(modules, holding, strict=True):
         if recipe.spaces:
-            decided = decide_by_quantizers(recipe, module, problems)
-            decisions.append(_decision(recipe, module, *decided))
+            found, rules, why = decide_by_quantizers(recipe, module, problems)
+            if found is not None and not _suits(found, module):
+                why = f"{found.label} does not suit {_what(module)}"
+                found = None
+            decisions.append(_decision(recipe, module, found, rules, why))
         else:
             decisions.append(_by_rules(recipe, module, holds, problems))
+    unknown = False
     if group_size:
         decisions = [_regrouped(recipe, d, group_size) for d in decisions]
-        if not any(d.format and d.format.group_size == group_size for d in decisions):
+        unknown = not any(d.format and d.format.group_size == group_size for d in decisions)
+        if unknown:
             sizes = {g for d in decisions for g in _sizes(d.format)}
             known = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
             problems.add(0, f"no format of this recipe takes groups of {group_size}", known)
@@ -83,6 +89,10 @@ def match(
     notes = list(recipe.notes)
     faulty = {line for line, _, _ in problems.found}
     for i, rule in enumerate(recipe.rules):
+        if recipe.strict and matches[i] and not rule.optional and rule.line not in faulty:
+            for what, hint in dangling(rule.condition, modules):
+                told_of = f" of {rule.label!r}" if rule.label != what else ""
+                problems.add(rule.line, f"{what}{told_of} matches nothing in this model", hint)
         if told := _without_effect(recipe, i, matches[i], decides[i], modules, holding):
             if recipe.strict:
                 if rule.line not in faulty:  # what it asks for is no condition: told already
@@ -91,13 +101,29 @@ def match(
                 notes.append(told[0])
     if idle := sum(1 for n in matches if not n) if not recipe.strict else 0:
         notes.append(f"{idle} of {len(matches)} rules match nothing in this model")
-    _check_groups(decisions, problems)
+    _check_groups(decisions, problems, unknown=unknown)
+    if not recipe.strict:
+        notes += _idle_notes(recipe, decisions)
+        notes += (f"kept: {d.why}" for d in decisions if "does not suit" in d.why)
     return Matched(
         decisions=tuple(decisions),
         matches=tuple(matches),
         decides=tuple(decides),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _idle_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
+    """Formats to which the algorithm of a foreign recipe does nothing."""
+    algos = dict.fromkeys(
+        d.format.algo
+        for d in decisions
+        if d.format is not None
+        and d.format.algo
+        and (d.format.method or recipe.method) not in (*CHOOSING, "none", "None")
+        and idle(d.format.method or recipe.method, recipe.algorithm, d.format)
+    )
+    return [f"{recipe.method} does nothing to {algo} here: it is as with max" for algo in algos]
 
 
 def _sizes(found: Format | None) -> tuple[int, ...]:
@@ -123,12 +149,13 @@ def _by_rules(
     rule = recipe.rules[chosen]
     found = recipe.formats.get(rule.format)
     if found is not None and not _suits(found, module):
-        what = "a KV cache" if module.kind == "kv_cache" else f"a {module.kind}"
+        what = _what(module)
         if recipe.strict:
             problems.add(
                 rule.line,
                 f"{rule.label!r} gives {found.label} to {module.name}, {what}",
-                "put a rule before it that keeps such modules",
+                "put a rule before it that keeps such modules"
+                + (", or take a format for weights alone" if _suits_otherwise(module) else ""),
             )
         return _decision(recipe, module, None, (chosen,), f"{found.label} does not suit {what}")
     return _decision(recipe, module, found, (chosen,), _why(rule, module))
@@ -139,9 +166,25 @@ def _why(rule: Rule, module: Module) -> str:
 
 
 def _suits(found: Format, module: Module) -> bool:
+    """The module can have the format. What looks rows up, or drafts, is not run in calibration, so
+    nothing is known about its inputs."""
     if found.kv_algo:
         return module.kind == "kv_cache"
-    return module.kind in ("linear", "embedding")
+    if _suits_otherwise(module):
+        return bool(found.choose) or not found.number.calibrates
+    return module.kind == "linear"
+
+
+def _suits_otherwise(module: Module) -> bool:
+    return module.kind == "embedding" or (module.kind == "linear" and "mtp" in module.roles)
+
+
+def _what(module: Module) -> str:
+    if module.kind == "kv_cache":
+        return "a KV cache"
+    if "mtp" in module.roles and module.kind == "linear":
+        return "which drafts: nothing is known about its inputs"
+    return "an embedding" if module.kind == "embedding" else f"a {module.kind}"
 
 
 def _decision(
@@ -170,7 +213,7 @@ def weigh(recipe: Recipe, module: Module, found: Format | None) -> int:
     if found.choose:
         return round(module.numel * found.bits / 8)
     method = found.method or recipe.method
-    smoothed = method in SMOOTHING and bool(module.roles & {"proj", "fc2"})
+    smoothed = method in SMOOTHING and not recipe.folds and bool(module.roles & {"proj", "fc2"})
     return found.number.num_bytes(module.shape, found.group_size, smoothed=smoothed)
 
 
@@ -206,17 +249,23 @@ def _without_effect(
     )
 
 
-def _check_groups(decisions: Sequence[Decision], problems: Problems) -> None:
-    """Groups and blocks divide the weights they are for, and packed rows come in pairs."""
+def _check_groups(
+    decisions: Sequence[Decision], problems: Problems, *, unknown: bool = False
+) -> None:
+    """Groups and blocks divide the weights they are for, and packed rows come in pairs.
+
+    `unknown` says that other groups were asked for than there are, so that nothing is to be said
+    about those that a recipe would have.
+    """
     wrong: dict[tuple[str, str], list[Module]] = defaultdict(list)
     suited: dict[str, list[int]] = defaultdict(list)
     formats: dict[str, Format] = {}
     for d in decisions:
         f, m = d.format, d.module
-        if f is None or not f.algo:
+        if f is None or not f.algo or (unknown and _sizes(f)):
             continue
         formats[f.name] = f
-        suited[f.name].append(m.shape[1])
+        suited[f.name] += m.shape if f.number.scaling == "block" else m.shape[1:]
         if f.number.scaling == "block" and (m.shape[0] % f.group_size):
             wrong[f.name, "rows"].append(m)
         elif f.group_size and m.shape[1] % f.group_size:

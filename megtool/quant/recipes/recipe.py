@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorithm
 from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.rules import KEEP, Problems, Rule, read_condition, texts
@@ -21,36 +21,6 @@ from megtool.quant.recipes.source_text import Node
 _TOP = ("description", "algorithm", "formats", "rules")
 _FORMAT = ("algo", "kv_algo", "choose", "bits", "group_size", "constant", "algorithm")
 _RULE = ("name", "match", "format", "optional", "why")
-
-METHODS: Mapping[str, Mapping[str, type]] = MappingProxyType(
-    {
-        "none": {},
-        "max": {},
-        "mse": {},
-        "percentile": {"percentile": float},
-        "entropy": {},
-        "smoothquant": {"alpha": float, "alpha_step": float, "clip": bool},
-        "awq": {
-            "alpha_step": float,
-            "clip": bool,
-            "gptq": bool,
-            "damping": float,
-            "shrinkage": float,
-            "descending": bool,
-            "refinements": int,
-        },
-        "gptq": {
-            "damping": float,
-            "shrinkage": float,
-            "descending": bool,
-            "clip": bool,
-            "refinements": int,
-        },
-        "kl_div": {},
-        "gradient": {},
-    }
-)
-"""Algorithms of calibration with the options each has; `none` needs no data."""
 
 MOST_RULES = 1000
 
@@ -80,6 +50,11 @@ class Recipe:
     bits: float = 0.0
 
     @property
+    def folds(self) -> bool:
+        """Factors of columns are only where a norm before them takes them in: none are stored."""
+        return bool(self.algorithm.get("fold"))
+
+    @property
     def method(self) -> str:
         """The algorithm of calibration."""
         return str(self.algorithm.get("method", "none"))
@@ -92,10 +67,12 @@ def read_recipe(node: Node, name: str, problems: Problems) -> Recipe:
     if described is None or not isinstance(described.value, str) or not described.value.strip():
         problems.add(node.line, "a recipe needs a description", "one sentence")
     formats = _formats(node.get("formats"), problems)
+    algorithm = read_algorithm(node.get("algorithm"), formats, problems)
+    check_methods(algorithm, formats, problems)
     return Recipe(
         name=name,
         description=" ".join(described.text.split()) if described else "",
-        algorithm=_algorithm(node.get("algorithm"), problems),
+        algorithm=algorithm,
         formats=formats,
         rules=_rules(node, formats, problems),
     )
@@ -111,39 +88,6 @@ def check_keys(node: Node, known: tuple[str, ...], what: str, problems: Problems
             line = (node.keys or {}).get(key, value.line)
             problems.add(line, f"unknown key {key!r} of a {what}", nearest(key, known))
     return True
-
-
-def _algorithm(node: Node | None, problems: Problems) -> dict[str, Any]:
-    if node is None:
-        return {"method": "none"}
-    if isinstance(node.value, str):
-        given: dict[str, Any] = {"method": node.value}
-        lines: Mapping[str, int] = {"method": node.line}
-    elif isinstance(node.value, dict) and "method" in node.value:
-        given, lines = node.plain(), node.keys or {}
-    else:
-        problems.add(node.line, "algorithm needs a method", "one of " + ", ".join(METHODS))
-        return {"method": "none"}
-    method = str(given["method"])
-    if method not in METHODS:
-        problems.add(lines["method"], f"unknown method {method!r}", nearest(method, METHODS))
-        return {"method": "none"}
-    options = METHODS[method]
-    for key, value in given.items():
-        if key == "method":
-            continue
-        if key not in options:
-            known = nearest(key, options) if options else "it has none"
-            problems.add(lines[key], f"unknown option {key!r} of {method}", known)
-        elif not _is(value, options[key]):
-            problems.add(lines[key], f"{key} is {value!r}", f"a {options[key].__name__}")
-    return given
-
-
-def _is(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _formats(node: Node | None, problems: Problems) -> dict[str, Format]:
@@ -234,20 +178,24 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
     if len(listed.value) > MOST_RULES:
         problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MOST_RULES}")
         return ()
-    found = []
+    found, named = [], set()
     for one in listed.value:
         if not check_keys(one, _RULE, "rule", problems):
             continue
         match, chosen, optional = one.get("match"), one.get("format"), one.get("optional")
-        if match is None or chosen is None:
+        if optional is not None and not isinstance(optional.value, bool):
+            problems.add(optional.line, f"optional is {optional.plain()!r}", "true or false")
+        condition = read_condition(match, problems) if match is not None else None
+        if condition is None or chosen is None:
             problems.add(one.line, "a rule needs match and format")
+        if chosen is None:
             continue
         if chosen.text != KEEP and chosen.text not in formats:
             known = nearest(chosen.text, [*formats, KEEP])
             problems.add(chosen.line, f"unknown format {chosen.plain()!r}", known)
-        if optional is not None and not isinstance(optional.value, bool):
-            problems.add(optional.line, f"optional is {optional.plain()!r}", "true or false")
-        condition = read_condition(match, problems)
+        if condition is None:
+            named.add(chosen.text)
+            continue
         name, why = one.get("name"), one.get("why")
         found.append(
             Rule(
@@ -259,7 +207,7 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
                 why=" ".join(why.text.split()) if why else "",
             )
         )
-    used = {r.format for r in found} | {c for f in formats.values() for c in f.choose}
+    used = named | {r.format for r in found} | {c for f in formats.values() for c in f.choose}
     for format_ in formats.values():
         if format_.name not in used:
             problems.add(format_.line, f"format {format_.name!r} is used by no rule")

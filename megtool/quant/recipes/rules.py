@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Protocol
 
@@ -101,6 +101,21 @@ class Layers:
             module.layer in range(*slice(*ends).indices(module.num_layers)) for ends in self.ranges
         )
 
+    def beyond(self, num_layers: int) -> list[str]:
+        """What is written of layers that a model of so many does not have: numbers and ends of
+        ranges outside of it, and slices of nothing."""
+        out = []
+        for text in (part.strip() for part in self.text.split(",")):
+            if match := _SLICE.fullmatch(text):
+                ends = slice(_int(match[1]), _int(match[2])).indices(num_layers)
+                fits = bool(range(*ends))
+            elif match := _RANGE.fullmatch(text):
+                fits = int(match[2]) < num_layers
+            else:
+                fits = not _NUMBER.fullmatch(text) or -num_layers <= int(text) < num_layers
+            out += [] if fits else [text]
+        return out
+
     def words(self) -> str:
         """The condition for people."""
         return f"layers {self.text}"
@@ -183,6 +198,34 @@ class Not:
 
 def _enclosed(part: Condition) -> str:
     return f"({part.words()})" if isinstance(part, All | Either) else part.words()
+
+
+def dangling(condition: Condition, modules: Sequence[Module]) -> list[tuple[str, str]]:
+    """Names, patterns and layers anywhere in a condition that are nowhere in a model, each with
+    what to do about it."""
+    if isinstance(condition, All | Either):
+        return [found for part in condition.parts for found in dangling(part, modules)]
+    if isinstance(condition, Not):
+        return dangling(condition.part, modules)
+    if isinstance(condition, Layers):
+        depth = modules[0].num_layers if modules else 0
+        hint = f"the model has layers 0 to {depth - 1}"
+        return [(f"layers {text}", hint) for text in condition.beyond(depth)]
+    out = []
+    if isinstance(condition, Exact):
+        names = [n for m in modules for n in m.called(condition.scheme)]
+        known = set(names)
+        out = [(f"the name {n}", nearest(n, names)) for n in condition.names if n not in known]
+    elif isinstance(condition, Glob | Regex):
+        single: list[Condition]
+        if isinstance(condition, Glob):
+            single = [replace(condition, patterns=(p,)) for p in condition.patterns]
+        else:
+            single = [replace(condition, patterns=(r,)) for r in condition.patterns]
+        for one in single:
+            if not any(one.holds(m) for m in modules):
+                out.append((one.words(), "`explain` with recipe fp8 lists the names"))
+    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

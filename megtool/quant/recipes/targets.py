@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megtool.errors import UsageError
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.formats import FORMATS, SMOOTHING, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
+from megtool.quant.writing.hf_config import SMOOTHED
 
 _NEWEST = (9999,)
 
@@ -129,13 +130,14 @@ class Target:
         """The engine with its version."""
         return f"{self.engine} {self.version}" if self.version else self.engine
 
+    def has(self, since: str) -> bool:
+        """Whether this is version `since` or a later one; the newest where none is given."""
+        return _order(since) <= (_order(self.version) if self.version else _NEWEST)
+
     def lines(self, what: str) -> list[Support]:
         """The lines of the table that hold for this version."""
-        mine = _order(self.version) if self.version else _NEWEST
         return [
-            s
-            for s in TABLE
-            if s.engine == self.engine and s.what == what and _order(s.since) <= mine
+            s for s in TABLE if s.engine == self.engine and s.what == what and self.has(s.since)
         ]
 
 
@@ -164,6 +166,37 @@ def _order(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(n) for n in found[0].split(".")] if found else [0]
     return tuple([*numbers, 0, 0, 0][:3])
+
+
+def suited_to(target: Target, recipe: Recipe, decisions: Sequence[Decision]) -> Recipe:
+    """The recipe as it has to be carried out for an engine, with a note where that differs.
+
+    Formats that have another name once factors of columns are stored beside them (NVFP4_AWQ) are
+    refused by engines that know the plain name alone: then only what a norm takes in has factors.
+    """
+    if recipe.folds:
+        return recipe
+    loads = {a for s in target.lines("linear") for a in s.algos}
+    for d in decisions:
+        for method, algo in _methods(d, recipe) if d.format else ():
+            name = SMOOTHED.get(algo, algo)
+            if method in SMOOTHING and algo in loads and name not in loads:
+                note = (
+                    f"{target.name} loads {algo} and not {name}: factors of columns are only where "
+                    "a norm before takes them in (`fold: true`)"
+                )
+                algorithm = {**recipe.algorithm, "fold": True}
+                return replace(recipe, algorithm=algorithm, notes=(*recipe.notes, note))
+    return recipe
+
+
+def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
+    """The algorithm and the format a module gets, or all those that it may get by a choice."""
+    found = decision.format
+    if found is None or found.kv_algo:
+        return []
+    listed = [recipe.formats[c] for c in found.choose if c in recipe.formats] or [found]
+    return [(f.method or recipe.method, f.algo) for f in listed if f.algo]
 
 
 def check_target(

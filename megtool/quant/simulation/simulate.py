@@ -147,6 +147,21 @@ def fake_weight(
     return out
 
 
+def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
+    """What engines make of a weight of W4A8_AWQ that was read from the written checkpoint.
+
+    `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
+    rounded to FP8 as `fake_weight` does `as_run`.
+    """
+    stored = treatment.columns if treatment.stores_columns else None
+    columns = _on(stored, weight_OI.device)
+    top = treatment.second_amax or float(_whole_amax(weight_OI, columns))
+    run = plain_scale(torch.tensor(top), E4M3_LARGEST)
+    scaled = weight_OI.float() if columns is None else weight_OI * columns
+    rounded = to_e4m3(scaled / run) * run
+    return rounded if columns is None else rounded / columns
+
+
 def _on(values: Any, device: torch.device) -> Tensor | None:
     return None if values is None else torch.as_tensor(values, dtype=torch.float32, device=device)
 

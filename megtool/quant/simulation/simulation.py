@@ -25,6 +25,7 @@ from megtool.quant.simulation.simulate import (
     input_scale,
     needs_scale,
     rounded_input,
+    run_weight,
 )
 from megtool.quant.simulation.views import WeightViews
 from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment
@@ -53,7 +54,8 @@ class Simulation:
     With `weights`, for a decoder of the model before quantisation, weights are rounded too, and
     inputs are smoothed by all factors of columns. Without, it is for a decoder loaded from the
     written checkpoint: its weights are rounded already, and the norms before them carry the factors
-    that were folded, so that inputs are divided by stored ones alone.
+    that were folded, so that inputs are divided by stored ones alone; what is left to do with
+    weights is W4A8_AWQ's second step (`simulate.run_weight`).
 
     Weights that come on demand are rounded whenever their layer is there. `dtype` is the type they
     are stored in (see `simulate.fake_weight`). Every rank makes the same calls.
@@ -88,8 +90,14 @@ class Simulation:
         self._asked: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
         self._find_taps(here)
-        if weights:
-            named = {m: p.layer for p in here for m in p.modules if m in settlement.treatments}
+        named = {
+            m: p.layer
+            for p in here
+            for m in p.modules
+            if (t := settlement.treatments.get(m)) is not None
+            and (weights or t.format.algo == "W4A8_AWQ")
+        }
+        if named:
             self._views = WeightViews(decoder, named)
             for module, layer in named.items():
                 if module in self._views.parts:
@@ -168,12 +176,11 @@ class Simulation:
         rounded = {name: decoder.get_parameter(name).detach().clone() for name in names}
         own = {name: decoder.get_parameter(name) for name in names}
         for module in modules:
-            weight = fake_weight(
-                self._views.read(module),
-                self._settlement.treatments[module],
-                dtype=self._dtype,
-                as_run=True,
-            )
+            held, treatment = self._views.read(module), self._settlement.treatments[module]
+            if self._folded:
+                weight = run_weight(held, treatment)
+            else:
+                weight = fake_weight(held, treatment, dtype=self._dtype, as_run=True)
             self._views.write(module, weight, rounded)
         for name in names:
             replaced(decoder, name, rounded[name])

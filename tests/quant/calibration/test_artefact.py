@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from megtool.quant.calibration.fingerprint import Fingerprint, fingerprint_of
 from megtool.quant.calibration.statistics import BINS, Statistics
 from megtool.quant.recipes.formats import Format
 from megtool.quant.treatment import Cache, Settlement, Treatment
-from tests.quant.calibrated import Case, case, tokens
+from tests.quant.calibrated import Case, case, random_moe, tokens
 
-FP8 = Format(name="fp8", algo="FP8")
+FP8 = Format(name="fp8", algo="FP8", input_amax=7.5)
 SEEN = Fingerprint(model="m" * 64, recipe="r" * 64, data="d" * 64, seed=3)
 
 
@@ -148,10 +149,23 @@ def test_what_does_not_add_up_is_refused() -> None:
         merged([])
 
 
-def fits(artefact: Artefact, of: Case) -> bool:
+@pytest.mark.parametrize("alone", ["d", "e"])
+def test_a_part_is_not_added_to_what_it_is_in(alone: str, tmp_path: Path) -> None:
+    merged([made(0, "d"), made(1, "e")]).save(tmp_path / "both")
+    both = Artefact.load(tmp_path / "both")
+    with pytest.raises(CalibrationError, match="same data"):
+        merged([both, made(0, alone)])
+    with pytest.raises(CalibrationError, match="same data"):
+        merged([made(2, "f"), merged([made(3, "g"), both]), both])
+    three, same = merged([both, made(2, "f")]), merged([made(2, "f"), made(1, "e")])
+    assert three.seen == ("d" * 64, "e" * 64, "f" * 64)
+    assert three.fingerprint == merged([made(0, "d"), same]).fingerprint
+
+
+def fits(artefact: Artefact, of: Case, **more: Any) -> bool:
     d = of.decided
     seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
-    return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points)
+    return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points, **more)
 
 
 def test_an_artefact_fits_its_model_and_recipes_that_need_no_more(llama: Path, moe: Path) -> None:
@@ -164,3 +178,38 @@ def test_an_artefact_fits_its_model_and_recipes_that_need_no_more(llama: Path, m
         fits(artefact, case(llama, "int4_gptq"))
     with pytest.raises(CalibrationError, match="another model"):
         fits(artefact, case(moe))
+
+
+def test_what_layers_saw_behind_gptq_is_for_its_recipe_alone(llama: Path, tmp_path: Path) -> None:
+    mine = case(llama, "int4_gptq", batches=tokens(128, count=1))
+    mine.run().save(tmp_path / "a")
+    artefact = Artefact.load(tmp_path / "a")
+    assert artefact.sequential
+    assert fits(artefact, mine)
+    with pytest.raises(CalibrationError, match="what rounding had made of those before it"):
+        fits(artefact, case(llama, "fp8"))
+
+
+def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
+    source = random_moe(tmp_path / "moe")
+    mine = case(source, batches=tokens(128, count=1))
+    mine.run(policy="weights").save(tmp_path / "a")
+    artefact = Artefact.load(tmp_path / "a")
+    assert artefact.policy == "weights"
+    assert fits(artefact, mine)
+    assert fits(artefact, mine, policy="weights")
+    assert not fits(artefact, mine, policy="share"), "settled anew"
+    with pytest.raises(CalibrationError, match="--route-all"):
+        fits(artefact, mine, route_all=True)
+    everyone = replace(artefact, route_all=True)
+    assert fits(everyone, mine, route_all=True)
+    assert fits(everyone, mine)
+    with pytest.raises(CalibrationError, match="--route-all"):
+        merged([artefact, replace(everyone, seen=("x",))])
+    other = case(source, "int4_awq")
+    d = other.decided
+    seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
+    searched = replace(artefact, fingerprint=seen)
+    assert fits(searched, other)
+    with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):
+        fits(searched, other, policy="share")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megtool.quant.proofs.proof import Proof, prove
 from megtool.quant.recipes.formats import FORMATS, Format
@@ -97,6 +98,33 @@ def test_figures_are_those_of_the_decoded_weight(made: dict[str, Made]) -> None:
 def test_two_threads_and_one_find_the_same(made: dict[str, Made]) -> None:
     one = made["moe"]
     assert prove(one.source, one.path, one.decisions, one.settlement, threads=2) == proof(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("lm_head.weight", (3, 3), float("nan")),
+        ("model.embed_tokens.weight", (7, 1), float("-inf")),
+        ("model.norm.weight", (5,), float("inf")),
+    ],
+)
+def test_what_is_kept_and_is_no_number_is_an_error(
+    dense: Path, tmp_path: Path, name: str, place: tuple[int, ...], value: float
+) -> None:
+    source = shutil.copytree(dense, tmp_path / "hf")
+    held = load_file(source / "model.safetensors")
+    held[name][place] = value
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    one = quantise(source, tmp_path / "out", algos="FP8")
+    if name == "lm_head.weight":  # in another type than the source's
+        written = load_file(one.path / "model.safetensors")
+        written[name] = written[name].float()
+        save_file(written, one.path / "model.safetensors", metadata={"format": "pt"})
+    found = proof(one)
+    (finding,) = [f for f in found.findings if f.check.startswith("kept")]
+    assert (finding.check, finding.severity) == ("kept-nan", "error")
+    assert "1 elements" in finding.text
+    assert found.exit_status == 7
 
 
 def swapped(t: torch.Tensor) -> torch.Tensor:
@@ -364,6 +392,8 @@ def test_a_folder_of_another_model_is_found(
 def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
     made: dict[str, Made], tmp_path: Path
 ) -> None:
+    from dataclasses import replace
+
     one = made["sq"].copied(tmp_path / "gptq")
     rng = torch.Generator().manual_seed(0)
 
@@ -374,7 +404,11 @@ def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
 
     one.change(shaken)
     assert "weight" in {f.check for f in proof(one).findings}
-    assert not proof(one, method="gptq").findings
+    codes = load_file(one.path / "model.safetensors")[f"{UP}.weight"].numpy()
+    settled = one.settlement.treatments["layers.2.mlp.up"]
+    treatments = one.settlement.treatments | {settled.module: replace(settled, codes=codes)}
+    one.settlement = replace(one.settlement, treatments=treatments)
+    assert not proof(one).findings
 
 
 def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: Path) -> None:
@@ -385,7 +419,9 @@ def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: 
     found = proof(one)
     assert {f.check for f in found.findings} == {"clipped"}
     settled = one.settlement.treatments["layers.2.mlp.up"]
-    one.settlement.treatments[settled.module] = replace(settled, amax=np.ones(256, np.float32))
+    weight = load_file(dense / "model.safetensors")[f"{UP}.weight"].float()
+    amax = weight.abs().amax(dim=1).numpy() / np.float32(127) * np.float32(0.9) * np.float32(127)
+    one.settlement.treatments[settled.module] = replace(settled, amax=amax)
     again = proof(one)
     assert not again.findings
     row = next(r for r in again.rows if r.name == settled.module)

@@ -184,7 +184,10 @@ def both(pattern: str, cfg: Any) -> list[dict[str, Any]]:
 def test_modelopts_last_match_wins_for_each_quantizer(llama: Path) -> None:
     entries = [OFF, *both("*", FP8)]
     entries += [{"quantizer_name": "*layers.1.*", "enable": False}]
-    entries += [{"quantizer_name": "*layers.1.*q_proj*", "enable": True}]
+    entries += [
+        {"quantizer_name": f"*layers.1.*q_proj.{p}_quantizer", "enable": True}
+        for p in ("weight", "input")
+    ]
     entries += [{"quantizer_name": "*down_proj.weight_quantizer", "cfg": INT8}]
     entries += [{"quantizer_name": "*down_proj.input_quantizer", "enable": False}]
     entries += [{"quantizer_name": "*[kv]_bmm_quantizer", "cfg": FP8 | {"use_constant_amax": True}}]
@@ -198,7 +201,7 @@ def test_modelopts_last_match_wins_for_each_quantizer(llama: Path) -> None:
     assert by["layers.0.attn.kv"].label == "KV FP8"
     assert by["layers.0.attn.kv"].format is not None
     assert by["layers.0.attn.kv"].format.constant
-    assert by["layers.2.mlp.down"].rules == (5, 6)
+    assert by["layers.2.mlp.down"].rules == (6, 7)
 
 
 def test_modelopts_older_forms(llama: Path) -> None:

@@ -132,8 +132,9 @@ def test_the_error_names_the_largest_group_that_divides(tmp_path: Path) -> None:
     assert "the largest that does is 64" in str(caught.value)
     matched = against(INT4, path, group_size=64)
     assert {d.format.group_size for d in matched.decisions if d.format} == {64}
-    with pytest.raises(RecipeError, match="takes groups of 48"):
+    with pytest.raises(RecipeError) as caught:
         against(INT4, path, group_size=48)
+    assert caught.value.message == "no format of this recipe takes groups of 48"
     with pytest.raises(RecipeError, match="none has a choice"):
         against(INT4.replace("W4A16_AWQ", "FP8"), path, group_size=64)
 
@@ -144,6 +145,60 @@ def test_no_group_divides(tmp_path: Path) -> None:
         against(INT4, path)
     with pytest.raises(RecipeError, match="128 of FP8_PB_WO does not divide the 72 rows"):
         against(INT4.replace("W4A16_AWQ", "FP8_PB_WO").replace("[qkv, fc2]", "qkv"), path)
+    rows = tiny_models.llama(tmp_path / "rows", head_dim=32)  # k has 64 rows of 128 columns
+    with pytest.raises(RecipeError, match="does not divide the 64 rows") as caught:
+        against(INT4.replace("W4A16_AWQ", "FP8_PB_WO"), rows)
+    assert caught.value.hint == "keep them with a rule of their own, or take another format"
+
+
+NAMED = """description: names and layers
+formats: {f: {algo: FP8}}
+rules:
+- match: {exact: [layers.0.attn.q, layers.77.attn.q]}
+  format: f
+- match: {layers: "1-9, -5, 2", role: proj}
+  format: f
+- match: {all: [{role: fc1}, {not: {glob: ["*.3.*", "*.33.*"]}}]}
+  format: f
+- match: {regex: ["layers.0.mlp.down", "layer.0.mlp.down"]}
+  format: keep
+- match: {role: fcc}
+"""
+
+
+def test_every_name_and_layer_of_a_list_is_in_the_model(llama: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        against(NAMED, llama)
+    told = str(caught.value)
+    for line in (
+        "line 4: the name layers.77.attn.q of 'name is layers.0.attn.q or layers.77.attn.q'",
+        "(did you mean 'layers.",
+        "line 6: layers 1-9 of",
+        "line 6: layers -5 of",
+        "(the model has layers 0 to 3)",
+        "line 8: name like *.33.* of",
+        "line 10: name matches layer.0.mlp.down of",
+        "line 12: a rule needs match and format",
+        "line 12: unknown role 'fcc'",
+    ):
+        assert line in told
+    assert told.count("line 6:") == 2
+    for good in ("2", "1-3", "-1", ":9", "-9:"):
+        against(NAMED[: NAMED.index("- match: {exact")] + LAYERED.format(good), llama)
+    dangling = NAMED[: NAMED.index("- match: {layers")] + "  optional: true\n"
+    against(dangling, llama)
+
+
+LAYERED = """- match: {{layers: "{}", role: proj}}
+  format: f
+"""
+
+
+def test_what_calibration_does_not_see_has_no_calibrated_inputs(llama: Path) -> None:
+    text = "description: d\nformats: {f: {algo: FP8}}\nrules:\n- match: {kind: embedding}\n"
+    with pytest.raises(RecipeError, match="gives FP8 to embed, an embedding"):
+        against(text + "  format: f\n", llama)
+    against(text.replace("FP8}", "W8A16}") + "  format: f\n", llama)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from megtool.commands.recipe import explain_recipe, list_recipes
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
+from tests.quant import tiny_models
 
 NAMES = [
     "auto_nvfp4_fp8",
@@ -67,6 +68,12 @@ def test_every_recipe_explains_both_models(name: str, llama: Path, moe: Path) ->
                 m.format != "keep" for m in report.modules if m.kind == "linear" and m not in kept
             )
         assert by_name["embed"].count == 1
+
+
+def test_a_model_of_outer_layers_alone(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "m", num_hidden_layers=2)
+    report = explain_recipe(path, "mixed_nvfp4_fp8")
+    assert {m.format for m in report.modules if m.kind == "linear"} == {"FP8", "keep"}
 
 
 def test_methods_that_need_no_data_are_those_of_formats_that_need_none() -> None:

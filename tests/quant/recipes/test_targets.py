@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megtool.commands.decided import decide
 from megtool.commands.recipe import explain_recipe
 from megtool.errors import RecipeError, UsageError
+from megtool.quant.algorithms.method import method_of
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.formats import FORMATS, KV_BITS
 from megtool.quant.recipes.match import match
@@ -57,6 +60,27 @@ def test_engines_that_cannot(recipe: str, target: str, told: str, llama: Path) -
     with pytest.raises(RecipeError) as caught:
         explain_recipe(llama, recipe, target=target)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "trtllm"])
+def test_what_a_plain_format_has_no_place_for_is_not_stored(
+    target: str, llama: Path, tmp_path: Path
+) -> None:
+    found = decide(llama, "nvfp4_awq", target=target)
+    assert found.recipe.folds
+    assert any("loads NVFP4 and not NVFP4_AWQ" in n for n in found.matched.notes)
+    by = {d.module.name: d.num_bytes for d in found.matched.decisions}
+    plain = {d.module.name: d.num_bytes for d in decide(llama, "nvfp4").matched.decisions}
+    assert by["layers.0.attn.o"] == plain["layers.0.attn.o"]
+    assert not decide(llama, "nvfp4_awq").recipe.folds
+    entries = [{"quantizer_name": "*", "enable": False}]
+    cfg = {"num_bits": "e2m1", "block_sizes": {"-1": 16, "type": "dynamic", "scale_bits": "e4m3"}}
+    entries += [{"quantizer_name": f"*proj.{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(json.dumps({"quant_cfg": entries, "algorithm": "awq_lite"}))
+    assert decide(llama, theirs, target=target).recipe.folds
+    assert method_of(decide(llama, theirs, target=target).recipe, None).fold
+    assert not decide(llama, "int4_awq", target="trtllm").recipe.folds
 
 
 def test_experts_in_a_format_for_dense_models(llama: Path, moe: Path) -> None:

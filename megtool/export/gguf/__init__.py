@@ -1,0 +1,1 @@
+"""GGUF: a model as the one file that llama.cpp reads."""

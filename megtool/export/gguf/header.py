@@ -1,0 +1,118 @@
+"""Header: a GGUF file laid out ahead of its data, its key-values written by the gguf package."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
+from megtool.checkpoint.formats.safetensors import whole_shards
+from megtool.dtypes import dtype
+from megtool.errors import MappingError
+from megtool.export.gguf.kinds import PLAIN
+from megtool.packing.gguf import package, row_bytes
+from megtool.tensors.sharded import GlobalTensor
+
+_ALIGNMENT = 32
+_MOST_NAME = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typed:
+    """A tensor and its type: `kind` is GGUF's name of it, `shape` counts elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def held(self) -> GlobalTensor:
+        """What is written: plain elements, or rows of blocks as bytes."""
+        if self.kind in PLAIN:
+            return GlobalTensor(name=self.name, shape=self.shape, dtype=dtype(PLAIN[self.kind]))
+        width = row_bytes(f"gguf:{self.kind}", self.shape[-1])
+        return GlobalTensor(name=self.name, shape=(*self.shape[:-1], width), dtype=dtype("uint8"))
+
+
+def lay_out(
+    tensors: Sequence[Typed], keys: Mapping[str, Any], *, architecture: str, file: str
+) -> Destination:
+    """One file `file` of these tensors, in this order, each at a multiple of 32 bytes.
+
+    Of `keys`, ints are u32, floats f32; lists are arrays of strings, i32 or f32.
+
+    Raises:
+        MappingError: a name is longer than llama.cpp reads.
+        MissingPackageError: the gguf package is not installed.
+    """
+    for t in tensors:
+        if len(t.name) > _MOST_NAME:
+            raise MappingError(
+                f"a name of {len(t.name)} letters is too long for GGUF", tensor=t.name
+            )
+    head = _head(tensors, keys, architecture)
+    head += bytes(-len(head) % _ALIGNMENT)
+    held = [t.held for t in tensors]
+    offsets, at = [], len(head)
+    for tensor in held:
+        offsets.append(at)
+        at += tensor.num_bytes + -tensor.num_bytes % _ALIGNMENT
+    owner = np.zeros(len(held), np.int32)
+    catalogue = Catalogue(
+        format="gguf",
+        root=Path(),
+        files=[StoredFile(path=file, size=at)],
+        tensors=held,
+        shards=whole_shards(held, owner),
+        extents=Extents(
+            file=owner,
+            offset=np.array(offsets, np.int64),
+            length=np.array([t.num_bytes for t in held], np.int64),
+        ),
+        metadata={},
+    )
+    catalogue.check()
+    return Destination(catalogue=catalogue, fragments=[(0, 0, head)])
+
+
+def _head(tensors: Sequence[Typed], keys: Mapping[str, Any], architecture: str) -> bytes:
+    """Magic, key-values and tensor places, as the package's own writer makes them."""
+    gguf = package()
+    writer = gguf.GGUFWriter(None, architecture)
+    for key, value in keys.items():
+        _add(writer, key, value)
+    for t in tensors:
+        width = row_bytes(f"gguf:{t.kind}", t.shape[-1])
+        writer.add_tensor_info(
+            t.name,
+            (*t.shape[:-1], width),
+            np.dtype(np.uint8),
+            t.held.num_bytes,
+            raw_dtype=gguf.GGMLQuantizationType[t.kind],
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "head"
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        return path.read_bytes()
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        kind = package().GGUFValueType.STRING
+        writer.add_key_value(key, value, kind)  # add_string leaves empty ones out
+    else:
+        writer.add_array(key, list(value))

@@ -1,0 +1,110 @@
+"""Rotary scaling in GGUF: keys for what llama.cpp computes, and tensors of factors for the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.config import ModelConfig
+from megtool.errors import MappingError
+from megtool.export.gguf.architectures import Architecture
+
+Factors = dict[str, NDArray[np.float32]]
+
+
+def scaling_of(config: ModelConfig) -> tuple[str, Mapping[str, Any]]:
+    """The kind of scaling ("" for none) and its numbers."""
+    scaling = config.rope_scaling or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    return ("" if kind == "default" else "longrope" if kind == "su" else kind), scaling
+
+
+def original_length(config: ModelConfig) -> int:
+    """The positions a model was trained for before its scaling."""
+    key = "original_max_position_embeddings"
+    scaling = config.rope_scaling or {}
+    return int(scaling.get(key) or config.extra.get(key) or config.max_positions)
+
+
+def rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """Keys under `ARCHITECTURE.rope.`.
+
+    Raises:
+        MappingError: llama.cpp has no such scaling, or not in this architecture.
+    """
+    kind, scaling = scaling_of(config)
+    turned = int(config.head_dim * config.rotary_percent)
+    out: dict[str, Any] = {"dimension_count": turned, "freq_base": float(config.rope_base)}
+    if config.rope_local_base is not None:
+        out["freq_base_swa"] = float(config.rope_local_base)
+    if not kind or (kind == "llama3" and architecture.factors == kind):
+        return out
+    if kind == "longrope" and architecture.factors == kind:
+        original = original_length(config)
+        factor = config.max_positions / original
+        scale = scaling.get("attention_factor")
+        if scale is None:
+            scale = 1.0
+            if factor > 1:
+                scale = math.sqrt(1 + math.log(factor) / math.log(original))
+        return out | {
+            "scaling.attn_factor": float(scale),
+            "scaling.original_context_length": original,
+        }
+    if kind == "linear":
+        return out | {"scaling.type": "linear", "scaling.factor": float(scaling["factor"])}
+    if kind == "yarn" and not _has_temperature(scaling):
+        original = original_length(config)
+        factor = float(scaling.get("factor") or config.max_positions / original)
+        out |= {"scaling.type": "yarn", "scaling.factor": factor}
+        out["scaling.original_context_length"] = original
+        for key in ("beta_fast", "beta_slow"):
+            if scaling.get(key):
+                out[f"scaling.yarn_{key}"] = float(scaling[key])
+        return out
+    more = " with a temperature of its own" if kind == "yarn" else ""
+    can = ["linear", "yarn", *([architecture.factors] if architecture.factors else [])]
+    raise MappingError(
+        f"rope_scaling is of the kind {kind!r}{more}, which llama.cpp's {architecture.name!r} "
+        "does not compute",
+        hint=f"it does: {', '.join(can)}",
+    )
+
+
+def _has_temperature(scaling: Mapping[str, Any]) -> bool:
+    return any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
+
+
+def factor_tensors(config: ModelConfig) -> Factors:
+    """What frequencies are divided by, where llama.cpp reads that from tensors.
+
+    Llama 3's are those of its published formula: wavelengths beyond the original length are
+    stretched by `factor`, short ones kept, and those between interpolated.
+
+    Raises:
+        MappingError: factors of another number than there are frequencies.
+    """
+    kind, scaling = scaling_of(config)
+    half = int(config.head_dim * config.rotary_percent) // 2
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        frequency = 1 / float(config.rope_base) ** (np.arange(half) / half)
+        rotations = original_length(config) * frequency / (2 * math.pi)
+        kept = ((rotations - low) / (high - low)).clip(0, 1)
+        factors = 1 / ((1 - kept) / float(scaling["factor"]) + kept)
+        return {"rope_freqs.weight": factors.astype(np.float32)}
+    if kind != "longrope":
+        return {}
+    out: Factors = {}
+    for which in ("long", "short"):
+        found = np.array(scaling[f"{which}_factor"], np.float32)
+        if found.shape != (half,):
+            raise MappingError(
+                f"rope_scaling has {len(found)} {which} factors, and {half} frequencies"
+            )
+        out[f"rope_factors_{which}.weight"] = found
+    return out

@@ -1,0 +1,237 @@
+"""Tokenizer: a `tokenizer.json` as the `tokenizer.*` keys of a GGUF file.
+
+Two kinds are written: byte-level BPE (`gpt2` to llama.cpp) and SentencePiece's BPE with bytes to
+fall back on (`llama`). llama.cpp merges the latter by scores, so a token's score is minus the rank
+of the first merge that makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megtool.errors import FormatError, MappingError
+from megtool.export.gguf.splits import split_name
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_BYTES = re.compile(r"<0x[0-9A-F]{2}>")
+_ROLES = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+    "mask": "mask",
+}
+"""Special tokens as Hugging Face calls them, and as GGUF does (it does spell it so)."""
+
+_LAST = 1_000_000
+_HINT = "give a folder that has it: --like HF_FOLDER"
+
+
+def tokenizer_keys(
+    files: Mapping[str, bytes], vocab_size: int, *, split: str | None = None
+) -> dict[str, Any]:
+    """The keys of the tokenizer in the small files of a Hugging Face folder.
+
+    Rows of the embedding beyond the last token get unused tokens. `split` is llama.cpp's name for
+    the way text is cut before it is encoded, where that cannot be told from tokenizer.json.
+
+    Raises:
+        FormatError: there is no tokenizer.json, or a broken one.
+        MappingError: it is of a kind that is not written, or has more tokens than the model.
+    """
+    if "tokenizer.json" not in files:
+        raise FormatError(
+            "no tokenizer.json, and llama.cpp takes the tokenizer from the GGUF file", hint=_HINT
+        )
+    told = _json(files, "tokenizer.json")
+    settings = _json(files, "special_tokens_map.json") | _json(files, "tokenizer_config.json")
+    try:
+        found = _Tokens(told, vocab_size)
+        out: dict[str, Any] = _byte_level(told, split) if _is_byte_level(told) else _pieces(told)
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise FormatError(f"tokenizer.json cannot be used: {e!r}", hint=_HINT) from e
+    is_llama = out["tokenizer.ggml.model"] == "llama"
+    out["tokenizer.ggml.tokens"] = found.texts(blanks=is_llama)
+    if is_llama:
+        out["tokenizer.ggml.scores"] = found.scores(told["model"]["merges"])
+    out["tokenizer.ggml.token_type"] = found.kinds
+    if merges := [] if is_llama else list(_merges(told["model"]["merges"])):
+        out["tokenizer.ggml.merges"] = merges
+    out |= _special(told, settings, files, found.ids)
+    return out | _templates(settings, files)
+
+
+class _Tokens:
+    """Tokens by number, with their kinds."""
+
+    def __init__(self, told: Mapping[str, Any], vocab_size: int) -> None:
+        self.ids: dict[str, int] = dict(told["model"]["vocab"])
+        self.kinds = [_UNUSED] * vocab_size
+        self._texts: list[str | None] = [None] * vocab_size
+        added = {a["content"]: a for a in told.get("added_tokens") or ()}
+        unknown = told["model"].get("unk_token")
+        for text, token in added.items():
+            self.ids[text] = int(token["id"])
+        if self.ids and max(self.ids.values()) >= vocab_size:
+            raise MappingError(
+                f"the tokenizer has {max(self.ids.values()) + 1} tokens, and the model's embedding "
+                f"{vocab_size} rows",
+                hint="give the tokenizer of this model: --like HF_FOLDER",
+            )
+        falls_back = bool(told["model"].get("byte_fallback"))
+        for text, number in self.ids.items():
+            self._texts[number] = text
+            kind = _NORMAL
+            if text in added:
+                kind = _CONTROL if added[text].get("special") else _USER
+            if falls_back and _BYTES.fullmatch(text):
+                kind = _BYTE
+            elif falls_back and text == unknown:
+                kind = _UNKNOWN
+            self.kinds[number] = kind
+
+    def texts(self, *, blanks: bool) -> list[str]:
+        """All tokens; where a vocabulary writes blanks as U+2581, a user's tokens have blanks."""
+        return [
+            f"[PAD{i}]"
+            if t is None
+            else (t.replace("\u2581", " ") if blanks and self.kinds[i] == _USER else t)
+            for i, t in enumerate(self._texts)
+        ]
+
+    def scores(self, merges: list[Any]) -> list[float]:
+        """Minus the rank of the first merge that makes a token."""
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault("".join(_pair(pair)), rank)
+        return [
+            0.0 if t is None or self.kinds[i] != _NORMAL else -float(ranks.get(t, _LAST))
+            for i, t in enumerate(self._texts)
+        ]
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge if isinstance(merge, list) else merge.split(" ")
+    return left, right
+
+
+def _merges(merges: list[Any]) -> Iterator[str]:
+    """Merges as one string each; a blank inside a token is the letter that stands for its byte."""
+    for merge in merges:
+        left, right = (part.replace(" ", chr(ord(" ") + 256)) for part in _pair(merge))
+        yield f"{left} {right}"
+
+
+def _stages(stage: Mapping[str, Any] | None, many: str) -> list[Mapping[str, Any]]:
+    """The stages of a normalizer, pre-tokenizer or decoder, which may be a sequence."""
+    if not stage:
+        return []
+    return list(stage[many]) if stage["type"] == "Sequence" else [stage]
+
+
+def _is_byte_level(told: Mapping[str, Any]) -> bool:
+    kind = told["model"]["type"]
+    if kind != "BPE":
+        raise MappingError(
+            f"the tokenizer is of the kind {kind!r}", hint="BPE is written to GGUF, and no other"
+        )
+    cuts = _stages(told.get("pre_tokenizer"), "pretokenizers")
+    if any(s["type"] == "ByteLevel" for s in cuts):
+        return True
+    if not told["model"].get("byte_fallback"):
+        raise MappingError(
+            "the tokenizer is a BPE neither of bytes nor with bytes to fall back on",
+            hint="llama.cpp knows these two",
+        )
+    return False
+
+
+def _byte_level(told: Mapping[str, Any], split: str | None) -> dict[str, Any]:
+    cuts = _stages(told.get("pre_tokenizer"), "pretokenizers")
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split or split_name(cuts)}
+
+
+def _pieces(told: Mapping[str, Any]) -> dict[str, Any]:
+    stages = _stages(told.get("normalizer"), "normalizers")
+    stages += _stages(told.get("pre_tokenizer"), "pretokenizers")
+    prefixed = any(
+        s["type"] == "Prepend"
+        or (s["type"] == "Metaspace" and s.get("prepend_scheme", "always") != "never")
+        for s in stages
+    )
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": prefixed,
+    }
+
+
+def _special(
+    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    ids: Mapping[str, int],
+) -> dict[str, Any]:
+    """Numbers of the special tokens, and which of them every text gets."""
+    config = _json(files, "config.json")
+    out: dict[str, Any] = {}
+    for role, name in _ROLES.items():
+        text = settings.get(f"{role}_token")
+        text = text.get("content") if isinstance(text, dict) else text
+        number = ids.get(text) if isinstance(text, str) else config.get(f"{role}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and not isinstance(number, bool) and number in ids.values():
+            out[f"tokenizer.ggml.{name}_token_id"] = number
+    single = [
+        stage
+        for p in _stages(told.get("post_processor"), "processors")
+        if p["type"] == "TemplateProcessing"
+        for stage in p["single"]
+    ]
+    ends = {"bos": single[:1], "eos": single[-1:]}
+    for role, end in ends.items():
+        said = settings.get(f"add_{role}_token")
+        own = out.get(f"tokenizer.ggml.{_ROLES[role]}_token_id")
+        if not isinstance(said, bool):
+            said = any(ids.get(s.get("SpecialToken", {}).get("id", ""), -1) == own for s in end)
+        out[f"tokenizer.ggml.add_{role}_token"] = said
+    return out
+
+
+def _templates(settings: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The chat template, and those that have names."""
+    told = settings.get("chat_template")
+    if "chat_template.jinja" in files:
+        told = files["chat_template.jinja"].decode()
+    if isinstance(told, str):
+        return {"tokenizer.chat_template": told}
+    out, names = {}, []
+    for entry in told if isinstance(told, list) else ():
+        name, text = str(entry.get("name")), str(entry.get("template"))
+        if name == "default":
+            out["tokenizer.chat_template"] = text
+        elif re.fullmatch(r"\w+", name):
+            names.append(name)
+            out[f"tokenizer.chat_template.{name}"] = text
+    return out | ({"tokenizer.chat_templates": names} if names else {})
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object among the files; an empty one where there is none.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except ValueError as e:
+        raise FormatError(f"{name} is no JSON: {e}", hint=_HINT) from e
+    if not isinstance(value, dict):
+        raise FormatError(f"{name} holds no JSON object", hint=_HINT)
+    return value

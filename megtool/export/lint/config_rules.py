@@ -1,0 +1,377 @@
+"""Config rules: files, and what they say of the model and of its quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megtool.checkpoint.formats.quantised import QUANT_FILE
+from megtool.export.lint import sources as at
+from megtool.export.lint.rules import Fault, Rule, View, lines_for
+from megtool.export.lint.subject import Subject, faults_of
+from megtool.export.lint.tables import ARCHITECTURES, KEYS, METHODS
+from megtool.quant.proofs.declared import Declared
+from megtool.quant.proofs.folder import CACHE_SCALES
+from megtool.quant.proofs.metadata_checks import check_agreement
+from megtool.quant.recipes.formats import FORMATS, KV_BITS
+
+_CONFIG = "config.json"
+_SPELLED_LOW = "fp8_pb_wo"
+"""What TensorRT-LLM compares byte by byte where others have capitals."""
+
+
+def _raw(subject: Subject, where: str) -> Mapping[str, Any]:
+    """What one of the files says, as it stands there."""
+    if where == "inline":
+        return subject.said
+    said = (subject.folder.quant or {}).get("quantization")
+    return said if isinstance(said, dict) else {}
+
+
+def read_first(subject: Subject, view: View) -> Declared | None:
+    """What the engine goes by: vLLM and SGLang config.json where it says anything, TensorRT-LLM
+    hf_quant_config.json where it is there."""
+    if view.engine == "trtllm":
+        return subject.beside or subject.inline
+    return subject.inline or subject.beside
+
+
+def cache_algo(subject: Subject, view: View) -> str:
+    """The KV cache that the engine reads out of the file it goes by.
+
+    vLLM and TensorRT-LLM know `kv_cache_scheme` of eight-bit floats alone in config.json.
+    """
+    declared = read_first(subject, view)
+    if declared is None:
+        scheme = subject.said.get("kv_cache_scheme")
+        eight = isinstance(scheme, dict) and scheme.get("num_bits") == 8
+        return "FP8" if eight and isinstance(scheme, dict) else ""
+    if declared is subject.beside or (view.engine == "sglang" and declared.kv_algo):
+        return declared.kv_algo
+    scheme = subject.said.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float":
+        return "FP8"
+    return ""
+
+
+def _files(subject: Subject, view: View) -> Iterator[Fault]:
+    for name, what in faults_of(subject.folder):
+        yield Fault(module=name, text=what)
+
+
+def _architectures(subject: Subject, view: View) -> Iterator[Fault]:
+    said = (subject.folder.config or {}).get("architectures")
+    if not isinstance(said, list) or not said:
+        yield Fault(module=_CONFIG, text=f"architectures is {said!r}")
+        return
+    known = ARCHITECTURES.get(view.engine)
+    if known and not set(map(str, said)) & set(known):
+        yield Fault(
+            module=_CONFIG,
+            text=f"{said[0]} is not on the list of supported models",
+            severity="warning",
+            hint="look at the engine's own list for your version",
+        )
+
+
+def _tokenizer(subject: Subject, view: View) -> Iterator[Fault]:
+    if not subject.folder.has_tokenizer:
+        yield Fault(module=subject.folder.path.name, text="no file of a tokenizer is there")
+
+
+def _method(subject: Subject, view: View) -> Iterator[Fault]:
+    if not subject.form:
+        coded = [one.name for one in subject.coded()]
+        if coded:
+            text = f"says nothing of quantisation, and {coded[0]} holds codes"
+            yield Fault(module=_CONFIG, text=text + _more(coded))
+        return
+    lines = [m for m in METHODS if m.engine == view.engine and m.form == subject.form]
+    if not lines:
+        known = sorted({m.form for m in METHODS if m.engine == view.engine})
+        text = f"quant_method {subject.said.get('quant_method')!r} is not loaded"
+        yield Fault(module=_CONFIG, text=text, hint="known: " + ", ".join(known))
+    elif not lines_for(view, lines):
+        yield Fault(
+            module=_CONFIG,
+            text=f"{view.target.name} is not known to load {subject.form}",
+            hint=f"{lines[0].since} is the first version known to; or export it as modelopt",
+            source=lines[0].source,
+        )
+
+
+def _agreement(subject: Subject, view: View) -> Iterator[Fault]:
+    if subject.beside is None or subject.inline is None:
+        return
+    for found in check_agreement(subject.beside, subject.inline):
+        yield Fault(module=found.module, text=found.text)
+
+
+def _which_file(subject: Subject, view: View) -> Iterator[Fault]:
+    if subject.beside is None and not view.target.has("main"):
+        yield Fault(module=QUANT_FILE, text="is not there")
+
+
+def _keys(subject: Subject, view: View) -> Iterator[Fault]:
+    for line in KEYS:
+        said = _raw(subject, line.where)
+        declared = subject.inline if line.where == "inline" else subject.beside
+        if line.engine != view.engine or declared is None:
+            continue
+        if line.algos and declared.algo not in line.algos:
+            continue
+        read = declared is read_first(subject, view)
+        for key in line.keys:
+            if key == "group_size" and line.where == "inline" and declared.group_size:
+                continue  # said in config_groups
+            there = key in said and (said[key] is not None or key == "kv_cache_quant_algo")
+            if there and (not line.filled or said[key]):
+                continue
+            what = "is empty" if there else "is not said"
+            softly = not read or (there and key == "exclude_modules")
+            yield Fault(
+                module=declared.where,
+                text=f"{key} {what}",
+                severity="warning" if softly else None,
+                hint="releases that read this file first stop at it" if softly else "",
+                source=line.source,
+            )
+
+
+def _algo(subject: Subject, view: View) -> Iterator[Fault]:
+    declared = read_first(subject, view)
+    if declared is None:
+        return
+    said = {declared.algo} if declared.algo != "MIXED_PRECISION" else set()
+    said |= {algo for algo, _ in declared.layers.values()}
+    lines = view.target.lines("linear")
+    for algo in sorted(a for a in said if a):
+        able = [s for s in lines if algo in s.algos]
+        if not able:
+            known = sorted({a for s in lines for a in s.algos})
+            what = f"{algo} is not loaded" if algo in FORMATS else f"{algo} is unknown"
+            yield Fault(module=declared.where, text=what, hint="known: " + ", ".join(known))
+        elif all(s.dense for s in able):
+            experts = [x for x in subject.coded() if x.expert is not None]
+            mine = [x.name for x in experts if declared.algo_of(x.name) == algo]
+            if mine:
+                text = f"{algo} is loaded for dense modules alone, and is that of {mine[0]}"
+                yield Fault(module=declared.where, text=text + _more(mine))
+
+
+def _spelling(subject: Subject, view: View) -> Iterator[Fault]:
+    """Algorithms as they are spelled in the file an engine reads."""
+    declared = read_first(subject, view)
+    if declared is None:
+        return
+    said = _raw(subject, "inline" if declared is subject.inline else "file")
+    entries = [said.get("quant_algo")]
+    listed = said.get("quantized_layers")
+    if isinstance(listed, dict):
+        entries += [e.get("quant_algo") for e in listed.values() if isinstance(e, dict)]
+    for algo in dict.fromkeys(e for e in entries if isinstance(e, str)):
+        if algo.upper() == _SPELLED_LOW.upper():
+            right = _SPELLED_LOW if view.engine == "trtllm" else algo
+        else:
+            right = algo.upper()
+        if algo != right:
+            yield Fault(module=declared.where, text=f"{algo!r} must be {right!r}")
+
+
+def _mixed(subject: Subject, view: View) -> Iterator[Fault]:
+    declared = read_first(subject, view)
+    if declared is None or declared.algo != "MIXED_PRECISION":
+        return
+    if not declared.layers:
+        yield Fault(module=declared.where, text="MIXED_PRECISION without quantized_layers")
+        return
+    mixes = {a for s in view.target.lines("mixed") for a in s.algos}
+    used = sorted({algo for algo, _ in declared.layers.values()})
+    odd = [a for a in used if a not in mixes]
+    if odd:
+        known = f"it mixes {', '.join(sorted(mixes))}" if mixes else "it mixes no formats"
+        yield Fault(module=declared.where, text=f"{', '.join(odd)} in a mixed model", hint=known)
+    names = subject.folder.modules
+    lost = [
+        n
+        for n in declared.layers
+        if n not in names and not any(m.startswith(n + ".") for m in names)
+    ]
+    if lost:
+        text = f"{lost[0]} is in quantized_layers, and in no file"
+        yield Fault(module=declared.where, text=text + _more(lost))
+
+
+def _cache(subject: Subject, view: View) -> Iterator[Fault]:
+    if subject.form != "modelopt":
+        scheme = subject.said.get("kv_cache_scheme")
+        if subject.form != "compressed-tensors" or scheme is None:
+            return
+        eight = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type"))
+        if eight != (8, "float"):
+            yield Fault(module=_CONFIG, text=f"kv_cache_scheme {scheme} is not of 8-bit floats")
+        return
+    said = {d.kv_algo for d in (subject.inline, subject.beside) if d is not None and d.kv_algo}
+    known = sorted({a for s in view.target.lines("kv") for a in s.algos})
+    for algo in sorted(said):
+        if algo not in known:
+            hint = "known: " + ", ".join(known)
+            what = "not loaded" if algo in KV_BITS else "unknown"
+            yield Fault(module=_CONFIG, text=f"a KV cache in {algo} is {what}", hint=hint)
+        elif cache_algo(subject, view) != algo:
+            yield Fault(
+                module=_CONFIG,
+                text=f"a KV cache in {algo} is said where it is not read",
+                severity="warning",
+                hint="kv_cache_scheme of config.json must say it; or choose the KV cache when "
+                "the engine starts",
+            )
+
+
+def _cache_scales(subject: Subject, view: View) -> Iterator[Fault]:
+    algo = cache_algo(subject, view)
+    held = [n for n in subject.folder.tensors if n.rpartition(".")[2] in CACHE_SCALES]
+    if algo and not held:
+        yield Fault(
+            module=_CONFIG, text=f"a KV cache in {algo}, and no k_scale or v_scale is there"
+        )
+    if held and not algo and (subject.form != "modelopt" or not _said_anywhere(subject)):
+        text = f"{held[0]} is there, and no file says that the KV cache is quantised"
+        yield Fault(module=_CONFIG, text=text + _more(held))
+    lacks = sorted(
+        {n.rpartition(".")[0].replace(".k_proj", "").replace(".v_proj", "") for n in held}
+    )
+    for attention in lacks:
+        mine = {n.rpartition(".")[2] for n in held if n.startswith(attention + ".")}
+        if missing := [s for s in CACHE_SCALES if s not in mine]:
+            text = f"has {', '.join(sorted(mine))}, and no {', '.join(missing)}"
+            yield Fault(module=attention, text=text)
+
+
+def _said_anywhere(subject: Subject) -> bool:
+    return any(d is not None and d.kv_algo for d in (subject.inline, subject.beside))
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+_ALL_LOADING = {"vllm": at.VLLM_LOADING, "sglang": at.SGLANG_LOADING, "trtllm": at.TRTLLM_CONFIG}
+_ALL_MODELOPT = {
+    "vllm": at.VLLM_MODELOPT,
+    "sglang": at.SGLANG_MODELOPT,
+    "trtllm": at.TRTLLM_MODELOPT,
+}
+
+RULES = (
+    Rule(
+        id="files",
+        sources=_ALL_LOADING,
+        meaning="loaders stop, or leave tensors out",
+        hint="export the folder again",
+        check=_files,
+    ),
+    Rule(
+        id="architectures",
+        sources={
+            "vllm": at.VLLM_MODELS,
+            "sglang": at.SGLANG_MODELS,
+            "trtllm": at.TRTLLM_MODELS,
+        },
+        meaning="engines choose their model by it",
+        hint="put the class of the model into architectures",
+        check=_architectures,
+    ),
+    Rule(
+        id="tokenizer",
+        severity="warning",
+        sources=_ALL_LOADING,
+        meaning="engines take text only where they are given a tokenizer besides",
+        hint="copy the tokenizer's files into the folder",
+        check=_tokenizer,
+    ),
+    Rule(
+        id="method",
+        sources={
+            "vllm": at.VLLM_LOADING,
+            "sglang": at.SGLANG_LOADING,
+            "trtllm": at.TRTLLM_CONFIG,
+        },
+        meaning="the engine stops, or takes codes for weights",
+        hint="quantization_config of config.json must say what the codes are",
+        check=_method,
+    ),
+    Rule(
+        id="config-agree",
+        forms=("modelopt",),
+        sources={
+            "vllm": at.VLLM_FILES,
+            "sglang": at.SGLANG_LOADING,
+            "trtllm": at.TRTLLM_MODELOPT,
+        },
+        meaning="TensorRT-LLM follows hf_quant_config.json, vLLM and SGLang config.json",
+        hint="make both files say the same",
+        check=_agreement,
+    ),
+    Rule(
+        id="quant-file",
+        forms=("modelopt",),
+        sources={"trtllm": at.TRTLLM_CONFIG_1},
+        meaning="releases up to 1.x know ModelOpt's folders by this file alone",
+        hint="write hf_quant_config.json beside config.json",
+        check=_which_file,
+    ),
+    Rule(
+        id="keys",
+        forms=("modelopt",),
+        sources=_ALL_MODELOPT,
+        meaning="the loader stops",
+        hint="write the key",
+        check=_keys,
+    ),
+    Rule(
+        id="algorithm",
+        forms=("modelopt",),
+        sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_ALGOS},
+        meaning="the loader stops, or takes the scales for others",
+        hint="quantize to a format of the engine",
+        check=_algo,
+    ),
+    Rule(
+        id="spelling",
+        forms=("modelopt",),
+        sources={"sglang": at.SGLANG_MODELOPT, "trtllm": at.TRTLLM_MODELOPT},
+        meaning="the loader compares the words byte by byte, and stops",
+        hint="spell the algorithm as the engine does",
+        check=_spelling,
+    ),
+    Rule(
+        id="mixed",
+        forms=("modelopt",),
+        sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_CONFIG},
+        meaning="the loader stops, or leaves modules unquantised that hold codes",
+        hint="choose formats that the engine mixes",
+        check=_mixed,
+    ),
+    Rule(
+        id="kv-cache",
+        forms=("modelopt", "compressed-tensors"),
+        sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_COMPRESSED},
+        meaning="the loader stops, or keeps keys and values in another type",
+        hint="choose another KV cache",
+        check=_cache,
+    ),
+    Rule(
+        id="kv-scales",
+        severity="warning",
+        forms=("modelopt", "compressed-tensors"),
+        sources={
+            "vllm": at.VLLM_LOADING,
+            "sglang": at.SGLANG_LOADING,
+            "trtllm": at.TRTLLM_LINEAR,
+        },
+        meaning="engines take 1 where there is no scale, and leave scales out that are not said",
+        hint="calibrate the KV cache, or leave it unquantised",
+        check=_cache_scales,
+    ),
+)

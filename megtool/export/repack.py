@@ -1,0 +1,221 @@
+"""Repack: feeds that put codes and scales of quantised weights into tensors of another form.
+
+Where source and target have the same numbers, bits change places and nothing is computed. Only a
+scale that is given anew (siblings that engines run as one, brought to one scale) has elements
+decoded and encoded again, and only where it differs from the one they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.feed import Feed, Region, Taking
+from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
+from megtool.checkpoint.transport.units import UNIT_BYTES
+from megtool.errors import FormatError
+from megtool.export.expand import Slice, check_codes, check_scales, expanded, index_of, per_of
+from megtool.export.moved import Moved, Window, identity, source_of, stored_as
+from megtool.export.values import reciprocal
+from megtool.packing.codes import numbers
+from megtool.packing.decode import DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.packing.floats import single
+from megtool.packing.parts import Part
+from megtool.quant.writing.given import Given, bits_of, hash_of, whole
+from megtool.tensors.relation import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+__all__ = ["Slice", "repacked"]
+
+Held = Sequence[tuple[Part, GlobalTensor]]
+
+_DECODE = "export it with --to hf, which decodes it"
+
+
+def repacked(
+    slices: Sequence[Slice],
+    packing: str,
+    held: Held,
+    *,
+    scales: Mapping[str, NDArray[Any]] | None = None,
+) -> list[Feed]:
+    """Feeds that fill the tensors of one target weight in `packing` with boxes of source weights.
+
+    `held` are the target's parts, codes first, of which this fills all (roles as in
+    `packing.decode`: codes, scale, scale_2 or divisor, columns, zeros). Codes are moved byte for
+    byte, and scales keep their values, unless `scales` gives new ones by role (float32, of the
+    part's shape, or single): where these differ, elements are decoded and encoded again. A second
+    scale becomes a divisor, or the other way round, by its reciprocal in float32.
+
+    Feeds read the catalogue of a `CodedFolder` by stored names: plan them with
+    `Source(catalogue=raw, placements={name: whole tensor})`.
+
+    Raises:
+        UsageError: boxes cut bytes, words, groups or blocks of either side.
+        FormatError: another number format, no room for zero points, or a part that a source lacks.
+            While feeds run: scales that are to be one differ, or do not fit their new type.
+    """
+    known = tuple(
+        (role, np.ascontiguousarray(np.asarray(value, np.float32)))
+        for role, value in sorted((scales or {}).items())
+    )
+    given = dict(known)
+    shape = max(s.end[0] for s in slices), max(s.end[1] for s in slices)
+    for box in slices:
+        _check(box, packing, held, shape, given)
+    in_rows = tuple((p, t) for p, t in held if per_of(p, 0))
+    once = [(p, t) for p, t in held if not per_of(p, 0)]
+    out: list[Feed] = []
+    values = [(t, _filled(given[p.role], p, t)) for p, t in once if p.role in given]
+    if values:
+        out.append(Given(values=tuple(values)))
+    for part, tensor in once:
+        if part.role not in given:
+            out.append(Once(slices=tuple(slices), part=part, tensor=tensor))
+    grain = math.lcm(*(per_of(p, 0) for p, _ in in_rows))
+    for box in slices:
+        rows, columns = box.shape
+        step = max(grain, UNIT_BYTES // max(columns, 1) // grain * grain)
+        out += [
+            Moved(
+                box=box,
+                packing=packing,
+                held=in_rows,
+                singles=tuple(p for p, _ in once),
+                known=known,
+                first=first,
+                end=min(first + step, rows),
+                grain=grain,
+                shape=shape,
+            )
+            for first in range(0, rows, step)
+        ]
+    return out
+
+
+def _check(
+    box: Slice,
+    packing: str,
+    held: Held,
+    shape: tuple[int, int],
+    given: Mapping[str, NDArray[np.float32]],
+) -> None:
+    """A box of a source can become a box of the target."""
+    coded, codes = box.coded, held[0][0]
+    have = coded.parts[0][0]
+    same = numbers(coded.packing) == numbers(packing)
+    if not same or (have.dtype != codes.dtype and numbers(packing) == "fp8"):
+        raise FormatError(
+            f"{coded.name} is stored as {coded.packing} of {have.dtype}, and is to be {packing} of "
+            f"{codes.dtype}: that is to quantise it again",
+            tensor=coded.parts[0][1],
+            hint=_DECODE,
+        )
+    roles = {p.role for p, _ in held}
+    zeros = coded.part(ZEROS)
+    if zeros is not None and (ZEROS not in roles or SCALE in given):
+        raise FormatError(
+            f"{coded.name} has zero points (it is quantised asymmetrically), and {packing} of this "
+            "form has none",
+            tensor=zeros[1],
+            hint=_DECODE,
+        )
+    check_codes(box, codes, shape)
+    for part, tensor in held[1:]:
+        if part.role in given:
+            if part.dtype.startswith("float8"):
+                raise FormatError(f"a {part.role} of {part.dtype} is not given", tensor=tensor.name)
+            continue
+        found = source_of(coded, part.role)
+        if found is None:
+            raise FormatError(
+                f"{coded.name} has no {part.role}, which {tensor.name} is to hold",
+                tensor=coded.parts[0][1],
+                hint=_DECODE,
+            )
+        if part.dtype.startswith("float8") and found[0].dtype != part.dtype:
+            raise FormatError(
+                f"{found[0].dtype} scales of {coded.name} are to be {part.dtype}: that is to "
+                "quantise it again",
+                tensor=found[1],
+                hint=_DECODE,
+            )
+        if part.role not in (SCALE_2, DIVISOR):
+            check_scales(box, found[0], part, shape)
+
+
+def _filled(value: NDArray[np.float32], part: Part, tensor: GlobalTensor) -> NDArray[Any]:
+    """A given scale as it is stored."""
+    if value.size not in (1, math.prod(part.shape)):
+        raise FormatError(
+            f"{value.size} values for a {part.role} of {list(part.shape)}", tensor=tensor.name
+        )
+    return stored_as(np.broadcast_to(value.reshape(-1), (math.prod(part.shape),)), part, tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Once:
+    """A part of a target weight without rows of its own: a single scale, or one a column.
+
+    All boxes that share an element of it have the same value there.
+    """
+
+    slices: tuple[Slice, ...]
+    part: Part
+    tensor: GlobalTensor
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The same part of every source."""
+        return tuple(dict.fromkeys(identity(n, p) for p, n in self._sources))
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """All of it."""
+        return (whole(self.tensor),)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return self.tensor.num_bytes
+
+    @property
+    def facts(self) -> bytes:
+        """The boxes."""
+        return hash_of("once", [(s.lo, s.at, s.shape) for s in self.slices], self._sources)
+
+    @property
+    def _sources(self) -> list[tuple[Part, str]]:
+        found = [source_of(s.coded, self.part.role) for s in self.slices]
+        return [f for f in found if f is not None]
+
+    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `Feed`."""
+        out = np.zeros(self.part.shape, np.float32)
+        seen = np.zeros(self.part.shape, bool)
+        for box, (source, name) in zip(self.slices, self._sources, strict=True):
+            hi = (box.rows[1], box.columns[1])
+            with Window(taking, name, source, box.lo, hi) as part:
+                window = part.rows(box.lo, hi)
+            bits = expanded(window, source, box.lo, self.part, box.at, box.shape)
+            found = single(bits, source.dtype)
+            if source.role != self.part.role:
+                found = reciprocal(found)
+            at = index_of(self.part, box.at, box.end)
+            old = seen[at]
+            if (out[at][old] != found[old]).any():
+                raise FormatError(
+                    f"has another {source.role} than what it is to be stored with as "
+                    f"{self.tensor.name}",
+                    tensor=name,
+                    hint="give them one (exporters do, for engines that ask for it), or "
+                    "export with --to hf",
+                )
+            out[at], seen[at] = found, True
+        yield 0, (0,) * out.ndim, bits_of(stored_as(out, self.part, self.tensor), self.tensor.dtype)

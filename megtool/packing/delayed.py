@@ -1,0 +1,308 @@
+"""Delayed scaling: histories of a module's largest magnitudes, and the scales that come of them.
+
+The state of a module is a dict of float32 arrays: `amax_history_fwd` `[H, 3 * G]` and `scale_fwd`
+`[3 * G]` for the input, the weight and the output of each of its G matrix products,
+`amax_history_bwd` `[H, 2 * G]` and `scale_bwd` `[2 * G]` for two gradients; releases 1.x of
+Transformer Engine keep `scale_inv_fwd` and `scale_inv_bwd` too. Row 0 of a history is the step
+under way, 0 once it is over; the others run from the oldest to the newest.
+Source: `_amax_and_scale_update` and `_default_sf_compute` in Transformer Engine 1.13
+(`pytorch/fp8.py`) and 2.20 (`pytorch/quantization.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+State = Mapping[str, Array]
+How = Literal["max", "first"]
+
+KINDS = {"fwd": 3, "bwd": 2}
+"""What each product has of forward and backward state: input, weight, output; two gradients."""
+
+INPUT, WEIGHT, OUTPUT = range(3)
+GRAD_OUTPUT, GRAD_INPUT = range(2)
+
+_UNUSED = {"fwd": (OUTPUT,), "bwd": (GRAD_INPUT,)}
+"""What no linear layer quantises: there, histories of zeros are as they should be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How scales come of histories: `FP8_MAX / amax / 2^margin`.
+
+    `algorithm` is `max` (of the history), `most_recent`, or None for a function of the run's own,
+    which is not known here: scales then stay what they are.
+    """
+
+    max_fwd: float = 448.0
+    max_bwd: float = 57344.0
+    margin: float = 0
+    algorithm: str | None = "max"
+
+    def fp8_max(self, direction: str) -> float:
+        """The largest value of the number format of a direction, `fwd` or `bwd`."""
+        return self.max_fwd if direction == "fwd" else self.max_bwd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is wrong with some columns of one array of a state: `nan`, `inf`, `negative`, `zeros`.
+
+    `zeros` is a history in which nothing was ever seen, though the product uses it.
+    """
+
+    kind: str
+    array: str
+    columns: tuple[int, ...]
+
+
+def num_gemms(state: State) -> int | None:
+    """The matrix products that a state is of; None where its arrays do not agree on a number."""
+    found = set()
+    for name, array in state.items():
+        columns, each = array.shape[-1] if array.ndim else 0, KINDS[direction_of(name)]
+        found.add(columns // each if columns % each == 0 else 0)
+    return found.pop() if len(found) == 1 and 0 not in found else None
+
+
+def direction_of(name: str) -> str:
+    """`fwd` or `bwd`."""
+    return name[-3:]
+
+
+def amax(history: Array, algorithm: str | None = "max") -> Array:
+    """The magnitude `[columns]` that a history `[H, columns]` stands for; 0 where it saw none."""
+    if not len(history):
+        return np.zeros(history.shape[1:], np.float32)
+    if algorithm == "most_recent":
+        newest: Array = np.where(history[0] != 0, history[0], history[-1])
+        return newest
+    found: Array = history.max(0)
+    return found
+
+
+def scale(magnitude: Array, previous: Array, fp8_max: float, margin: float = 0) -> Array:
+    """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        found = (np.float32(fp8_max) / magnitude.astype(np.float32)) / np.float32(2.0**margin)
+    usable = np.isfinite(magnitude) & (magnitude > 0)
+    most = np.float32(np.finfo(np.float32).max)
+    out = np.where(usable, np.where(np.isinf(found), most, found), previous)
+    return np.asarray(out, np.float32)
+
+
+def inverses(state: State) -> dict[str, Array]:
+    """A state with the inverses of its scales, as releases 1.x keep them."""
+    out: dict[str, Array] = {}
+    for name, array in state.items():
+        if name.startswith("scale_inv_"):
+            continue
+        out[name] = array
+        if name.startswith("scale_"):
+            with np.errstate(divide="ignore"):
+                out[f"scale_inv_{direction_of(name)}"] = (np.float32(1) / array).astype(np.float32)
+    return out
+
+
+def without_inverses(state: State) -> dict[str, Array]:
+    """A state as releases 2.x keep it."""
+    return {n: a for n, a in state.items() if not n.startswith("scale_inv_")}
+
+
+def margin_of(state: State, rule: Rule) -> int:
+    """The margin that explains a state's scales, for releases 1.x do not keep it; usually 0.
+
+    It is one that most columns agree on exactly.
+    """
+    votes: list[float] = []
+    for d in KINDS:
+        history, held = state.get(f"amax_history_{d}"), state.get(f"scale_{d}")
+        if history is None or held is None or history.shape[1:] != held.shape:
+            continue
+        seen = amax(history)
+        good = np.isfinite(seen) & (seen > 0) & np.isfinite(held) & (held > 0)
+        votes += np.log2(rule.fp8_max(d) / seen[good].astype(np.float64) / held[good]).tolist()
+    near = [round(v) for v in votes if abs(v - round(v)) < 1e-5]
+    top = max(set(near), key=near.count, default=0)
+    return top if 2 * near.count(top) > len(votes) and 0 < top < 64 else 0
+
+
+def same_shapes(states: Sequence[State]) -> bool:
+    """States have the same arrays, of as many columns; their histories may differ in length."""
+    first = {n: a.shape[-1:] for n, a in states[0].items()}
+    return all({n: a.shape[-1:] for n, a in s.items()} == first for s in states)
+
+
+def merge(states: Sequence[State], rule: Rule, *, how: How = "max") -> dict[str, Array]:
+    """One state out of those that several ranks have of the same module.
+
+    Histories are merged row by row, the newest with the newest: NaN only where all are, else the
+    largest. Scales are computed again where ranks differ, and are otherwise as they were: what all
+    ranks agree on does not change by a bit. `how` `first` takes the first rank's.
+
+    Raises:
+        ValueError: they are not of the same shapes.
+    """
+    out = dict(states[0])
+    if how == "first" or len(states) == 1:
+        return out
+    if not same_shapes(states):
+        raise ValueError("the states of these ranks differ in shape")
+    for d in KINDS:
+        past, held, inverse = f"amax_history_{d}", f"scale_{d}", f"scale_inv_{d}"
+        differs = np.zeros(1, bool)
+        if past in out:
+            length = max(len(s[past]) for s in states)
+            rows = np.stack([lengthened(s[past], length) for s in states])
+            out[past] = np.fmax.reduce(rows, 0)
+            differs = differs | _differ(rows).any(0)
+        if held in out:
+            scales = np.stack([s[held] for s in states])
+            before = scales
+            differs = differs | _differ(before)
+            usable = np.where(np.isfinite(before) & (before > 0), before, np.inf).min(0)
+            previous = np.where(np.isfinite(usable), usable, np.float32(1)).astype(np.float32)
+            again = _again(out, d, previous, rule)
+            out[held] = np.where(differs, again, scales[0])
+        if inverse in out and held in out:
+            with np.errstate(divide="ignore"):
+                turned = (np.float32(1) / out[held]).astype(np.float32)
+            differs = differs | _differ(np.stack([s[inverse] for s in states]))
+            out[inverse] = np.where(differs, turned, out[inverse])
+    return out
+
+
+def _differ(rows: Array) -> NDArray[np.bool_]:
+    """Where the first axis does not hold the same value throughout; NaN is the same as NaN."""
+    first = rows[:1]
+    same = (rows == first) | (np.isnan(rows) & np.isnan(first))
+    return np.asarray(~same.all(0))
+
+
+def _again(state: State, direction: str, previous: Array, rule: Rule) -> Array:
+    history = state.get(f"amax_history_{direction}")
+    if history is None or rule.algorithm is None or history.shape[1:] != previous.shape:
+        return previous
+    seen = amax(history, rule.algorithm)
+    return scale(seen, previous, rule.fp8_max(direction), rule.margin)
+
+
+def rescaled(state: State, rule: Rule) -> dict[str, Array]:
+    """The state with all scales computed from its histories; those it cannot compute stay."""
+    out = dict(state)
+    for d in KINDS:
+        if (held := state.get(f"scale_{d}")) is not None:
+            out[f"scale_{d}"] = _again(state, d, held, rule)
+    return inverses(out) if any(n.startswith("scale_inv_") for n in state) else out
+
+
+def lengthened(history: Array, length: int) -> Array:
+    """A history `[H, columns]` of another length: the newest rows, zeros before the oldest."""
+    have = len(history)
+    if length == have or have == 0 or length < 1:
+        return history
+    if length < have:
+        return np.concatenate([history[:1], history[have - length + 1 :]])
+    zeros = np.zeros((length - have, *history.shape[1:]), np.float32)
+    return np.concatenate([history[:1], zeros, history[1:]])
+
+
+def with_length(state: State, length: int, rule: Rule) -> dict[str, Array]:
+    """A state with histories of `length` steps; scales follow where a maximum was forgotten."""
+    out = dict(state)
+    for d in KINDS:
+        past, held = f"amax_history_{d}", f"scale_{d}"
+        if past not in state:
+            continue
+        out[past] = lengthened(state[past], length)
+        if held in state:
+            before, after = (amax(h, rule.algorithm) for h in (state[past], out[past]))
+            again = _again(out, d, state[held], rule)
+            out[held] = np.where(before == after, state[held], again)
+            if (inverse := f"scale_inv_{d}") in state:
+                with np.errstate(divide="ignore"):
+                    turned = (np.float32(1) / out[held]).astype(np.float32)
+                out[inverse] = np.where(before == after, state[inverse], turned)
+    return out
+
+
+def split(state: State, parts: int) -> list[dict[str, Array]] | None:
+    """The state of each of `parts` products of a module; None where it is not of so many.
+
+    What a product has is `view(kinds, parts)[:, k]`, as Megatron-Core's `_split_extra_state` says.
+    """
+    if state and num_gemms(state) != parts:
+        return None
+    return [
+        {
+            n: a.reshape(*a.shape[:-1], KINDS[direction_of(n)], parts)[..., k].copy()
+            for n, a in state.items()
+        }
+        for k in range(parts)
+    ]
+
+
+def join(states: Sequence[State]) -> dict[str, Array] | None:
+    """The state of one module whose products had these; None where they do not fit together.
+
+    Histories are brought to the longest among them.
+    """
+    if not same_shapes(states) or (states[0] and num_gemms(states[0]) != 1):
+        return None
+    out: dict[str, Array] = {}
+    for name in states[0]:
+        arrays = [s[name] for s in states]
+        if name.startswith("amax_history_"):
+            length = max(map(len, arrays))
+            arrays = [lengthened(a, length) for a in arrays]
+        stacked = np.stack(arrays, -1)
+        out[name] = stacked.reshape(*stacked.shape[:-2], -1)
+    return out
+
+
+def unseen(like: State) -> dict[str, Array]:
+    """A state of the same shapes that has seen nothing: histories of 0, scales of 1."""
+    return {
+        n: np.zeros_like(a) if n.startswith("amax_history_") else np.ones_like(a)
+        for n, a in like.items()
+    }
+
+
+def faults(state: State, *, linear: bool = True) -> list[Fault]:
+    """What is wrong with a state's numbers.
+
+    `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
+    are all quantised; of others, histories of zeros are no fault.
+    """
+    out: list[Fault] = []
+    for name, array in state.items():
+        if array.ndim == 0 or array.size == 0:
+            continue
+        flat = array.reshape(-1, array.shape[-1])
+        bad: dict[str, NDArray[np.bool_]] = {}
+        if not (flat.min() >= 0 and np.isfinite(flat.max())):  # rare; NaN is in both
+            bad["nan"], bad["inf"] = np.isnan(flat).any(0), np.isinf(flat).any(0)
+            bad["negative"] = (flat < 0).any(0)
+        if name.startswith("amax_history_"):
+            if linear and len(flat) > 1:
+                bad["zeros"] = (flat == 0).all(0) & ~_unused(direction_of(name), flat.shape[1])
+        else:
+            bad["zeros"] = (flat == 0).any(0)
+        out += [
+            Fault(kind=kind, array=name, columns=tuple(np.flatnonzero(where).tolist()))
+            for kind, where in bad.items()
+            if where.any()
+        ]
+    return out
+
+
+def _unused(direction: str, columns: int) -> NDArray[np.bool_]:
+    gemms = max(columns // KINDS[direction], 1)
+    kinds = np.arange(columns) // gemms
+    return np.isin(kinds, _UNUSED[direction])

@@ -1,0 +1,50 @@
+"""ModelOpt packages: NVIDIA ModelOpt and transformers, imported when asked for, and kept quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from megtool.errors import MissingPackageError
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what the packages print and warn of: their progress is ours to tell."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def no_bars(transformers: Any) -> Iterator[None]:
+    """Without transformers' progress bars."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def packages() -> tuple[Any, Any]:
+    """`modelopt.torch.quantization` and transformers.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
+    try:
+        with quiet():
+            import modelopt.torch.quantization as mtq
+            import transformers
+    except ImportError as e:
+        raise MissingPackageError(
+            f"--backend modelopt needs a package that is not here: {e}",
+            hint="pip install nvidia-modelopt[hf]",
+        ) from e
+    return mtq, transformers

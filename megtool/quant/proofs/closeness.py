@@ -1,0 +1,162 @@
+"""Closeness: a quantised weight beside another, and how close every format has to come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.values import numbers
+from megtool.convert.dialects import Side
+from megtool.errors import MappingError
+from megtool.packing.rounding import rounded
+from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.proofs.weight_proof import Floats, Sums
+from megtool.quant.recipes.modules import list_modules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """The least signal over noise, in dB, of a sound weight in a format; `found` is what the worst
+    one had of those it was measured on."""
+
+    db: float
+    found: float
+
+
+LEAST: Mapping[str, Least] = MappingProxyType(
+    {
+        "fp8": Least(db=25.0, found=31.5),
+        "mxfp8": Least(db=25.0, found=31.4),
+        "int8": Least(db=24.0, found=33.3),
+        "int8words": Least(db=24.0, found=33.3),
+        "int4": Least(db=9.0, found=14.6),
+        "int4rows": Least(db=9.0, found=14.6),
+        "mxfp4": Least(db=10.0, found=16.3),
+        "nvfp4": Least(db=14.0, found=20.4),
+        "": Least(db=40.0, found=49.9),
+    }
+)
+"""By the first word of a packing; "" is a plain weight, cast to bfloat16 at worst.
+
+`found` is the worst of 42 matrices of SmolLM2-135M and of random ones, normal and heavy-tailed
+(Student's t with 3 degrees), rounded to nearest with a scale for 64 columns in INT4. The thresholds
+lie 6 dB and more below it: noise of twice the amplitude, room for clipping and for codes that were
+chosen for outputs (GPTQ). Rows that are swapped, nibbles in the wrong order and scales of another
+tensor come out at 3 dB or less.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closeness:
+    """One weight of B beside that of A.
+
+    `packing` is how it is stored in B (and in A, where that is quantised too: `a over b`).
+    Columns that take factors of a norm, or have a `pre_quant_scale`, are compared as they were
+    rounded (`is_scaled`). `worst_row_error` is the relative error of the row that is furthest off.
+    """
+
+    tensor: str
+    stored: str
+    packing: str
+    num_elements: int
+    sqnr_db: float
+    least_db: float
+    cosine: float
+    max_error: float
+    relative_error: float
+    worst_row: int
+    worst_row_error: float
+    num_nan: int = 0
+    is_scaled: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Close enough, and all numbers."""
+        return not self.num_nan and self.sqnr_db >= self.least_db
+
+
+def closeness(
+    tensor: str,
+    stored: str,
+    packings: tuple[str, str],
+    sums: Sums,
+    *,
+    sqnr: float | None = None,
+    scaled: bool = False,
+) -> Closeness:
+    """A row of the table; `packings` are those of A and B ("" is plain), `sqnr` the threshold in
+    place of the format's. Two quantised weights are as far apart as both noises together."""
+    kinds = [p.partition(":")[0] for p in packings]
+    least = min(LEAST.get(k, LEAST["int4"]).db for k in kinds)
+    if all(kinds):
+        least -= 3.0
+    return Closeness(
+        tensor=tensor,
+        stored=stored,
+        packing=" over ".join(dict.fromkeys(p for p in packings if p)) or "plain",
+        num_elements=sums.count,
+        sqnr_db=sums.sqnr_db,
+        least_db=least if sqnr is None else sqnr,
+        cosine=sums.cosine,
+        max_error=sums.max_error,
+        relative_error=sums.relative_error,
+        worst_row=sums.worst_row,
+        worst_row_error=sums.worst_row_error,
+        num_nan=sums.num_nan,
+        is_scaled=scaled,
+    )
+
+
+def points_of(side: Side) -> tuple[Point, ...]:
+    """The inputs that follow a norm, with what reads them; none where the model is not known."""
+    if side.config is None or side.dialect == "identity":
+        return ()
+    try:
+        modules = list_modules(side).modules
+    except MappingError:
+        return ()
+    return tuple(p for p in list_points(modules, side.config) if p.norm and p.what == "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm that is not the same on both sides: what each column's input is multiplied by in B
+    against A (NaN where both are zero)."""
+
+    point: Point
+    factors: Floats
+
+
+def changed_norms(
+    points: Collection[Point], mine: Side, theirs: Side, a: Reader, b: Reader
+) -> dict[str, Norm]:
+    """Norms whose weights differ by more than a cast, by canonical name."""
+    out: dict[str, Norm] = {}
+    centred = bool(theirs.config and theirs.config.zero_centered_norm)
+    offset = np.float32(1 if centred else 0)
+    for point in points:
+        name = f"{point.norm}.weight"
+        p, q = mine.placements.get(name), theirs.placements.get(name)
+        if p is None or q is None or mine.canonical[name].shape != theirs.canonical[name].shape:
+            continue
+        u, v = a.canonical(p), b.canonical(q)
+        x, y = numbers(u.read(), u.dtype).astype("f4"), numbers(v.read(), v.dtype).astype("f4")
+        x, y = x.reshape(-1), y.reshape(-1)
+        if _is_cast(x, y, v.dtype.name, same=u.dtype == v.dtype):
+            continue
+        x, y = x + offset, y + offset
+        with np.errstate(all="ignore"):
+            factors = np.where(x == 0, np.float32(np.nan), y / x).astype(np.float32)
+        if (y[x == 0] != 0).any():
+            continue  # no factor makes something of nothing
+        out[point.norm] = Norm(point, factors)
+    return out
+
+
+def _is_cast(x: Floats, y: Floats, kind: str, *, same: bool) -> bool:
+    """Whether y is x in its own type; no rounding where both have one."""
+    return np.array_equal(x, y) or (not same and np.array_equal(rounded(x.copy(), kind), y))

@@ -1,0 +1,183 @@
+"""Quantizers of ModelOpt: which of a module an entry names, and what they make of it together.
+
+Weights and inputs of one module are decided separately, by the last entry that names each; what the
+two are together is a format that engines have, or a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.modelopt_settings import constant_of, faults, kind_of
+from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import KEEP, Problems
+
+_CLASSES = {"nn.Linear": "linear", "nn.Embedding": "embedding"}
+
+
+# What the settings of a weight and of its inputs are together; group sizes are kept apart.
+ALGOS: Mapping[tuple[str, str], str] = {
+    ("fp8", "fp8"): "FP8",
+    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("fp8_block", ""): "FP8_PB_WO",
+    ("int8_channel", "int8"): "W8A8_SQ_PER_CHANNEL",
+    ("int8_channel", ""): "W8A16",
+    ("int4", ""): "W4A16_AWQ",
+    ("int4+fp8", "fp8"): "W4A8_AWQ",
+    ("mxfp8", "mxfp8"): "MXFP8",
+    ("mxfp4", "mxfp4"): "MXFP4",
+    ("mxfp4", ""): "MXFP4",
+    ("mxfp4", "fp8"): "W4A8_MXFP4_FP8",
+    ("nvfp4", "nvfp4"): "NVFP4",
+    ("nvfp4", ""): "W4A16_NVFP4",
+    ("nvfp4", "fp8"): "W4A8_NVFP4_FP8",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizers:
+    """The quantizers that an entry names, as a condition on modules."""
+
+    pattern: str
+    parent_class: str
+
+    def holds(self, module: Module) -> bool:
+        """Any quantizer of the module is named."""
+        return any(self.names(module, part) for part in _PARTS[module.kind])
+
+    def names(self, module: Module, part: str) -> bool:
+        """One quantizer of the module is named."""
+        if self.parent_class and _CLASSES.get(self.parent_class) != module.kind:
+            return False
+        return any(fnmatchcase(f"{n}.{part}", self.pattern) for n in module.called("hf"))
+
+    def words(self) -> str:
+        """The condition for people."""
+        inside = f" in {self.parent_class}" if self.parent_class else ""
+        return f"quantizer like {self.pattern}{inside}"
+
+
+_PARTS = {
+    "linear": ("weight_quantizer", "input_quantizer", "output_quantizer"),
+    "embedding": ("weight_quantizer", "input_quantizer", "output_quantizer"),
+    "norm": (),
+    "kv_cache": ("k_bmm_quantizer", "v_bmm_quantizer"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What an entry says: settings (None: none of its own), and whether they are switched on."""
+
+    quantizers: Quantizers
+    cfg: Any
+    enable: bool
+    rule: int
+
+
+def decide_by_quantizers(
+    recipe: Recipe, module: Module, problems: Problems
+) -> tuple[Format | None, tuple[int, ...], str]:
+    """The format of a module, the rules that gave it, and why, after ModelOpt's precedence."""
+    answers = [_decide(space, module, recipe, problems) for space in recipe.spaces]
+    if len(answers) == 1:
+        return answers[0]
+    formats = {f.label: f for f, _, _ in answers if f is not None}
+    rules = tuple(dict.fromkeys(i for _, numbers, _ in answers for i in numbers))
+    if not formats:
+        return None, rules, answers[0][2]
+    choice = Format(name="auto", choose=(*formats, KEEP), bits=recipe.bits)
+    return choice, rules, "chosen by sensitivity within a budget"
+
+
+def _decide(
+    space: tuple[Setting, ...], module: Module, recipe: Recipe, problems: Problems
+) -> tuple[Format | None, tuple[int, ...], str]:
+    found: dict[str, tuple[Any, bool, int]] = {}
+    for setting in space:
+        for part in _PARTS[module.kind]:
+            if setting.quantizers.names(module, part):
+                before = found.get(part, (None, False, -1))
+                cfg = setting.cfg if setting.cfg is not None else before[0]
+                found[part] = (cfg, setting.enable, setting.rule)
+    if not found:
+        return None, (), "no entry matches"
+    parts = _PARTS[module.kind]
+    first = found.get(parts[0], (None, False, -1))
+    second = found.get(parts[1], (None, False, -1))
+    numbers = tuple(dict.fromkeys(n for n in (first[2], second[2]) if n >= 0))
+    why = " and ".join(f"{p} by entry {found[p][2] + 1}" for p in parts[:2] if p in found)
+    _check_faults(module, found, recipe, problems)
+    if not (first[1] or second[1]):
+        return None, numbers, f"switched off: {why}"
+    groups: list[int] = []
+    inputs: list[int] = []
+    kinds = [
+        kind_of(s[0], held) if s[1] else ("", "") for s, held in ((first, groups), (second, inputs))
+    ]
+    if module.kind == "kv_cache":
+        kv = {"fp8": "FP8", "nvfp4": "NVFP4"}.get(kinds[0][0])
+        if kv is None or kinds[0][0] != kinds[1][0]:
+            _refuse(module, kinds, recipe, numbers, problems)
+            return None, numbers, why
+        constant = bool(isinstance(first[0], dict) and first[0].get("use_constant_amax"))
+        return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, why
+    algo = ALGOS.get((kinds[0][0], kinds[1][0]))
+    size = groups[0] if groups else 0
+    alike = kinds[0][0] != kinds[1][0] or groups == inputs
+    if algo is None or size not in (FORMATS[algo].groups or (0,)) or not alike:
+        _refuse(module, kinds, recipe, numbers, problems, size)
+        return None, numbers, why
+    pinned = constant_of(second[0]) if second[1] else 0.0
+    if pinned and not FORMATS[algo].calibrates:
+        told = f"{algo} scales inputs as they come, and a constant amax is not carried out"
+        problems.add(recipe.rules[second[2]].line, told, "leave it out")
+    made = Format(
+        name=f"{algo} {size}" + (f" {pinned:g}" if pinned else ""),
+        algo=algo,
+        group_size=size,
+        input_amax=pinned,
+        line=recipe.rules[numbers[0]].line,
+    )
+    return made, numbers, why
+
+
+def _check_faults(
+    module: Module,
+    found: Mapping[str, tuple[Any, bool, int]],
+    recipe: Recipe,
+    problems: Problems,
+) -> None:
+    """What quantizers of a module that are on ask for, and no engine format has."""
+    for part, (cfg, enable, number) in found.items():
+        rule = recipe.rules[number]
+        if enable and part == "output_quantizer":
+            told = f"{rule.condition.words()} rounds outputs, and no engine format does"
+            problems.add(rule.line, told, "switch output_quantizer off")
+        elif enable:
+            for one in faults(cfg, part):
+                told = f"{rule.condition.words()} has {one}, which is not carried out"
+                problems.add(rule.line, told, "leave it out, or switch it off")
+
+
+def _refuse(
+    module: Module,
+    kinds: list[tuple[str, str]],
+    recipe: Recipe,
+    numbers: tuple[int, ...],
+    problems: Problems,
+    size: int = 0,
+) -> None:
+    told = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
+    told += f" in groups of {size}" if size else ""
+    problems.add(
+        recipe.rules[numbers[0]].line,
+        f"no engine format has {told}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
+        "would get",
+        "weights with inputs: " + ", ".join(f"{w} with {i or 'none'}" for w, i in ALGOS),
+    )

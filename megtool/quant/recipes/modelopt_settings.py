@@ -1,0 +1,261 @@
+"""Settings of ModelOpt: what its quantizers and algorithms may say, and what of it counts.
+
+Whatever ModelOpt 0.47 knows is known here. A value that changes nothing passes, one that is not
+carried out is told where it would take effect, and a key that ModelOpt does not know is a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megtool.quant.recipes.algorithm import Option
+from megtool.quant.recipes.modules import nearest
+from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.source_text import Node, as_key
+
+_FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
+CONSTANT = 448.0
+"""The largest magnitude that `use_constant_amax` stands for."""
+
+# What has a meaning here, or none for what is stored.
+_READ = (
+    "num_bits",
+    "axis",
+    "type",
+    "block_sizes",
+    "effective_bits",
+    "pass_through_bwd",
+    "trt_high_precision_dtype",
+    "use_constant_amax",
+    "constant_amax",
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "enable": (True, None),
+    "fake_quant": (True, None),
+    "unsigned": (False, None),
+    "narrow_range": (False, None),
+    "learn_amax": (False, None),
+    "calibrator": ("max", None),
+    "rotate": (False, None, {}, {"enable": False}),
+    "bias": (False, None, {}, {"enable": False}),
+    "backend": (None,),
+    "backend_extra_args": (None, {}),
+}
+_BLOCKS = ("type", "scale_bits", "scale_block_sizes", "four_over_six")
+_BLOCK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "scale_block_sizes": (None, {}),
+    "four_over_six": (False, None),
+}
+_DYNAMIC = ("nvfp4", "mxfp8", "mxfp4")
+
+
+def check_settings(node: Node, problems: Problems) -> None:
+    """Every key of a quantizer's settings, or of a list of them, is one that ModelOpt knows."""
+    for one in node.value if isinstance(node.value, list) else [node]:
+        if not isinstance(one.value, dict):
+            if one.value is not None:
+                problems.add(one.line, f"cfg is {one.plain()!r}", "a mapping, such as num_bits: 8")
+            continue
+        for key in one.value:
+            line = (one.keys or {}).get(key, one.line)
+            if key not in _READ and key not in _NEUTRAL:
+                hint = nearest(key, [*_READ, *_NEUTRAL])
+                problems.add(line, f"unknown attribute {key!r} of a quantizer", hint)
+        kind = one.get("type")
+        if kind is not None and kind.value not in ("static", "dynamic", None):
+            problems.add(kind.line, f"type is {kind.plain()!r}", "static or dynamic")
+        blocks = one.get("block_sizes")
+        for key in blocks.value if blocks is not None and isinstance(blocks.value, dict) else ():
+            if key not in _BLOCKS and not key.removeprefix("-").isdigit():
+                line = ((blocks.keys if blocks else None) or {}).get(key, one.line)
+                hint = nearest(key, _BLOCKS) + ", or a dimension"
+                problems.add(line, f"unknown key {key!r} of block_sizes", hint)
+
+
+def faults(cfg: Any, part: str) -> Iterator[str]:
+    """What the settings of a quantizer that is on ask for and does not happen here.
+
+    `part` is the quantizer's name in its module, as `weight_quantizer`.
+    """
+    for one in cfg if isinstance(cfg, list) else [cfg]:
+        if not isinstance(one, Mapping):
+            continue
+        for key, values in _NEUTRAL.items():
+            if key in one and one[key] not in values:
+                yield f"{key} {_short(one[key])}"
+        blocks = one.get("block_sizes")
+        sizes = blocks if isinstance(blocks, Mapping) else {}
+        for key, values in _BLOCK_NEUTRAL.items():
+            if key in sizes and sizes[key] not in values:
+                yield f"{key} {_short(sizes[key])}"
+        word = kind_of(one, [])[0]
+        if part == "weight_quantizer":
+            for key in ("constant_amax", "use_constant_amax"):
+                if one.get(key):
+                    yield f"{key} {_short(one[key])} of a weight"
+        elif word in _DYNAMIC and sizes.get("type") != "dynamic":
+            yield "blocks of inputs whose scales are static"
+        elif word in ("fp8", "int8") and one.get("type") == "dynamic":
+            yield "one scale a tensor that is found as inputs come (type dynamic)"
+        if part.endswith("bmm_quantizer") and one.get("constant_amax"):
+            yield f"constant_amax {_short(one['constant_amax'])} of a KV cache"
+
+
+def _short(value: Any) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)[:60]
+
+
+def constant_of(cfg: Any) -> float:
+    """The largest magnitude of inputs that settings pin (0: none, so that it is calibrated)."""
+    if not isinstance(cfg, Mapping):
+        return 0.0
+    value = cfg.get("constant_amax")
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
+        return float(value)
+    return CONSTANT if cfg.get("use_constant_amax") else 0.0
+
+
+def kind_of(cfg: Any, groups: list[int]) -> tuple[str, str]:
+    """Quantizer settings as a word, or as what they say; group sizes are added to `groups`."""
+    if isinstance(cfg, list):
+        inner = [kind_of(c, groups)[0] for c in cfg]
+        return "+".join(inner), str(cfg)
+    if not isinstance(cfg, Mapping):
+        return "", "INT8 by default"
+    bits = _bits(cfg.get("num_bits", 8))
+    blocks = cfg.get("block_sizes") or {}
+    sizes = {str(k): as_key(v) for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
+    scale = _bits(sizes.get("scale_bits"))
+    size, axis = sizes.get("-1"), cfg.get("axis")
+    told = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
+    word = ""
+    if not sizes:
+        by = {None: {(4, 3): "fp8", 8: "int8"}, 0: {(4, 3): "fp8_channel", 8: "int8_channel"}}
+        word = by.get(axis, {}).get(bits, "") if isinstance(axis, int | None) else ""
+    elif set(sizes) >= {"-1", "-2"}:
+        word = "fp8_block" if (bits, size, sizes["-2"]) == ((4, 3), 128, 128) else ""
+        size = 128
+    elif "-1" in sizes and size is None:
+        word = "fp8_token" if (bits, cfg.get("type")) == ((4, 3), "dynamic") else ""
+    elif isinstance(size, int):
+        word = {
+            (4, None): "int4",
+            ((4, 3), (8, 0)): "mxfp8" if size == 32 else "",
+            ((2, 1), (8, 0)): "mxfp4" if size == 32 else "",
+            ((2, 1), (4, 3)): "nvfp4",
+        }.get((bits, scale), "")
+    if isinstance(size, int) and sizes and not isinstance(size, bool):
+        groups.append(size)
+    return word, "" if word else told
+
+
+def _bits(value: Any) -> Any:
+    """`num_bits`: an integer, or exponent and mantissa, however it is spelled."""
+    if isinstance(value, str):
+        return _FLOATS.get(value, value)
+    return as_key(value)
+
+
+_MULTIPLIERS = ("step_size", "start_multiplier", "stop_multiplier", "fp8_scale_sweep")
+_SEARCHED = (*_MULTIPLIERS, "min_clip_ratio", "shrink_step", "max_tokens_per_batch")
+"""How ModelOpt searches what is searched here too, in steps of its own."""
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "moe_calib_experts_ratio": (None,),
+    "shared_states": (None, {}),
+    "distributed_sync": (True, None),
+    "sync_expert_weight_amax": (False, None),
+}
+_RANGES = {
+    "alpha": Option(float),
+    "alpha_step": Option(float, least=0.001),
+    "perc_damp": Option(float, above=True),
+}
+_SCALES = ("shared_states", "distributed_sync")
+_CLIPS = ("max_co_batch_size", "max_tokens_per_batch", "min_clip_ratio", "shrink_step", "debug")
+_ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "max": (*_SCALES, "sync_expert_weight_amax", "skip_forward_without_activation_calib"),
+    "mse": (*_SCALES, *_MULTIPLIERS),
+    "local_hessian": (*_SCALES, *_MULTIPLIERS, "block_size", "debug"),
+    "smoothquant": ("alpha",),
+    "awq_lite": ("alpha_step", "debug"),
+    "awq_clip": _CLIPS,
+    "awq_full": ("alpha_step", *_CLIPS),
+    "awq": ("alpha_step", *_CLIPS),
+    "gptq": ("perc_damp", "block_size", "fused"),
+    "none": (),
+}
+_ELSEWHERE = ("svdquant", "lsq", "nvfp4_act_headroom")
+"""Algorithms of ModelOpt that are none of ours, whatever their names resemble."""
+_ANY = ("method", "moe_calib_experts_ratio", "layerwise")
+_SHOWN = "get_qdq_activations_from_prev_layer"
+_LAYERWISE = (
+    "enable",
+    _SHOWN,
+    "checkpoint_dir",
+    "save_every",
+    "calib_mutates_weights",
+)
+
+
+def read_method(node: Node | None, problems: Problems, notes: list[str]) -> dict[str, Any]:
+    """The `algorithm` of a recipe: a name, nothing, or a mapping with options.
+
+    Options that only say how finely is searched are told in `notes`.
+    """
+    if node is not None and isinstance(node.value, list) and len(node.value) == 1:
+        node = node.value[0]
+    if node is None or node.value is None:
+        return {"method": "none"}
+    if isinstance(node.value, list):
+        told = ", ".join(_name(one) for one in node.value)
+        problems.add(node.line, f"a list of algorithms is not carried out: {told}", "take one")
+        return {"method": "none"}
+    method = _name(node)
+    at = node.get("method") or node
+    if method not in _ALGORITHMS:
+        hint = nearest("" if method in _ELSEWHERE else method, _ALGORITHMS)
+        problems.add(at.line, f"algorithm {method!r} is not carried out", hint)
+        return {"method": "none"}
+    if not isinstance(node.value, dict):
+        return {"method": method}
+    searched = []
+    known = (*_ANY, *_ALGORITHMS[method])
+    for key, value in node.value.items():
+        line, plain = (node.keys or {}).get(key, value.line), value.plain()
+        if key not in known:
+            problems.add(line, f"unknown option {key!r} of {method}", nearest(key, known))
+        elif key == "layerwise":
+            _check_layerwise(value, method, problems)
+        elif key in _RANGES and plain is not None and not _RANGES[key].takes(plain):
+            problems.add(line, f"{key} is {plain!r}", _RANGES[key].words())
+        elif key in _VALUES and plain not in _VALUES[key]:
+            problems.add(line, f"{key} {_short(plain)} is not carried out", "leave it out")
+        elif key in _SEARCHED or (key == "block_size" and method == "local_hessian"):
+            searched.append(key)
+    if searched:
+        notes.append(f"{method} searches here in steps of its own, not by {', '.join(searched)}")
+    return dict(node.plain()) | {"method": method}
+
+
+def _name(node: Node) -> str:
+    named = node.get("method") if isinstance(node.value, dict) else node
+    return "none" if named is None or named.value is None else named.text
+
+
+def _check_layerwise(node: Node, method: str, problems: Problems) -> None:
+    """Layers one by one change nothing, unless what rounding made of one is shown to the next: here
+    GPTQ does so, and nothing else."""
+    if not isinstance(node.value, dict):
+        if node.value not in (None, True, False):
+            problems.add(node.line, f"layerwise is {node.plain()!r}", "a mapping")
+        return
+    for key, value in node.value.items():
+        line = (node.keys or {}).get(key, value.line)
+        if key not in _LAYERWISE:
+            hint = nearest(key, _LAYERWISE)
+            problems.add(line, f"unknown option {key!r} of layerwise", hint)
+        elif key == _SHOWN and value.value not in (None, method == "gptq"):
+            always = "always" if method == "gptq" else "never"
+            told = f"{key} {_short(value.plain())}: with {method} it is {always} so"
+            problems.add(line, told, "leave it out")
