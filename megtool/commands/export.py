@@ -96,7 +96,7 @@ def export(
     return export_folder(
         source,
         destination,
-        to="compressed-tensors" if to == "compressed-tensors" else "modelopt",
+        to=to,
         target=engine or None,
         max_shard_size=max_shard_size,
         **common,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,7 +285,7 @@ def faults(state: State, *, linear: bool = True) -> list[Fault]:
         if array.ndim == 0 or array.size == 0:
             continue
         flat = array.reshape(-1, array.shape[-1])
-        bad: dict[str, NDArray[np.bool_]] = {}
+        bad: dict[str, Any] = {}
         if not (flat.min() >= 0 and np.isfinite(flat.max())):  # rare; NaN is in both
             bad["nan"], bad["inf"] = np.isnan(flat).any(0), np.isinf(flat).any(0)
             bad["negative"] = (flat < 0).any(0)

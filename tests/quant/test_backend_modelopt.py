@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megtool.commands.decided import Decided, decide
+from megtool.commands.quantizing.write import write
 from megtool.errors import MissingPackageError, RecipeError, UsageError
 from megtool.inference.load import Source, load
 from megtool.model.batch import Batch
@@ -19,6 +20,7 @@ from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_con
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.points import Point, list_points
 from megtool.quant.calibration.record import Recorder
+from megtool.quant.proofs.proof import prove
 from megtool.quant.settle import settle
 from megtool.quant.simulation.simulate import fake_weight
 from megtool.quant.treatment import Settlement
@@ -136,6 +138,36 @@ def test_factors_of_columns_go_to_norms_or_are_stored(
             columns = torch.from_numpy(t.columns)
             error = ((fake_weight(weight, t) - weight) * columns).norm()
             assert error < (0.02 if recipe == "int8_sq" else 0.2) * (weight * columns).norm()
+
+
+SOME_KEPT = """
+description: queries and keys alone, whose norm feeds values too
+algorithm: {method: smoothquant, alpha: 0.5}
+formats: {int8: {algo: W8A8_SQ_PER_CHANNEL}}
+rules:
+  - match: {glob: [layers.*.attn.q, layers.*.attn.k, layers.*.mlp.gate, layers.*.mlp.up]}
+    format: int8
+  - match: {glob: "*"}
+    format: keep
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_factors_stay_out_of_norms_before_modules_that_are_kept(
+    folder: Path, batches: list[Batch], tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(SOME_KEPT)
+    decided = decide(folder, tmp_path / "recipe.yaml")
+    found = theirs(folder, decided, batches)
+    assert found.norms.keys() == {f"layers.{i}.mlp_norm" for i in range(2)}
+    for name, t in found.treatments.items():
+        assert t.columns is not None
+        assert t.stores_columns == (".attn." in name)
+    decisions = decided.matched.decisions
+    write(decided.opened, decisions, found, tmp_path / "out", threads=1, fsync=False)
+    proof = prove(decided.opened, tmp_path / "out", decisions, found, threads=1)
+    assert not proof.num_errors, proof.findings
 
 
 def plain(decided: Decided) -> dict[str, object]:

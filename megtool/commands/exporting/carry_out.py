@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.copy import CopyReport, execute
@@ -24,11 +25,13 @@ def carry_out(
     progress: Progress,
     digest: DigestMode = DigestMode.BUFFERED,
     expected: Mapping[str, int] | None = None,
+    before_commit: Callable[[Path], None] | None = None,
 ) -> CopyReport:
     """Write what `plan` says into `stage` and let it take its name.
 
     What was written stays staged where this fails, and the next run goes on from there; a log
-    message says so.
+    message says so. `before_commit` is given the folder of the whole result before it takes its
+    name; what it raises is raised.
 
     Raises:
         StorageError, SourceChangedError, DestinationError, DigestError: see `execute` and `Stage`.
@@ -50,6 +53,8 @@ def carry_out(
                 progress=lambda n: progress("export", n, total),
                 expected=expected,
             )
+            if before_commit is not None:
+                before_commit(stage.tree)
             stage.commit(fsync=fsync, threads=threads)
     except BaseException:
         if stage.describe_resume() in stage.messages:  # something was kept

@@ -130,9 +130,7 @@ def check_places(decisions: Sequence[Decision], target: Target) -> None:
         raise _refusal(wrong, is_all=len(wrong) == len(taken))
 
 
-def _refusal(
-    wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
-) -> MappingError:
+def _refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool) -> MappingError:
     """All weights that cannot be stored as codes, by the names they have in every layer."""
     alike: dict[str, list[str]] = defaultdict(list)
     for d, _, why in wrong:

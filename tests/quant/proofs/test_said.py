@@ -34,7 +34,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
         beside: dict[str, Any] = {}
         out[name].edit(BESIDE, lambda file, to=beside: to.update(file["quantization"]))  # type: ignore[misc]
         out[name].edit(
-            INLINE, lambda file, said=beside: file.update(quantization_config=inline(said))  # type: ignore[misc]
+            INLINE,
+            lambda file, said=beside: file.update(quantization_config=inline(said)),  # type: ignore[misc]
         )
     return out
 

@@ -1,0 +1,91 @@
+"""Found: the FP8 states, and ModelOpt's amaxes, of a checkpoint that was opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megtool.checkpoint.containers.extra_state import ExtraState, decode
+from megtool.commands.megatron.extra_states import Site, holds_nothing, is_extra_state, site_of
+from megtool.commands.megatron.facts import object_value
+from megtool.commands.opened import Opened
+from megtool.commands.scaling.buffers import Buffer, read_buffers
+from megtool.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """One module's state, by the name of the object that holds it; `site` None if it says no one
+    module."""
+
+    name: str
+    site: Site | None
+    state: ExtraState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """All that a checkpoint holds of it: `empty` extra states hold nothing, `foreign` something
+    that is not Transformer Engine's."""
+
+    states: tuple[State, ...]
+    empty: int
+    foreign: int
+    buffers: tuple[Buffer, ...] = field(default=())
+
+    @property
+    def linear(self) -> set[Site]:
+        """The modules whose weights something is known about."""
+        own = {s.site for s in self.states if s.site is not None and s.state.is_delayed}
+        return own | {b.site for b in self.buffers}
+
+
+def scaling_of(opened: Opened) -> Scaling:
+    """Read the states, and no weight.
+
+    Raises:
+        FormatError: a state is damaged or hostile.
+    """
+    catalogue = opened.catalogue
+    states: list[State] = []
+    empty = foreign = 0
+    for name, held in catalogue.objects.items():
+        if not is_extra_state(name):
+            continue
+        file = catalogue.path(held.extent[0]) if held.extent else opened.path
+        value = object_value(catalogue, held)
+        state = decode(value, file=file)
+        if state is not None:
+            states.append(State(name=name, site=site_of(name), state=state))
+        elif holds_nothing(value):
+            empty += 1
+        else:
+            foreign += 1
+    return Scaling(
+        states=tuple(states), empty=empty, foreign=foreign, buffers=tuple(read_buffers(catalogue))
+    )
+
+
+def require(scaling: Scaling, opened: Opened) -> None:
+    """Refuse a checkpoint that holds nothing of it.
+
+    Raises:
+        UsageError: it does; says what it has instead.
+    """
+    if any(s.state.is_delayed for s in scaling.states) or scaling.buffers:
+        return
+    raise UsageError(
+        f"{opened.path} holds no FP8 scaling state: {'; '.join(_instead(scaling)) or 'none'}",
+        hint="it is kept by checkpoints of Megatron's that were trained with delayed scaling "
+        "(--fp8-recipe delayed), or quantised by ModelOpt",
+    )
+
+
+def _instead(scaling: Scaling) -> Iterator[str]:
+    if scaling.states:
+        names = sorted({s.state.recipe_name or "a recipe of its own" for s in scaling.states})
+        yield f"{len(scaling.states):,} states of recipes without any ({', '.join(names)})"
+    if scaling.empty:
+        yield f"{scaling.empty:,} empty extra states"
+    if scaling.foreign:
+        yield f"{scaling.foreign:,} extra states of others"

@@ -1,0 +1,17 @@
+"""Small files of a folder, edited: config.json with another quantization_config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def edited(config: bytes, *, remove: Collection[str], add: Mapping[str, Any]) -> bytes:
+    """A config.json without some keys, there or in its `text_config`, and with others."""
+    value = json.loads(config)
+    text = value.get("text_config")
+    for place in (value, text if isinstance(text, dict) else {}):
+        for key in remove:
+            place.pop(key, None)
+    return (json.dumps(value | dict(add), indent=2, ensure_ascii=False) + "\n").encode()

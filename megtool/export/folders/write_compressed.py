@@ -1,0 +1,266 @@
+"""Write compressed-tensors: folders as llm-compressor publishes them.
+
+Scales are float32, so that none is rounded: the library computes in the type of scales.
+Source of names, shapes and keys: compressed-tensors 0.20, `quantization/quant_scheme.py` and
+`compressors`; vLLM `compressed_tensors/schemes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import MappingError
+from megtool.export.coded import Coded, CodedFolder
+from megtool.export.folders.small import edited
+from megtool.export.folders.written import Written, listed, shape_of
+from megtool.packing.decode import CODES, DIVISOR, SCALE
+from megtool.packing.layout import layout
+from megtool.tensors.sharded import GlobalTensor
+
+VERSION = "0.20.0"
+"""The version of compressed-tensors whose form this is."""
+
+MIXED = "mixed-precision"
+
+_FLOAT8 = {"num_bits": 8, "type": "float"}
+_FLOAT4 = {"num_bits": 4, "type": "float"}
+_INT8 = {"num_bits": 8, "type": "int"}
+_TENSOR = {"strategy": "tensor"}
+_CHANNEL = {"strategy": "channel"}
+_TOKEN = {"strategy": "token", "dynamic": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a format of ours is said: the library's name for how codes lie, our packing of the same,
+    and its arguments of weights and inputs (empty: inputs as they are)."""
+
+    format: str
+    packing: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "FP8": Scheme(
+        format="float-quantized",
+        packing="fp8:tensor",
+        weights=_FLOAT8 | _TENSOR,
+        inputs=_FLOAT8 | _TENSOR | {"dynamic": False},
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(
+        format="float-quantized",
+        packing="fp8:channel",
+        weights=_FLOAT8 | _CHANNEL,
+        inputs=_FLOAT8 | _TOKEN,
+    ),
+    "FP8_PB_WO": Scheme(
+        format="float-quantized",
+        packing="fp8:128x128",
+        weights=_FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
+        inputs=_FLOAT8 | {"strategy": "group", "group_size": 128, "dynamic": True},
+    ),
+    "W8A8_SQ_PER_CHANNEL": Scheme(
+        format="int-quantized",
+        packing="int8:channel",
+        weights=_INT8 | _CHANNEL,
+        inputs=_INT8 | _TENSOR | {"dynamic": False},
+    ),
+    "W8A16": Scheme(
+        format="pack-quantized",
+        packing="int8words:channel",
+        weights=_INT8 | _CHANNEL,
+        inputs={},
+    ),
+    "W4A16_AWQ": Scheme(
+        format="pack-quantized",
+        packing="int4:{group}",
+        weights={"num_bits": 4, "type": "int", "strategy": "group"},
+        inputs={},
+    ),
+    "MXFP8": Scheme(
+        format="mxfp8-quantized",
+        packing="mxfp8:32",
+        weights=_FLOAT8 | {"strategy": "group", "scale_dtype": "torch.uint8"},
+        inputs=_FLOAT8
+        | {"strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"},
+    ),
+    "MXFP4": Scheme(
+        format="mxfp4-pack-quantized",
+        packing="mxfp4:32",
+        weights=_FLOAT4 | {"strategy": "group", "scale_dtype": "torch.uint8"},
+        inputs=_FLOAT4
+        | {"strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"},
+    ),
+    "NVFP4": Scheme(
+        format="nvfp4-pack-quantized",
+        packing="nvfp4:{group}",
+        weights=_FLOAT4 | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+        inputs=_FLOAT4
+        | {
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "dynamic": "local",
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    ),
+    "W4A16_NVFP4": Scheme(
+        format="nvfp4-pack-quantized",
+        packing="nvfp4:{group}",
+        weights=_FLOAT4 | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+        inputs={},
+    ),
+}
+"""What compressed-tensors has a scheme for, by our formats."""
+
+_NEAREST: Mapping[str, str] = {
+    "W4A8_AWQ": "int4_awq with `fold: true`, or fp8",
+    "W4A8_MXFP4_FP8": "mxfp4",
+    "W4A8_NVFP4_FP8": "nvfp4",
+}
+
+_PACKED = ("int32", "uint8")
+"""Types of codes that are called `weight_packed`."""
+
+
+class CompressedForm:
+    """compressed-tensors' names and shapes."""
+
+    name = "compressed-tensors"
+
+    def check(self, folder: CodedFolder) -> None:
+        """See `Form`."""
+        unknown: dict[str, list[str]] = defaultdict(list)
+        for m in folder.modules:
+            if m.algo not in SCHEMES:
+                unknown[m.algo].append(m.name)
+        for algo, names in unknown.items():
+            raise MappingError(
+                f"compressed-tensors has no scheme for {algo}, the format of {listed(names)}",
+                file=folder.catalogue.root,
+                tensor=names[0],
+                hint=f"the nearest recipe that works: {_NEAREST.get(algo, 'fp8')}",
+            )
+        smoothed = [m.name for m in folder.modules if m.is_smoothed]
+        if smoothed:
+            raise MappingError(
+                "compressed-tensors has no place for factors of columns (pre_quant_scale), which "
+                f"{len(smoothed)} modules have: {listed(smoothed)}",
+                file=folder.catalogue.root,
+                tensor=smoothed[0],
+                hint="quantise with `fold: true` in the recipe's algorithm (factors then go into "
+                "norms alone), or by a recipe without factors, such as int4_gptq or fp8",
+            )
+        if folder.kv_algo not in (None, "FP8"):
+            raise MappingError(
+                f"compressed-tensors has no KV cache in {folder.kv_algo}",
+                file=folder.catalogue.root,
+                hint="quantise with kv_fp8 beside the rest, or leave the cache as it is",
+            )
+
+    def written(self, coded: Coded) -> Written:
+        """See `Form`."""
+        scheme = SCHEMES[coded.algo]
+        packing = scheme.packing.format(group=coded.group_size)
+        held = []
+        for part in layout(packing, coded.shape, "compressed-tensors"):
+            packed = part.role == CODES and part.dtype in _PACKED
+            last = "weight_packed" if packed else _LAST[part.role]
+            kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
+            held.append((part, _tensor(f"{coded.name}.{last}", part.shape, kind)))
+        inputs, divides = None, coded.algo == "NVFP4"
+        if coded.input_scale:
+            last = "input_global_scale" if divides else "input_scale"
+            inputs = _tensor(f"{coded.name}.{last}", (1,), "float32")
+        values = []
+        if scheme.format == "pack-quantized":
+            values = [(_tensor(f"{coded.name}.weight_shape", (2,), "int64"), shape_of(coded))]
+        return Written(
+            coded=coded,
+            packing=packing,
+            held=tuple(held),
+            inputs=inputs,
+            divides=divides,
+            values=tuple(values),
+        )
+
+    def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
+        """See `Form`."""
+        return [
+            (_tensor(f"{attention}.{kind}_scale", (1,), "float32"), name)
+            for attention, names in folder.caches.items()
+            for kind, name in zip("kv", names, strict=True)
+        ]
+
+    def small(self, folder: CodedFolder, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """config.json alone says it."""
+        out = {n: d for n, d in files.items() if n != QUANT_FILE}
+        config = {"quantization_config": compressed_config(folder)}
+        before = out.get("config.json", json.dumps({}).encode())
+        return out | {"config.json": edited(before, remove=QUANT_KEYS, add=config)}
+
+
+_LAST = {CODES: "weight", SCALE: "weight_scale", DIVISOR: "weight_global_scale"}
+
+
+def compressed_config(folder: CodedFolder) -> dict[str, Any]:
+    """The `quantization_config`: a group for each format and group size.
+
+    Where there is one, it is for all linear modules; where there are several, each names its own.
+    """
+    alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for m in folder.modules:
+        alike[m.algo, m.group_size].append(m.name)
+    groups: dict[str, Any] = {}
+    for number, ((algo, group), names) in enumerate(alike.items()):
+        targets = ["Linear"] if len(alike) == 1 else names
+        groups[f"group_{number}"] = _group(SCHEMES[algo], group, targets)
+    formats = {SCHEMES[algo].format for algo, _ in alike}
+    out: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "config_groups": groups,
+        "ignore": list(folder.kept),
+        "kv_cache_scheme": None,
+        "version": VERSION,
+    }
+    if folder.kv_algo == "FP8":
+        out["kv_cache_scheme"] = _arguments(_FLOAT8 | _TENSOR | {"dynamic": False})
+    return out
+
+
+def _group(scheme: Scheme, group: int, targets: Sequence[str]) -> dict[str, Any]:
+    weights = dict(scheme.weights)
+    if weights["strategy"] in ("group", "tensor_group"):
+        weights["group_size"] = group
+    return {
+        "targets": list(targets),
+        "weights": _arguments(weights),
+        "input_activations": _arguments(scheme.inputs) if scheme.inputs else None,
+        "output_activations": None,
+        "format": scheme.format,
+    }
+
+
+def _arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of weights or inputs, with those that the library fills in itself."""
+    return {
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": None,
+        "block_structure": None,
+        "actorder": None,
+        **args,
+    }
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
+    return GlobalTensor(name=name, shape=shape, dtype=named_dtype(kind))

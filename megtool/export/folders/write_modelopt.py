@@ -1,0 +1,74 @@
+"""Write ModelOpt: the unified folder that vLLM, SGLang and TensorRT-LLM load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
+from megtool.dtypes import dtype as named_dtype
+from megtool.export.coded import Coded, CodedFolder
+from megtool.export.folders.small import edited
+from megtool.export.folders.written import Written
+from megtool.packing.decode import COLUMNS, SCALE_2
+from megtool.packing.layout import layout
+from megtool.packing.parts import Part
+from megtool.quant.treatment import PACKINGS
+from megtool.quant.writing.hf_config import Layer, hf_quant_config, inline, quantization
+from megtool.quant.writing.stored import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
+from megtool.tensors.sharded import GlobalTensor
+
+FLOAT32 = named_dtype("float32")
+
+
+class ModelOptForm:
+    """ModelOpt's names and shapes, as `quant.writing` has them."""
+
+    name = "unified"
+
+    def check(self, folder: CodedFolder) -> None:
+        """It says all of our formats."""
+
+    def written(self, coded: Coded) -> Written:
+        """See `Form`."""
+        packing = PACKINGS[coded.algo].format(group=coded.group_size)
+        held: list[tuple[Part, GlobalTensor]] = []
+        for part in layout(packing, coded.shape):
+            # Powers of two are bytes to the loaders of MX formats.
+            kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
+            held.append((part, _tensor(f"{coded.name}.{NAMES[part.role]}", part.shape, kind)))
+        if coded.algo in SECONDS and all(p.role != SCALE_2 for p, _ in held):
+            second = Part(role=SCALE_2, dtype="float32", shape=(), spans=())
+            held.append((second, _tensor(f"{coded.name}.{NAMES[SCALE_2]}", (), "float32")))
+        if (columns := coded.part(COLUMNS)) is not None:
+            part, _ = columns
+            held.append((part, _tensor(f"{coded.name}.{COLUMNS_SCALE}", part.shape, part.dtype)))
+        inputs = None
+        if coded.input_scale:
+            inputs = _tensor(f"{coded.name}.{INPUT_SCALE}", (), "float32")
+        return Written(coded=coded, packing=packing, held=tuple(held), inputs=inputs)
+
+    def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
+        """See `Form`."""
+        out = []
+        for attention, names in folder.caches.items():
+            for kind, name in zip("kv", names, strict=True):
+                made = _tensor(f"{attention}.{kind}_proj.{kind}_scale", (), "float32")
+                out.append((made, name))
+        return out
+
+    def small(self, folder: CodedFolder, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """hf_quant_config.json and config.json say the same."""
+        layers = [
+            Layer(name=m.name, algo=m.algo, group_size=m.group_size, smoothed=m.is_smoothed)
+            for m in folder.modules
+        ]
+        said = quantization(layers, folder.kept, folder.kv_algo)
+        out = {n: d for n, d in files.items() if n != QUANT_FILE}
+        if "config.json" in out:
+            config = {"quantization_config": inline(said)}
+            out["config.json"] = edited(out["config.json"], remove=QUANT_KEYS, add=config)
+        return out | {QUANT_FILE: hf_quant_config(said)}
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
+    return GlobalTensor(name=name, shape=shape, dtype=named_dtype(kind))

@@ -1,0 +1,73 @@
+"""Written: the tensors that a quantised module becomes in another form, and what fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.export.coded import Coded, CodedFolder
+from megtool.packing.parts import Part
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """One module: `held` are the parts of its weight in `packing`, codes first, filled from the
+    source's by `repack.repacked`; `inputs` is the scale of its inputs, as its reciprocal where
+    `divides`; `values` are tensors whose values are known (a shape)."""
+
+    coded: Coded
+    packing: str
+    held: tuple[tuple[Part, GlobalTensor], ...]
+    inputs: GlobalTensor | None = None
+    divides: bool = False
+    values: tuple[tuple[GlobalTensor, NDArray[Any]], ...] = ()
+
+    @property
+    def tensors(self) -> tuple[GlobalTensor, ...]:
+        """All of them, codes first."""
+        more = () if self.inputs is None else (self.inputs,)
+        return (*(t for _, t in self.held), *more, *(t for t, _ in self.values))
+
+
+class Form(Protocol):
+    """A form of quantised Hugging Face folders, as it is written."""
+
+    @property
+    def name(self) -> str:
+        """What `--to` calls it."""
+
+    def check(self, folder: CodedFolder) -> None:
+        """Refuse what it cannot say, with all modules it is about.
+
+        Raises:
+            MappingError: formats, factors of columns or caches it has no place for.
+        """
+
+    def written(self, coded: Coded) -> Written:
+        """The tensors of a module.
+
+        Raises:
+            UsageError: groups do not divide it.
+        """
+
+    def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
+        """Scales of the KV cache, with the source's tensor that each is the value of."""
+
+    def small(self, folder: CodedFolder, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """The small files of the folder, of those of the source."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def shape_of(coded: Coded) -> NDArray[np.int64]:
+    """A weight's `[out, in]` as numbers."""
+    return np.array(coded.shape, np.int64)
