@@ -210,6 +210,7 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
             out.kept[tensor.name] = Placement.identity(tensor.name, tensor.shape)
             out.tensors.append(tensor)
     read = {p.stored for f in out.feeds for p in f.reads}
+    out.read = {n: Placement.identity(n, folder.catalogue[n].shape) for n in sorted(read)}
     for name in sorted(taken - read):
         out.dropped.append(Dropped(name=name, reason=_ANEW, is_lost=False))
     if given:
@@ -256,7 +257,7 @@ def _plan(folder: CodedFolder, form: Form, job: _Job, max_shard_bytes: int) -> P
     }
     small: Mapping[str, bytes] = form.small(folder, files)
     return build(
-        [Source(catalogue=catalogue, placements=job.kept)],
+        [Source(catalogue=catalogue, placements=job.kept | job.read)],
         lay_out(job.tensors, max_shard_bytes=max_shard_bytes, small=small),
         job.kept,
         dropped=job.dropped,
