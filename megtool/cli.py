@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from megtool import __version__
+from megtool.cli_amax import amax_app
 from megtool.cli_export import _export
 from megtool.cli_lint import _lint
 from megtool.cli_model import _evaluate, _generate
@@ -357,6 +358,7 @@ app.command("quantize")(_quantize)
 app.command("export")(_export)
 app.command("lint")(_lint)
 app.add_typer(recipe_app)
+app.add_typer(amax_app)
 
 
 def main(args: Sequence[str] | None = None) -> int:

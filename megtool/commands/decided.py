@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megtool.commands.opened import Opened, open_model
+from megtool.commands.scaling.buffers import is_buffer
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.modules import Modules, list_modules
@@ -60,6 +61,7 @@ def decide(
         family_name=family,
         like=None if like is None else Path(like),
         optimizer=False,
+        aside=is_buffer,
     )
     modules = list_modules(opened.side)
     _check_names(loaded, modules, problems)

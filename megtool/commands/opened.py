@@ -97,6 +97,7 @@ def open_model(
     family_name: str | None = None,
     like: Path | None = None,
     keep: Callable[[str], bool] | None = None,
+    aside: Callable[[str], bool] | None = None,
     model: Model | None = None,
     lenient: bool = False,
     optimizer: bool = True,
@@ -107,9 +108,9 @@ def open_model(
 
     State in buckets and files per rank are read as tensors of the model; `optimizer` false leaves
     all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
-    selects tensors by name. `model` is used where the checkpoint says nothing
-    of its own. `for_format` is the format to be written: a state dict of several parts keeps its
-    names where that is its own. With `lenient`, tensors that do not fit the model keep their own
+    selects tensors by name; those `aside` names are no part of the model. `model` is used where
+    the checkpoint says nothing of its own. `for_format` is the format to be written: a state dict
+    of several parts keeps its names where that is its own. With `lenient`, tensors that do not fit the model keep their own
     names and `reason` says why.
 
     Raises:
@@ -118,6 +119,8 @@ def open_model(
     """
     catalogue = open_checkpoint(path, iteration=_iteration(iteration))
     sidecar = _sidecar(catalogue)
+    if aside is not None and any(aside(t.name) for t in catalogue.tensors):
+        catalogue = catalogue.select(lambda name: not aside(name))
     stored, unread = len(catalogue.tensors), 0
     if not optimizer:
         unread = sum(t.num_bytes for t in catalogue.tensors if _is_state(t.name))

@@ -190,6 +190,14 @@ class _Work:
             )
         if seen is not None:
             _check_kept(point, seen, needed)
+            smooths = method.columns != "none" and found.number.smooths
+            if not seen.has_columns and (smooths or method.inputs != "max"):
+                raise CalibrationError(
+                    f"of the inputs of {point.name} nothing is known but the largest, and the "
+                    f"recipe asks for {'their columns' if smooths else method.inputs}",
+                    hint="a calibration derived from FP8 training serves recipes with plain static "
+                    "scales, such as fp8; else calibrate with data",
+                )
         looks = seen is not None and any(n.gram or n.sample for n in needed)
         looks |= seen is not None and method.columns != "none" and found.number.smooths
         two_levels = packing_of(found).startswith("nvfp4") or found.algo == "W4A8_AWQ"

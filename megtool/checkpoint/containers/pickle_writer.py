@@ -15,9 +15,7 @@ from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_globa
 _BATCH = 1000
 
 
-def encode(
-    tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol: int = 2
-) -> bytes:
+def encode(tree: Any, *, stand_for: Callable[[Any], Any] | None = None, protocol: int = 2) -> bytes:
     """The pickle of a tree of dicts, lists, tuples, sets, scalars, bytes and inert nodes.
 
     Objects that occur twice are written once. `stand_for` is asked for the id under which each

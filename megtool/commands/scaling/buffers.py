@@ -60,14 +60,14 @@ def is_buffer(name: str) -> bool:
     return _ORDINARY.search(name) is not None
 
 
-def list_buffers(catalogue: Catalogue) -> list[tuple[GlobalTensor, str, dict[Site, tuple[int, ...]]]]:
+def list_buffers(
+    catalogue: Catalogue,
+) -> Iterator[tuple[GlobalTensor, str, dict[Site, tuple[int, ...]]]]:
     """The tensors that hold amaxes, the quantiser of each, and where each module's lies."""
-    out = []
     for t in catalogue.tensors:
-        if (match := QUANTISER.search(t.name)) is not None and t.dtype.is_float:
-            if sites := sites_of(t, match[0]):
-                out.append((t, match[1], sites))
-    return out
+        match = QUANTISER.search(t.name)
+        if match is not None and t.dtype.is_float and (sites := sites_of(t, match[0])):
+            yield t, match[1], sites
 
 
 def read_buffers(catalogue: Catalogue) -> list[Buffer]:

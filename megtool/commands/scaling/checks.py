@@ -11,7 +11,7 @@ import numpy as np
 from megtool.checkpoint.containers.extra_state import ExtraState
 from megtool.commands.megatron.amax import as_finding, faults_of, is_unseen
 from megtool.packing import delayed
-from megtool.packing.delayed import KINDS, WEIGHT, Array
+from megtool.packing.delayed import WEIGHT, Array
 
 SLACK = 1 / 16
 """A weight may pass what its scale reaches by so much: that clips less than FP8 rounds off."""

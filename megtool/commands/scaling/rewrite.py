@@ -10,7 +10,8 @@ from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.job import Manner, carry_out, plan_job
 from megtool.commands.megatron.amax_report import AmaxHow, AmaxWish
-from megtool.commands.megatron.optimizer import BY_DP, sharding_type
+from megtool.commands.megatron.groups import BY_DP
+from megtool.commands.megatron.optimizer import sharding_type
 from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.scaling.found import require, scaling_of
 from megtool.commands.selection import Selection
@@ -44,20 +45,7 @@ def rewrite(
         MegtoolError: see `reshard`; nothing is left at the destination.
     """
     began = time.monotonic()
-    chosen = Selection(
-        iteration=iteration,
-        family=family,
-        like=like,
-        select=(),
-        exclude=(),
-        optimizer=True,
-        optimizer_only=False,
-        layers=None,
-        prove_all=False,
-        for_format="torch_dist",
-        average=[],
-        weights=None,
-    )
+    chosen = Selection(iteration=iteration, family=family, like=like, for_format="torch_dist")
     opened = chosen.open(source)
     catalogue = opened.catalogue
     scaling = scaling_of(opened)

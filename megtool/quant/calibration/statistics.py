@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,19 @@ class Statistics:
             histogram=np.zeros(BINS, np.int64),
             gram=np.zeros((width, width), np.float32) if gram else None,
         )
+
+    @classmethod
+    def of_tensor(cls, amax: Floats, *, num_tokens: int) -> Statistics:
+        """Of inputs of which nothing but the largest magnitude is known, the same in all columns.
+
+        `amax` `[width]` is that; sums and histogram are empty.
+        """
+        return replace(cls.empty(len(amax)), num_tokens=num_tokens, amax=amax)
+
+    @property
+    def has_columns(self) -> bool:
+        """Columns were looked at one by one, and their magnitudes counted."""
+        return not self.num_tokens or bool(self.histogram.any())
 
     def merged(self, other: Statistics) -> Statistics:
         """Of the tokens of both.

@@ -420,8 +420,8 @@ def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: 
     assert {f.check for f in found.findings} == {"clipped"}
     settled = one.settlement.treatments["layers.2.mlp.up"]
     weight = load_file(dense / "model.safetensors")[f"{UP}.weight"].float()
-    amax = weight.abs().amax(dim=1).numpy() / np.float32(127) * np.float32(0.9) * np.float32(127)
-    one.settlement.treatments[settled.module] = replace(settled, amax=amax)
+    amax = 0.9 * weight.abs().amax(dim=1)
+    one.settlement.treatments[settled.module] = replace(settled, amax=amax.numpy())
     again = proof(one)
     assert not again.findings
     row = next(r for r in again.rows if r.name == settled.module)
@@ -431,7 +431,7 @@ def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: 
 
 def _rescaled(tensors: Tensors, name: str, by: float, source: Path) -> None:
     weight = load_file(source / "model.safetensors")[f"{name}.weight"].float()
-    scale = tensors[f"{name}.weight_scale"] * by
+    scale = by * weight.abs().amax(dim=1) / 127
     codes = (weight / scale[:, None]).round().clamp(-127, 127)
     tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = codes.to(torch.int8), scale
 
