@@ -6,9 +6,12 @@ import logging
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megtool import __version__
 from megtool.checkpoint.commit import Stage
@@ -20,7 +23,7 @@ from megtool.checkpoint.digest import (
     TensorDigest,
     write_sidecar,
 )
-from megtool.checkpoint.plan import Op, Plan, Source
+from megtool.checkpoint.plan import Dropped, Op, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import PlanSummary, summarise
@@ -33,6 +36,9 @@ from megtool.commands.target import Request, Target, make_target
 from megtool.errors import CoverageError
 from megtool.log import Progress
 from megtool.tensors.relation import Placement
+
+if TYPE_CHECKING:
+    from megtool.quant.writing.given import Given
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,8 +76,18 @@ class Job:
         return [self.opened, *(self.average.others if self.average else ())]
 
 
-def plan_job(opened: Opened, average: Average | None, request: Request, manner: Manner) -> Job:
+def plan_job(
+    opened: Opened,
+    average: Average | None,
+    request: Request,
+    manner: Manner,
+    *,
+    made: Mapping[str, NDArray[np.float32]] | None = None,
+) -> Job:
     """Plan a reshard, of the mean of several checkpoints if `average` says so.
+
+    `made` are new values of small stored tensors, in the place of the source's own of the same
+    names, whose dtypes and shapes they take.
 
     Raises:
         MegtoolError: see `make_target` and `planner.build`.
@@ -82,6 +98,10 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
     dropped = list(target.dropped)
     if average and request.optimizer != NONE:
         dropped += dropped_optimizers([opened, *others])
+    feeds: list[Given] = []
+    if made:
+        feeds = [_given(target, made)]
+        dropped += [Dropped(name=n, reason="its values are made anew", is_lost=False) for n in made]
     copies = {n: opened.repeats.get(c, c) for n, c in target.copies.items()}
     copies |= {n: held for n, held in opened.repeats.items() if n in target.side.placements}
     plan = build(
@@ -95,6 +115,7 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
         dropped=dropped,
         copies=copies,
         shares=average.shares if average else (),
+        feeds=feeds,
         options=repr((__version__, manner.digest.value, request.amax)),
     )
     account = account_of(opened, target, plan)
@@ -112,6 +133,18 @@ def plan_job(opened: Opened, average: Average | None, request: Request, manner: 
         account=account,
         destination=request.destination,
     )
+
+
+def _given(target: Target, made: Mapping[str, NDArray[np.float32]]) -> Given:
+    """The feed of tensors with new values, which the target then takes from nowhere else."""
+    from megtool.quant.writing.given import Given
+    from megtool.quant.writing.stored import in_dtype
+
+    held = target.destination.catalogue
+    placements = {n: p for n, p in target.side.placements.items() if p.stored not in made}
+    target.side = replace(target.side, placements=placements)
+    values = [(held[name], in_dtype(value, held[name].dtype)) for name, value in made.items()]
+    return Given(values=tuple(values))
 
 
 def carry_out(

@@ -110,8 +110,8 @@ def open_model(
     all optimizer state out, `prove_all` compares every master weight with its weight. `keep`
     selects tensors by name; those `aside` names are no part of the model. `model` is used where
     the checkpoint says nothing of its own. `for_format` is the format to be written: a state dict
-    of several parts keeps its names where that is its own. With `lenient`, tensors that do not fit the model keep their own
-    names and `reason` says why.
+    of several parts keeps its names where that is its own. With `lenient`, tensors that do not fit
+    the model keep their own names and `reason` says why.
 
     Raises:
         FormatError: no checkpoint, or a broken one.

@@ -24,7 +24,7 @@ from megtool.export.expand import Slice, check_codes, check_scales, expanded, in
 from megtool.export.moved import Moved, Window, identity, source_of, stored_as
 from megtool.export.values import reciprocal
 from megtool.packing.codes import numbers
-from megtool.packing.decode import DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.packing.floats import single
 from megtool.packing.parts import Part
 from megtool.quant.writing.given import Given, bits_of, hash_of, whole
@@ -44,6 +44,7 @@ def repacked(
     held: Held,
     *,
     scales: Mapping[str, NDArray[Any]] | None = None,
+    moves_codes: bool = True,
 ) -> list[Feed]:
     """Feeds that fill the tensors of one target weight in `packing` with boxes of source weights.
 
@@ -51,7 +52,8 @@ def repacked(
     `packing.decode`: codes, scale, scale_2 or divisor, columns, zeros). Codes are moved byte for
     byte, and scales keep their values, unless `scales` gives new ones by role (float32, of the
     part's shape, or single): where these differ, elements are decoded and encoded again. A second
-    scale becomes a divisor, or the other way round, by its reciprocal in float32.
+    scale becomes a divisor, or the other way round, by its reciprocal in float32. Without
+    `moves_codes` the plan copies codes, which lie alike in both, and feeds fill the rest.
 
     Feeds read the catalogue of a `CodedFolder` by stored names: plan them with
     `Source(catalogue=raw, placements={name: whole tensor})`.
@@ -69,7 +71,7 @@ def repacked(
     shape = max(s.end[0] for s in slices), max(s.end[1] for s in slices)
     for box in slices:
         _check(box, packing, held, shape, given)
-    in_rows = tuple((p, t) for p, t in held if per_of(p, 0))
+    in_rows = tuple((p, t) for p, t in held if per_of(p, 0) and (moves_codes or p.role != CODES))
     once = [(p, t) for p, t in held if not per_of(p, 0)]
     out: list[Feed] = []
     values = [(t, _filled(given[p.role], p, t)) for p, t in once if p.role in given]
@@ -78,6 +80,8 @@ def repacked(
     for part, tensor in once:
         if part.role not in given:
             out.append(Once(slices=tuple(slices), part=part, tensor=tensor))
+    if not in_rows:
+        return out
     grain = math.lcm(*(per_of(p, 0) for p, _ in in_rows))
     for box in slices:
         rows, columns = box.shape

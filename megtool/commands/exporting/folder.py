@@ -181,8 +181,8 @@ class _Job:
 
     tensors: list[GlobalTensor] = field(default_factory=list)
     feeds: list[Feed] = field(default_factory=list)
-    kept: dict[str, Placement] = field(default_factory=dict)
-    read: dict[str, Placement] = field(default_factory=dict)
+    source: dict[str, Placement] = field(default_factory=dict)
+    target: dict[str, Placement] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
 
 
@@ -197,7 +197,17 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
         written = becomes.get(tensor.name)
         if written is not None:
             out.tensors += written.tensors
-            out.feeds += repacked([Slice.whole(written.coded)], written.packing, written.held)
+            alike = _lie_alike(written)
+            if alike:
+                out.source[tensor.name] = Placement.identity(tensor.name, tensor.shape)
+                codes = written.held[0][1]
+                out.target[tensor.name] = Placement.identity(codes.name, codes.shape)
+            out.feeds += repacked(
+                [Slice.whole(written.coded)],
+                written.packing,
+                written.held,
+                moves_codes=not alike,
+            )
             given += [*written.values, *_inputs(written, values)]
     for made, name in form.caches(folder):
         anew.add(name)
@@ -207,16 +217,26 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
         if tensor.name in anew or (tensor.name not in taken and _is_said_anew(tensor.name)):
             out.dropped.append(Dropped(name=tensor.name, reason=_ANEW, is_lost=False))
         elif tensor.name not in taken:
-            out.kept[tensor.name] = Placement.identity(tensor.name, tensor.shape)
+            place = Placement.identity(tensor.name, tensor.shape)
+            out.source[tensor.name] = out.target[tensor.name] = place
             out.tensors.append(tensor)
     read = {p.stored for f in out.feeds for p in f.reads}
-    out.read = {n: Placement.identity(n, folder.catalogue[n].shape) for n in sorted(read)}
-    for name in sorted(taken - read):
+    for name in sorted(read):
+        out.source[name] = Placement.identity(name, folder.catalogue[name].shape)
+    for name in sorted(taken - out.source.keys()):
         out.dropped.append(Dropped(name=name, reason=_ANEW, is_lost=False))
     if given:
         out.feeds.append(Given(values=tuple(given)))
     out.tensors = _in_order(out.tensors, folder)
     return out
+
+
+def _lie_alike(written: Written) -> bool:
+    """The bytes of codes are the same in both forms, in the same order."""
+    have, codes = written.coded.parts[0][0], written.held[0][0]
+    packings = written.coded.packing.partition(":")[0], written.packing.partition(":")[0]
+    same = (have.dtype, have.shape, have.spans) == (codes.dtype, codes.shape, codes.spans)
+    return same and packings[0] == packings[1]
 
 
 def _in_order(tensors: Sequence[GlobalTensor], folder: CodedFolder) -> list[GlobalTensor]:
@@ -257,9 +277,9 @@ def _plan(folder: CodedFolder, form: Form, job: _Job, max_shard_bytes: int) -> P
     }
     small: Mapping[str, bytes] = form.small(folder, files)
     return build(
-        [Source(catalogue=catalogue, placements=job.kept | job.read)],
+        [Source(catalogue=catalogue, placements=job.source)],
         lay_out(job.tensors, max_shard_bytes=max_shard_bytes, small=small),
-        job.kept,
+        job.target,
         dropped=job.dropped,
         feeds=job.feeds,
         options=repr((__version__, form.name)),

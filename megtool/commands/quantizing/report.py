@@ -236,10 +236,8 @@ class QuantizeReport:
 
 
 def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
-    yield (
-        "calibrated",
-        f"on {c.num_tokens:,} tokens of {c.num_samples:,} samples: {c.data}",
-    )
+    seen = f"{c.num_tokens:,} tokens of {c.num_samples:,} samples" if c.num_samples else "no data"
+    yield "calibrated", f"on {seen}: {c.data}"
     if c.coverage:
         experts = sum(len(row.tokens) for row in c.coverage)
         short = sum(len(row.uncovered) for row in c.coverage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.values import numbers
+from megtool.commands.megatron.amax_report import AmaxFinding
 from megtool.commands.megatron.extra_states import Site
 from megtool.commands.scaling.checks import LOOSE, SLACK, Found
 from megtool.commands.scaling.weights import box_at, sites_of
@@ -118,3 +119,30 @@ def check_buffer(buffer: Buffer, weights: Mapping[Site, float]) -> list[Found]:
         text = f"the weight reaches {weight:.4g}, and {name} is made for {buffer.top:.4g}"
         out.append(Found(kind="stale", text=text))
     return out
+
+
+def rebuilt_buffers(
+    catalogue: Catalogue, buffers: Iterable[Buffer], weights: Mapping[Site, float]
+) -> tuple[dict[str, Array], list[AmaxFinding]]:
+    """New values of the tensors in which a weight's amax is not the weight's, and what was wrong.
+
+    Those by channel or block are found and stay: their weights tell them apart, not their maximum.
+    """
+    out: dict[str, Array] = {}
+    findings: list[AmaxFinding] = []
+    for b in buffers:
+        found, weight = check_buffer(b, weights), weights.get(b.site, 0.0)
+        of_weight = b.quantiser.startswith("weight_quantizer") and b.of_tensor
+        known = of_weight and math.isfinite(weight) and weight > 0
+        site = b.site
+        where = site.module if site.expert is None else f"{site.module} of expert {site.expert}"
+        for f in found:
+            text = f"{f.text}: {b.top:.6g} -> {weight:.6g}" if known else f"{f.text}: it stays"
+            findings.append(AmaxFinding(module=where, kind=f.kind, text=text))
+        if known and found:
+            if b.tensor not in out:
+                with Reader(catalogue, Files()) as reader:
+                    view = reader.stored(b.tensor)
+                    out[b.tensor] = numbers(view.read(), view.dtype).astype(np.float32)
+            out[b.tensor][b.at] = weight
+    return out, findings

@@ -75,8 +75,12 @@ def implied(state: ExtraState, direction: str) -> Array | None:
 
 
 def settled(history: Array) -> Array:
-    """A history without the step under way, whose maximum is in no scale yet."""
-    return history[1:] if len(history) > 1 else history
+    """A history without what the step under way saw, which is in no scale yet."""
+    if len(history) < 2 or not history[0].any():
+        return history
+    out = history.copy()
+    out[0] = 0
+    return out
 
 
 def _scales(state: ExtraState) -> Iterator[Found]:
@@ -135,6 +139,8 @@ def check_weight(state: ExtraState, weight: float) -> Iterator[Found]:
     reach = rule.max_fwd / held
     if len(column) and not np.isfinite(column).all():
         return
+    if len(column) > 1 and not column.any():
+        return  # found already, and its scale says nothing
     seen = float(delayed.amax(column[:, None], rule.algorithm)[0]) if len(column) else 0.0
     known = reach if not seen else min(reach, seen * 2.0**rule.margin)
     made_for = reach / 2.0**rule.margin

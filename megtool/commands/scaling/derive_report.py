@@ -50,17 +50,17 @@ class DeriveReport:
             key = "".join(c for c in d.point if not c.isdigit())
             groups.setdefault(key, []).append(d)
         yield ""
-        rows = [["input of", "smallest", "largest", "of"]]
+        rows = [["input of", "from", "smallest", "largest"]]
         for some in groups.values():
             rows.append(
                 [
                     fold_names([d.point for d in some])[0][0],
+                    fold_names([d.module for d in some])[0][0],
                     f"{min(d.amax for d in some):.4g}",
                     f"{max(d.amax for d in some):.4g}",
-                    fold_names([d.module for d in some])[0][0],
                 ]
             )
-        yield from columns(rows)
+        yield from columns(rows, left=2)
         yield ""
         if self.dry_run:
             yield "nothing is written (--dry-run)"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.job import Manner, carry_out, plan_job
-from megtool.commands.megatron.amax_report import AmaxHow, AmaxWish
+from megtool.commands.megatron.amax_report import AmaxFinding, AmaxHow, AmaxReport, AmaxWish
 from megtool.commands.megatron.groups import BY_DP
 from megtool.commands.megatron.optimizer import sharding_type
+from megtool.commands.opened import Opened, open_model
 from megtool.commands.reshard_report import ReshardReport
-from megtool.commands.scaling.found import require, scaling_of
-from megtool.commands.selection import Selection
+from megtool.commands.scaling.buffers import Array, rebuilt_buffers
+from megtool.commands.scaling.found import Scaling, require, scaling_of
+from megtool.commands.scaling.weights import weight_amaxes
 from megtool.commands.sizes import parse_size
 from megtool.commands.target import Request
 from megtool.errors import UsageError
@@ -45,10 +51,12 @@ def rewrite(
         MegtoolError: see `reshard`; nothing is left at the destination.
     """
     began = time.monotonic()
-    chosen = Selection(iteration=iteration, family=family, like=like, for_format="torch_dist")
-    opened = chosen.open(source)
-    catalogue = opened.catalogue
+    named: dict[str, Any] = dict(iteration=iteration, family_name=family, like=like)
+    opened = open_model(source, lenient=True, for_format="torch_dist", **named)
     scaling = scaling_of(opened)
+    if not scaling.buffers:  # with them, all tensors keep the names they have
+        opened = open_model(source, for_format="torch_dist", **named)
+    catalogue = opened.catalogue
     if how == "rebuild":
         require(scaling, opened)
     elif not (scaling.states or scaling.empty):
@@ -59,6 +67,7 @@ def rewrite(
             f"{' and '.join(FORMATS)}",
             hint=f"megtool reshard SRC DST --to torch_dist --amax {how}",
         )
+    made, findings = _buffers(opened, scaling, how, threads)
     in_buckets = opened.side.states and sharding_type(catalogue) == BY_DP
     request = Request(
         to=catalogue.format,
@@ -76,5 +85,50 @@ def rewrite(
         dry_run=dry_run,
         fsync=fsync,
     )
-    job = plan_job(opened, None, request, manner)
+    job = plan_job(opened, None, request, manner, made=made)
+    if findings:
+        job.target.amax = _with(job.target.amax, how, len(made), findings)
     return carry_out(job, manner, Files(), progress, began=began)
+
+
+def _buffers(
+    opened: Opened, scaling: Scaling, how: AmaxHow, threads: int | None
+) -> tuple[dict[str, Array], list[AmaxFinding]]:
+    """New values of ModelOpt's buffers that weights contradict, and what was wrong.
+
+    Raises:
+        UsageError: they are in files per rank, which are not written without the model.
+    """
+    if how != "rebuild" or not scaling.buffers:
+        return {}, []
+    if opened.catalogue.format != "torch_dist":
+        raise UsageError(
+            f"{opened.path} holds ModelOpt's amax buffers in files per rank",
+            hint="they are put right in torch_dist: save it so",
+        )
+    sites = {b.site for b in scaling.buffers if b.quantiser.startswith("weight_quantizer")}
+    amaxes = weight_amaxes(opened.catalogue, sites, threads=usual_threads(threads))
+    return rebuilt_buffers(opened.catalogue, scaling.buffers, amaxes)
+
+
+def _with(
+    report: AmaxReport | None, how: AmaxHow, rebuilt: int, findings: Sequence[AmaxFinding]
+) -> AmaxReport:
+    """The report of states, if any, with what was found of buffers."""
+    if report is not None:
+        more = (*report.findings, *findings)
+        return replace(report, rebuilt=report.rebuilt + rebuilt, findings=more)
+    zero = dict.fromkeys(("modules", "stateless", "empty", "merged", "differing"), 0)
+    return AmaxReport(
+        how=how,
+        **zero,
+        ranks=1,
+        source_release=None,
+        release=None,
+        source_history=0,
+        history=0,
+        rewritten=0,
+        rebuilt=rebuilt,
+        stripped=0,
+        findings=tuple(findings),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,24 @@ def edit_ranks(folder: Path, edit: Edit) -> None:
         tree = torch.load(file, weights_only=False)
         edit(tree["model"], file.parent.name)
         torch.save(tree, file)
+
+
+def with_buffers(folder: Path, destination: Path, buffers: dict[str, torch.Tensor]) -> Path:
+    """A `torch_dist` checkpoint with more tensors, written by torch itself; objects are left."""
+    from torch.distributed import checkpoint as dcp
+
+    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    held = {n: torch.empty(m.size, dtype=m.properties.dtype)
+            for n, m in known.items() if hasattr(m, "size")}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(held, storage_reader=dcp.FileSystemReader(str(folder)), no_dist=True)
+        writer = dcp.FileSystemWriter(str(destination))
+        dcp.save(held | buffers, storage_writer=writer, no_dist=True)
+    for name in ("common.pt", "metadata.json"):
+        shutil.copy(folder / name, destination)
+    shutil.copytree(folder / "hf", destination / "hf")
+    return destination
 
 
 def rank_files(folder: Path, *, release: int = 2, like: str = "hf") -> Path:
