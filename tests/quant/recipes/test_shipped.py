@@ -14,6 +14,7 @@ NAMES = [
     "auto_nvfp4_fp8",
     "fp8",
     "fp8_block128",
+    "fp8_kv_fp8",
     "fp8_per_channel",
     "int4_awq",
     "int4_gptq",
