@@ -83,14 +83,17 @@ FAMILY = Family(
     gguf=(
         Row("token_embd.weight", "embed.weight"),
         Row("blk.{l}.attn_norm.weight", "layers.{l}.attn_norm.weight"),
-        *(
-            Row(
-                f"blk.{{l}}.attn_{name}.weight",
-                Permuted(
-                    f"layers.{{l}}.attn.{name}.weight", (heads, 2, "head_dim // 2"), order=(0, 2, 1)
-                ),
-            )
-            for name, heads in (("q", "num_heads"), ("k", "num_kv_heads"))
+        Row(
+            "blk.{l}.attn_q.weight",
+            Permuted(
+                "layers.{l}.attn.q.weight", ("num_heads", 2, "head_dim // 2"), order=(0, 2, 1)
+            ),
+        ),
+        Row(
+            "blk.{l}.attn_k.weight",
+            Permuted(
+                "layers.{l}.attn.k.weight", ("num_kv_heads", 2, "head_dim // 2"), order=(0, 2, 1)
+            ),
         ),
         Row("blk.{l}.attn_v.weight", "layers.{l}.attn.v.weight"),
         Row("blk.{l}.attn_output.weight", "layers.{l}.attn.o.weight"),
