@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ if not Path("/dev/nvidiactl").exists():
 # Time limits per example say more about the machine than about the code.
 settings.register_profile("megtool", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("megtool")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A command run in this process sends the log to stderr; the next test finds it as before."""
+    logger = logging.getLogger("megtool")
+    before = logger.level, list(logger.handlers), logger.propagate
+    yield
+    level, logger.handlers[:], logger.propagate = before
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

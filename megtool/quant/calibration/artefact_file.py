@@ -83,7 +83,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         digests, facts = said["crc32c"], said["facts"]
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
-        whole = np.memmap(path, np.uint8, "r")
+        whole = np.memmap(path, np.uint8, "c")
         arrays: dict[str, Array] = {}
         for entry, digest in zip(header.entries, digests, strict=True):
             part = whole[header.start + entry.begin : header.start + entry.end]

@@ -244,7 +244,7 @@ class Simulation:
     def _columns(self, treatment: Treatment) -> Tensor | None:
         if treatment.columns is None or (self._folded and not treatment.stores_columns):
             return None
-        return torch.from_numpy(np.ascontiguousarray(treatment.columns, np.float32))
+        return torch.from_numpy(np.array(treatment.columns, np.float32))
 
     def _own(self, rounding: Rounding, place: Place) -> Rounding:
         """For this rank's columns, on its device."""
