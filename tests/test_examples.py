@@ -14,11 +14,14 @@ from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from tests.commands import tiny_llama
 from tests.commands.megatron import trained
+from tests.commands.scaling.fp8_trained import rank_files
 from tests.data import tiny_tokenizer
 from tests.inference import tiny_text
 
 ARGUMENTS = {
     "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),
+    "export_for_engines.py": (["text", "scratch"], "nothing against it"),
+    "export_fp8_trained.py": (["fp8/ranks", "scratch"], "on no data"),
     "generate_text.py": (["text", "Once"], "--- seed 2"),
     "inspect_checkpoint.py": (["hf"], "family      llama"),
     "quantize_twice.py": (["text", "scratch", "text.txt"], "perplexity"),
@@ -41,6 +44,7 @@ def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize:
     (tmp_path / "text.txt").write_text("When in the Course of human events, it becomes necessary")
     trained.write(tmp_path / "full", trained.config(), ParallelConfig(), materialize)
     reshard(tmp_path / "full", tmp_path / "trained", optimizer="dp_reshardable", dp=2)
+    rank_files(tmp_path / "fp8")
     tiny_tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "corpus.jsonl").write_text('{"text": "the model reads a text again"}\n' * 3)
     arguments, promise = ARGUMENTS[name]

@@ -173,7 +173,7 @@ def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: i
 
 def _computes(plan: Plan) -> bool:
     """Whether torch will be needed."""
-    if plan.feeds:
+    if any(feed.uses_torch for feed in plan.feeds):
         return True
     single = dtype("float32")
     for e in plan.entries:

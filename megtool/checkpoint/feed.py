@@ -64,6 +64,10 @@ class Feed(Protocol):
     def facts(self) -> bytes:
         """What else decides what is written."""
 
+    @property
+    def uses_torch(self) -> bool:
+        """Whether it computes with torch, which is imported for nothing else."""
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """The number of a region, an index from its beginning, and elements to be put there.
 

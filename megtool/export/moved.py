@@ -155,6 +155,11 @@ class Moved:
             out |= set(factors(self.box.coded.packing))
         return frozenset(out)
 
+    @property
+    def uses_torch(self) -> bool:
+        """Elements are encoded again where scales are new."""
+        return bool(self.known)
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         width = max(self.box.shape[1] * (4 if self.known else 1), 1)

@@ -199,6 +199,11 @@ class Once:
         found = [source_of(s.coded, self.part.role) for s in self.slices]
         return [f for f in found if f is not None]
 
+    @property
+    def uses_torch(self) -> bool:
+        """Scales are brought to another place, not computed."""
+        return False
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         out = np.zeros(self.part.shape, np.float32)

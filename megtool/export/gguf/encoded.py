@@ -114,6 +114,11 @@ class Encoded:
         """The type, the rows and their order."""
         return hash_of(self.kind, self.dtype.name, self.first, self.end, self.rows)
 
+    @property
+    def uses_torch(self) -> bool:
+        """The gguf package computes with numpy."""
+        return False
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         grain, lead = self.rows.grain, (0,) * len(self.rows.base[1:])
@@ -193,6 +198,11 @@ class PlusOne:
     def facts(self) -> bytes:
         """What it is taken as."""
         return hash_of("1 + w", self.dtype.name)
+
+    @property
+    def uses_torch(self) -> bool:
+        """Float32 by numpy."""
+        return False
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -119,6 +119,11 @@ class PlusOne:
         """The type they are rounded to."""
         return hash_of("plus one", self.tensors[0].dtype.name)
 
+    @property
+    def uses_torch(self) -> bool:
+        """Rounding takes it."""
+        return True
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         dtype = self.tensors[0].dtype

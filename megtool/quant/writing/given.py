@@ -49,6 +49,11 @@ class Given:
         """Their values."""
         return hash_of(*(v for _, v in self.values))
 
+    @property
+    def uses_torch(self) -> bool:
+        """There is nothing to compute."""
+        return False
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         for number, (tensor, value) in enumerate(self.values):
@@ -86,6 +91,11 @@ class Folded:
     def facts(self) -> bytes:
         """The factors."""
         return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
+
+    @property
+    def uses_torch(self) -> bool:
+        """Rounding takes it."""
+        return True
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

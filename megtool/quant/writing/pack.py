@@ -97,6 +97,11 @@ class Packed:
         """The treatment and the rows."""
         return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
+    @property
+    def uses_torch(self) -> bool:
+        """Elements are encoded."""
+        return True
+
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         weight, parts = self.weight, self._parts
