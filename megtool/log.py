@@ -34,7 +34,13 @@ class Progress(Protocol):
         """Count `num_bytes` more bytes in `stage`."""
 
 
-COUNTED = {"generate": "tokens", "evaluate": "tokens", "calibrate": "tokens", "settle": "points"}
+COUNTED = {
+    "generate": "tokens",
+    "evaluate": "tokens",
+    "calibrate": "tokens",
+    "settle": "points",
+    "sensitivity": "trials",
+}
 """Stages that count no bytes, and what they count."""
 
 
@@ -45,14 +51,17 @@ def silent(stage: str, num_bytes: int, total_bytes: int) -> None:
 class Bar:
     """A `Progress` on stderr: one line a stage with bytes, rate and time left.
 
-    It shows nothing when `shown` is false or stderr is no terminal, and imports `rich` only when
-    it has something to show. Repaints are limited, so workers may call it once per buffer.
+    Where stderr is no terminal (a batch job's log), it is a new line every half minute instead, so
+    that short work leaves none. It shows nothing when `shown` is false, and imports `rich` only for
+    a terminal. Repaints are limited, so workers may call it once per buffer.
     """
 
     _REPAINT_SECONDS = 0.05
+    _LINE_SECONDS = 30.0
 
     def __init__(self, *, shown: bool = True) -> None:
-        self._shown = shown and sys.stderr.isatty()
+        self._shown = shown
+        self._lines = None if sys.stderr.isatty() else Lines(self._LINE_SECONDS)
         self._lock = threading.Lock()
         self._bar: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -64,6 +73,9 @@ class Bar:
         if not self._shown:
             return
         with self._lock:
+            if self._lines is not None:
+                self._lines.count(stage, num_bytes, total_bytes)
+                return
             if self._bar is None:
                 self._bar = _rich_bar()
                 self._bar.start()
@@ -98,6 +110,33 @@ class Bar:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Lines:
+    """Progress as lines of a log: one every `seconds`, and none before they have passed."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._told = time.monotonic()
+        self._done: dict[str, int] = {}
+        self._began: dict[str, float] = {}
+
+    def count(self, stage: str, num_bytes: int, total_bytes: int) -> None:
+        """Add `num_bytes` to `stage`, and write a line where it is time for one."""
+        now = time.monotonic()
+        began = self._began.setdefault(stage, now)
+        done = self._done[stage] = self._done.get(stage, 0) + num_bytes
+        if now - self._told < self._seconds:
+            return
+        self._told = now
+        unit = COUNTED.get(stage)
+        say_size = format_bytes if unit is None else "{:,.0f}".format
+        text = f"{stage}: {say_size(done)} of {say_size(total_bytes)}{f' {unit}' if unit else ''}"
+        if done and now > began and total_bytes:
+            left = (total_bytes - done) * (now - began) / done
+            minutes, seconds = divmod(max(0, round(left)), 60)
+            text += f", {done / total_bytes:.0%}, about {minutes}:{seconds:02d} left"
+        say("", text)
 
 
 def _rich_bar() -> RichProgress:
@@ -135,6 +174,11 @@ def format_bytes(num_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def several(number: int, what: str) -> str:
+    """A number of things: `1 file`, `1,200 files`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def printable(text: str) -> str:

@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
-from megtool.log import Bar, format_bytes, printable, say, set_up, silent
+from megtool.log import Bar, Lines, format_bytes, printable, say, set_up, silent
 
 WORK = """
 import logging, time
@@ -101,6 +102,20 @@ def test_a_pipe_sees_no_bar_and_does_not_import_rich(checkout: Path) -> None:
     )
     assert done.stdout == "done\nFalse\n"
     assert done.stderr == "warning: one shard has no digest\n"
+
+
+def test_long_work_leaves_lines_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(seconds=0.05)
+    lines.count("copy", 1 << 20, 4 << 20)
+    assert capsys.readouterr().err == ""
+    time.sleep(0.06)
+    lines.count("copy", 1 << 20, 4 << 20)
+    lines.count("copy", 1 << 20, 4 << 20)
+    shown = capsys.readouterr().err
+    assert re.fullmatch(r"copy: 2\.0 MiB of 4\.0 MiB, 50%, about 0:00 left\n", shown)
+    time.sleep(0.06)
+    lines.count("generate", 5, 10)
+    assert capsys.readouterr().err == "generate: 5 of 10 tokens\n"
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,7 @@ def main() -> None:
         both: dict[str, Any] = {**how, "source": str(small.folder), "recipe": "fp8"}
         jobs = [
             ("ModelOpt, float32", "peer_calibrate", "float32"),
-            ("ModelOpt, bfloat16", "peer_calibrate", "bfloat16"),
             ("megtool, float32", "calibrate", "float32"),
-            ("megtool, bfloat16", "calibrate", "bfloat16"),
         ]
         peers: dict[str, tuple[float, int]] = {}
         for name, kind, dtype in jobs:

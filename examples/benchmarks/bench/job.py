@@ -48,6 +48,15 @@ def quantize(options: Options, phase: Phases) -> Options:
     return {"num_bytes": report.num_bytes}
 
 
+def export(options: Options, phase: Phases) -> Options:
+    """Run `megtool.commands.export.export` with the options given."""
+    from megtool.commands.export import export
+
+    with phase("job"):
+        export(**options, fsync=False)
+    return {}
+
+
 def dcp(options: Options, phase: Phases) -> Options:
     """Load a checkpoint with torch.distributed.checkpoint and save it again, as one process."""
     import torch.distributed.checkpoint as dcp
@@ -164,6 +173,7 @@ def metadata(options: Options, phase: Phases) -> Options:
 JOBS: dict[str, Callable[[Options, Phases], Options]] = {
     "reshard": reshard,
     "quantize": quantize,
+    "export": export,
     "dcp": dcp,
     "transformers": transformers,
     "forward": models.forward,

@@ -43,7 +43,7 @@ def by_divergence(
         ):
             losses[run.unit.name][run.key] = loss
         entering = {k: x for k, x in entering.items() if k in later}
-        progress("sensitivity", min((number + 1) * at_once, len(runs)), len(runs))
+        progress("sensitivity", len(wave), len(runs))
     layers.close()
     return losses
 

@@ -47,11 +47,11 @@ def by_gradient(survey: Survey, progress: Progress) -> dict[str, dict[str, float
     sums = {u.name: {r.key: 0.0 for r in runs.get(u.name, ())} for u in survey.units}
     small = [p for piece in survey.pieces for p in _small(piece)]
     tokens = num_valid(small)
-    for number, piece in enumerate(small):
+    for piece in small:
         for seen in _backward(survey, piece):
             for run in runs.get(seen.unit.name, ()):
                 sums[run.unit.name][run.key] += _damage(survey, run, seen)
-        progress("sensitivity", number + 1, len(small))
+        progress("sensitivity", 1, len(small))
     return {
         name: {r.key: r.finite(some[r.key] / tokens) for r in runs.get(name, ())}
         for name, some in sums.items()
