@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -95,6 +96,13 @@ class Tokenizer:
             return cls.load({p.relative_to(root).as_posix(): p for p in files})
         except FormatError as e:
             raise FormatError(e.message, file=e.file or root, hint=e.hint) from e
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of vocabulary, rules and chat template: equal ones give equal tokens."""
+        rules = self._fast.to_str() if self._fast is not None else repr(self._full.get_vocab())
+        facts = repr((rules, self._full.chat_template, self.eos_ids, self.bos_id))
+        return hashlib.sha256(facts.encode()).hexdigest()
 
     # ---- text and tokens
 

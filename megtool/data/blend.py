@@ -1,0 +1,55 @@
+"""Blend: several data sets in given shares, the same at any time on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import UsageError
+
+_STRETCH = 1 << 14
+
+
+class Blend:
+    """Which data set sample number n comes from, and which of its samples that is.
+
+    Each sample is of the data set that is farthest behind its share, the first of equals, so that
+    at any point every data set is within one sample of its share. The rule is that of Megatron's
+    blended data sets (`build_blending_indices`).
+
+    Raises:
+        UsageError: a share is no positive number.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        if not shares or not all(np.isfinite(s) and s > 0 for s in shares):
+            raise UsageError(f"shares {list(shares)}", hint="one positive number a data set")
+        self.shares = np.asarray(shares, np.float64) / float(np.sum(shares))
+        self._before: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
+        self._chosen: list[NDArray[np.int16]] = []
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """The data set of a sample, and its number there."""
+        stretch, at = divmod(sample, _STRETCH)
+        while len(self._chosen) <= stretch:
+            self._extend()
+        chosen = self._chosen[stretch]
+        which = int(chosen[at])
+        return which, int(self._before[stretch][which] + (chosen[:at] == which).sum())
+
+    def _extend(self) -> None:
+        """Choose for another stretch of samples."""
+        have = self._before[-1].astype(np.float64)
+        begin = len(self._chosen) * _STRETCH
+        chosen = np.empty(_STRETCH, np.int16)
+        shares, taken = self.shares.tolist(), have.tolist()
+        for n in range(_STRETCH):
+            point = float(max(begin + n, 1))
+            behind = [s * point - t for s, t in zip(shares, taken, strict=True)]
+            which = behind.index(max(behind))
+            chosen[n] = which
+            taken[which] += 1
+        self._chosen.append(chosen)
+        self._before.append(np.asarray(taken, np.int64))

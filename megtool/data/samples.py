@@ -1,0 +1,124 @@
+"""Samples: documents cut into the rows of a run, which then are known by number.
+
+A row holds pieces of documents. A document of n tokens gives n - 1 pairs of a token and its label;
+a piece is a run of pairs. Which pieces are in which row is decided once, from lengths alone, so
+that any row of any pass is found at once and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import FormatError
+
+Int = NDArray[np.int64]
+Mode = Literal["packed", "whole", "padded"]
+Long = Literal["split", "truncate", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Rows of a data set: row r has pieces `first[r]` to `first[r + 1]`.
+
+    Piece p holds pairs `begin[p]` to `end[p]` of `document[p]`. `truncated` documents lost their
+    end, `split` ones go on in another piece, `skipped` ones gave no pair.
+    """
+
+    document: Int
+    begin: Int
+    end: Int
+    first: Int
+    truncated: int = 0
+    split: int = 0
+    skipped: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.first) - 1
+
+
+def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long = "split") -> Cut:
+    """Documents of so many tokens, taken in `order`, as rows of `row` pairs.
+
+    "packed" fills every row but the last and cuts documents where a row ends; "whole" puts several
+    documents into a row and cuts none that fits into one; "padded" begins a row with each. What is
+    longer than a row is split over several, cut off, or an error; "packed" splits.
+
+    Raises:
+        FormatError: a document is too long, and `long` says that it must not be.
+    """
+    pairs = np.maximum(lengths[order] - 1, 0)
+    kept = pairs > 0
+    order, pairs, skipped = order[kept], pairs[kept], int((~kept).sum())
+    over = pairs > row
+    if long == "error" and over.any():
+        worst = int(order[np.argmax(over)])
+        raise FormatError(
+            f"document {worst + 1} has {int(lengths[worst])} tokens, and a row has {row}",
+            hint="--long split or truncate, or a larger --seq-length",
+        )
+    if mode == "packed" and long == "split":
+        return _filled(order, pairs, row, skipped)
+    truncated = split = 0
+    if long == "truncate":
+        truncated, pairs = int(over.sum()), np.minimum(pairs, row)
+        document, begin, end = order, np.zeros_like(pairs), pairs
+        if mode == "packed":
+            return _filled(order, pairs, row, skipped, truncated)
+    else:
+        split = int(over.sum())
+        parts = -(-pairs // row)
+        which = np.repeat(np.arange(len(order)), parts)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin = number * row
+        end = np.minimum(begin + row, pairs[which])
+        document = order[which]
+    first = _fitted(end - begin, row) if mode == "whole" else np.arange(len(document) + 1)
+    return Cut(
+        document=document,
+        begin=begin,
+        end=end,
+        first=first,
+        truncated=truncated,
+        split=split,
+        skipped=skipped,
+    )
+
+
+def _filled(order: Int, pairs: Int, row: int, skipped: int, truncated: int = 0) -> Cut:
+    """Full rows of documents one after the other."""
+    ends = np.cumsum(pairs)
+    total = int(ends[-1]) if len(ends) else 0
+    starts = ends - pairs
+    at = np.union1d(starts, np.arange(0, total, row)).astype(np.int64)
+    which = np.searchsorted(starts, at, side="right") - 1
+    stop = np.append(at[1:], total)[: len(at)]
+    rows = -(-total // row)
+    first = np.searchsorted(at // row, np.arange(rows + 1)).astype(np.int64)
+    return Cut(
+        document=order[which],
+        begin=at - starts[which],
+        end=stop - starts[which],
+        first=first,
+        truncated=truncated,
+        split=int((np.bincount(which, minlength=1) > 1).sum()),
+        skipped=skipped,
+    )
+
+
+def _fitted(sizes: Int, row: int) -> Int:
+    """Where rows begin, if pieces stay in order and none is cut."""
+    first, room = [0], row
+    for number, size in enumerate(sizes.tolist()):
+        if size > room:
+            first.append(number)
+            room = row
+        room -= size
+    if len(sizes):
+        first.append(len(sizes))
+    return np.asarray(first, np.int64)
