@@ -1,0 +1,1 @@
+"""Optimizers: the step protocol, its parts, and where gradients and states lie on the ranks."""

@@ -1,0 +1,179 @@
+"""Buffers: a rank's parameters and gradients in Megatron's flat layout, cut into buckets.
+
+There is one buffer for each model chunk, dtype of parameters, dtype of gradients, and for dense
+parameters and experts apart; parameters lie in the reverse of the order that Megatron's modules
+register them in (`megtool.tensors.parameters`), at the places of `megtool.tensors.buckets`. A stack
+of experts is one parameter here; Megatron's own buffers hold its matrices in reverse, one by one.
+Source: megatron-core 0.16.1, `distributed/{distributed_data_parallel,param_and_grad_buffer}.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megtool.errors import MappingError, UsageError
+from megtool.optim.groups import Facts
+from megtool.optim.state import Span
+from megtool.parallel.groups import Group
+from megtool.tensors.buckets import lay_out, padded
+from megtool.tensors.parameters import ORDERS, Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What the parameters of a buffer have in common."""
+
+    chunk: int
+    is_expert: bool
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Member:
+    """A parameter of a bucket, from element `start` of the bucket on.
+
+    `param` and `grad` are its places in the buffer, of the parameter's shape.
+    """
+
+    facts: Facts
+    start: int
+    param: Tensor
+    grad: Tensor
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the bucket."""
+        return self.start + self.grad.numel()
+
+    def adopt(self) -> None:
+        """Take the parameter's values into the buffer, if it is no view of it (any more)."""
+        parameter = self.facts.parameter
+        if parameter.data_ptr() != self.param.data_ptr():
+            self.param.copy_(parameter.data)
+            parameter.data = self.param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bucket:
+    """A part of a buffer that is communicated at once, of which each replica owns an equal shard.
+
+    `params` and `grads` are views of the buffer, padding included; `numel` is without the padding
+    at the end. Members come in the order of the buffer.
+    """
+
+    kind: Kind
+    index: int
+    numel: int
+    members: tuple[Member, ...]
+    params: Tensor
+    grads: Tensor
+    group: Group
+
+    @property
+    def label(self) -> str:
+        """For people: which bucket it is, by its first and last parameter."""
+        first, last = self.members[0].facts.name, self.members[-1].facts.name
+        return f"bucket {self.index} ({first} ... {last})"
+
+    @property
+    def shard_range(self) -> tuple[int, int]:
+        """Which elements of the bucket are this rank's, padding included."""
+        each = self.params.numel() // self.group.size
+        return self.group.rank * each, (self.group.rank + 1) * each
+
+    @property
+    def param_shard(self) -> Tensor:
+        """This rank's elements of the parameters, live."""
+        return self.params[slice(*self.shard_range)]
+
+    @property
+    def grad_shard(self) -> Tensor:
+        """This rank's elements of the gradients, live."""
+        return self.grads[slice(*self.shard_range)]
+
+    def spans(self) -> list[Span]:
+        """What this rank's shard holds of the members, in its order; `at` counts in the shard."""
+        low, high = self.shard_range
+        out = []
+        for member in self.members:
+            begin, end = max(member.start, low), min(member.stop, high)
+            if begin < end:
+                start, stop = begin - member.start, end - member.start
+                out.append(Span(facts=member.facts, start=start, stop=stop, at=begin - low))
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Buffer:
+    """Parameters and gradients of one kind, one after the other; `buckets` are parts of them."""
+
+    kind: Kind
+    params: Tensor
+    grads: Tensor
+    buckets: tuple[Bucket, ...]
+
+
+@torch.no_grad()
+def make_buffer(
+    kind: Kind, facts: Sequence[Facts], group: Group, bucket_size: int | None
+) -> Buffer:
+    """Lay parameters, given in registration order, into a new buffer, of which they become views.
+
+    Their values stay. `bucket_size` is in elements; None makes one bucket, beside those that tied
+    embeddings have for themselves.
+
+    Raises:
+        UsageError: a parameter holds nothing yet.
+    """
+    for f in facts:
+        if f.parameter.is_meta:
+            raise UsageError(
+                f"the parameter {f.name} of shape {list(f.parameter.shape)} holds nothing yet",
+                hint="load a checkpoint into the model before its optimizer is made",
+            )
+    numels = [f.parameter.numel() for f in facts]
+    slots, sizes = lay_out(numels, [f.is_tied for f in facts], bucket_size=bucket_size)
+    widths = [padded(size, group.size) for size in sizes]
+    offsets = [0, *accumulate(widths)]
+    device = facts[0].parameter.device
+    params = torch.zeros(offsets[-1], dtype=kind.dtype, device=device)
+    grads = torch.zeros(offsets[-1], dtype=kind.grad_dtype, device=device)
+    members: list[list[Member]] = [[] for _ in sizes]
+    for f, slot in zip(reversed(facts), reversed(slots), strict=True):
+        begin, parameter = offsets[slot.bucket] + slot.start, f.parameter
+        param = params[begin : begin + slot.numel].view(parameter.shape)
+        grad = grads[begin : begin + slot.numel].view(parameter.shape)
+        member = Member(facts=f, start=slot.start, param=param, grad=grad)
+        member.adopt()
+        members[slot.bucket].append(member)
+    buckets = tuple(
+        Bucket(
+            kind=kind,
+            index=i,
+            numel=size,
+            members=tuple(members[i]),
+            params=params[offsets[i] : offsets[i + 1]],
+            grads=grads[offsets[i] : offsets[i + 1]],
+            group=group,
+        )
+        for i, size in enumerate(sizes)
+    )
+    return Buffer(kind=kind, params=params, grads=grads, buckets=buckets)
+
+
+def in_registration_order(facts: Sequence[Facts], order: Order = ORDERS[0]) -> list[Facts]:
+    """Parameters as Megatron's modules register them.
+
+    Where a name is none of Megatron's (an adapter's, another model's) they stay as they are given.
+    """
+    try:
+        places = [order.position(f.name) for f in facts]
+    except MappingError:
+        return list(facts)
+    return [facts[i] for i in sorted(range(len(facts)), key=places.__getitem__)]

@@ -1,0 +1,242 @@
+"""Distributed optimizer: gradients, main parameters and states lie in equal parts on all replicas.
+
+Every replica holds all parameters of its rank in Megatron's flat buffers, sums gradients up for its
+shard of every bucket alone, updates that, and gathers the parameters from the others. Dense
+parameters are shared out over `Groups.replicas`, experts over `Groups.expert_dp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megtool.errors import UsageError
+from megtool.optim.buffers import Bucket, Buffer, Kind, in_registration_order, make_buffer
+from megtool.optim.fp8.gather import forget, gather_quantised, is_marked
+from megtool.optim.gathering import Gathering
+from megtool.optim.groups import Facts
+from megtool.optim.optimizer import Optimizer
+from megtool.optim.reduction import Reduction
+from megtool.optim.settings import OptimizerSettings
+from megtool.optim.shards import Pending
+from megtool.optim.state import Segment, Span
+from megtool.parallel.groups import Group, Groups
+from megtool.tensors.buckets import default_bucket_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """What this process updates of a bucket: segments, from so many elements of its shard on."""
+
+    bucket: Bucket
+    segments: tuple[tuple[int, Segment], ...]
+
+
+class DistributedOptimizer(Optimizer):
+    """See `Optimizer` for the protocol of a step.
+
+    `chunks` are the modules that hold the parameters, a rank's virtual chunks in their order: each
+    has buffers of its own, and with `overlap_param_gather` they wait for their parameters, which
+    may be under way after `step`. Who reads or saves them without running the modules calls
+    `wait_for_parameters` before.
+
+    Gradients are added up in fp32, or with `reduce_in_fp32` in the parameters' type within a rank,
+    and in fp32 over ranks.
+
+    Raises (by `__init__`, beside what `Optimizer` does):
+        UsageError: a parameter holds nothing yet, or those that are to be gathered as FP8 are none
+            that can be.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSettings,
+        groups: Groups,
+        *,
+        chunks: Sequence[nn.Module] = (),
+        part: bool = False,
+    ) -> None:
+        super().__init__(named_parameters, settings, groups, part=part)
+        if settings.fp8_param_gather:
+            _check_fp8(self.facts, settings)
+        self.buffers = self._make_buffers(chunks)
+        # Backward passes fill the last chunk first, forward passes need the first one first.
+        backwards = sorted(self.buffers, key=lambda b: -b.kind.chunk)
+        buckets = [bucket for buffer in backwards for bucket in buffer.buckets]
+        self.reduction = Reduction(
+            buckets, overlap=settings.overlap_grad_reduce, in_fp32=settings.reduce_in_fp32
+        )
+        self.gathering = Gathering(
+            buckets[::-1],
+            chunks,
+            overlap=settings.overlap_param_gather,
+            begin=self._gather_as_fp8 if settings.fp8_param_gather else None,
+        )
+        self.shards = [
+            self._make_shard(bucket) for buffer in self.buffers for bucket in buffer.buckets
+        ]
+        self.hold([segment for shard in self.shards for _, segment in shard.segments])
+
+    def zero_grad(self) -> None:
+        """See `Optimizer.zero_grad`."""
+        self.reduction.clear()
+        for segment in self.segments:
+            segment.grad = None
+
+    def begin(self, num_microbatches: int) -> None:
+        """See `Optimizer.begin`."""
+        self.reduction.begin(num_microbatches)
+        self.gathering.forget_calls()
+
+    def reduce_gradients(self) -> None:
+        """See `Optimizer.reduce_gradients`."""
+        self.gathering.learn()
+        self.gathering.wait()
+        totals = self.reduction.finish()
+        for shard in self.shards:
+            for at, segment in shard.segments:
+                segment.grad = totals[shard.bucket][at : at + segment.numel]
+
+    def publish(self) -> None:
+        """See `Optimizer.publish`."""
+        into, mains = [], []
+        for shard in self.shards:
+            held = shard.bucket.param_shard
+            for at, segment in shard.segments:
+                place = held[at : at + segment.numel]
+                # fp32 parameters are their own main ones, but where an update keeps those elsewhere
+                if segment.main is not None and segment.main.data_ptr() != place.data_ptr():
+                    into.append(place)
+                    mains.append(segment.main)
+        if into:
+            torch._foreach_copy_(into, mains)
+        self.gathering.start()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are those of the last step."""
+        self.gathering.wait()
+
+    def load(self, read: Callable[[str, str], Tensor]) -> None:
+        """See `Optimizer.load`."""
+        self.gathering.wait()
+        super().load(read)
+
+    def reload_parameters(self) -> None:
+        """See `Optimizer.reload_parameters`."""
+        self.adopt_parameters()
+        super().reload_parameters()
+
+    @torch.no_grad()
+    def adopt_parameters(self) -> None:
+        """Take parameters that are no views of the buffers (any more) into them."""
+        self.gathering.wait()
+        for shard in self.shards:
+            for member in shard.bucket.members:
+                member.adopt()
+                forget(member.facts.parameter)
+
+    def close(self) -> None:
+        """Take the hooks off parameters and modules; parameters stay in their buffers."""
+        self.gathering.close()
+        self.reduction.close()
+
+    def _gather_as_fp8(self, bucket: Bucket, tag: int) -> Pending:
+        shard = next(s for s in self.shards if s.bucket is bucket)
+        mains = [(at, s.main) for at, s in shard.segments if s.main is not None]
+        return gather_quantised(bucket, mains, tag=tag)
+
+    def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[Buffer]:
+        """Chunk by chunk, dense before experts, and by dtypes in the order they come in."""
+        chunk_of = {id(p): i for i, module in enumerate(chunks) for p in module.parameters()}
+        kinds: dict[Kind, list[Facts]] = {}
+        for f in in_registration_order(self.facts):
+            dtype = f.parameter.dtype
+            kind = Kind(
+                chunk=chunk_of.get(id(f.parameter), 0),
+                is_expert=f.is_expert,
+                dtype=dtype,
+                grad_dtype=dtype if self.settings.reduce_in_fp32 else torch.float32,
+            )
+            kinds.setdefault(kind, []).append(f)
+        order = sorted(kinds, key=lambda kind: (kind.chunk, kind.is_expert))
+        return [
+            make_buffer(kind, kinds[kind], self._replicas(kind), self._bucket_size(kind))
+            for kind in order
+        ]
+
+    def _replicas(self, kind: Kind) -> Group:
+        return self.groups.expert_dp if kind.is_expert else self.groups.replicas
+
+    def _bucket_size(self, kind: Kind) -> int | None:
+        """Elements of a bucket, as Megatron chooses: None is one bucket for all.
+
+        Later stages and chunks have one too: their communication is hidden behind the first ones'.
+        """
+        if not self.settings.overlap_grad_reduce or self.groups.pp.rank or kind.chunk:
+            return None
+        return self.settings.bucket_size or default_bucket_size(self.groups.dp.size)
+
+    def _make_shard(self, bucket: Bucket) -> Shard:
+        """Segments of a bucket: what lies one after the other and is updated alike."""
+        spans = bucket.spans()
+        held = bucket.param_shard
+        used = spans[-1].end if spans else 0
+        main: Tensor | None = None
+        low: Tensor | None = None
+        if held.dtype != torch.float32:
+            if self.settings.main_params == "remainder":
+                low = torch.zeros(used, dtype=torch.int16, device=held.device)
+            else:
+                main = held[:used].float()
+        segments = []
+        for run in self._runs(spans):
+            at, end = run[0].at, run[-1].end
+            where = slice(at, end)
+            segment = Segment(
+                group=self.group_of[run[0].facts.name],
+                spans=tuple(
+                    Span(facts=s.facts, start=s.start, stop=s.stop, at=s.at - at) for s in run
+                ),
+            )
+            if low is not None:
+                segment.high, segment.low = held[where], low[where]
+            else:
+                segment.main = (held if main is None else main)[where]
+            segments.append((at, segment))
+        return Shard(bucket=bucket, segments=tuple(segments))
+
+    def _runs(self, spans: Sequence[Span]) -> list[list[Span]]:
+        runs: list[list[Span]] = []
+        for span in spans:
+            group = self.group_of[span.facts.name]
+            if not runs or self.group_of[runs[-1][-1].facts.name] is not group:
+                runs.append([])
+            runs[-1].append(span)
+        return runs
+
+
+def _check_fp8(facts: Sequence[Facts], settings: OptimizerSettings) -> None:
+    """Refuse FP8 gathers that nothing is gained by, or that would lose main parameters."""
+    marked = [f for f in facts if is_marked(f.parameter)]
+    if not marked:
+        raise UsageError(
+            "parameters are to be gathered as FP8, and none of them is used so",
+            hint="--fp8-param-gather goes with --fp8-recipe delayed or tensorwise",
+        )
+    own = next((f for f in marked if f.parameter.dtype == torch.float32), None)
+    if own is not None or settings.main_params == "remainder" or settings.offload_fraction:
+        what = (
+            "main parameters on the host"
+            if settings.offload_fraction
+            else "parameters that are their own main parameters"
+        )
+        raise UsageError(
+            f"{what} cannot be gathered as FP8",
+            tensor=None if own is None else own.name,
+            hint="--fp8-param-gather needs --bf16, without --store-param-remainders and "
+            "--optimizer-cpu-offload",
+        )

@@ -1,0 +1,1 @@
+"""FP8: scales, quantised products of linear layers, and parameters gathered as bytes."""

@@ -1,0 +1,167 @@
+"""Scaling: the operands of a linear layer's three products in FP8, by one of the recipes.
+
+A weight that its optimizer has gathered as FP8 is used as it came (`optim.fp8.gather`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.kernels.fp8 import (
+    Kind,
+    Quantized,
+    amax,
+    cast_fp8,
+    quantize_blocks,
+    quantize_tensor,
+    scale_from_amax,
+)
+from megtool.optim.fp8.gather import gathered
+from megtool.optim.fp8.history import Histories
+from megtool.optim.fp8.settings import Fp8Settings
+from megtool.packing.delayed import GRAD_OUTPUT, INPUT, WEIGHT
+
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A matrix in FP8: `rows` as it is, `columns` transposed; scaled along what is summed over."""
+
+    rows: Quantized
+    columns: Quantized
+
+
+class Scaling(ABC):
+    """What turns the tensors of one linear layer into FP8.
+
+    `is_training` says that the magnitudes are to be remembered, where that is done.
+    """
+
+    @abstractmethod
+    def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        """The rows that are multiplied."""
+
+    @abstractmethod
+    def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
+        """The weight."""
+
+    @abstractmethod
+    def gradient(self, g_TO: Tensor) -> Operand:
+        """The gradient of the result."""
+
+
+class Tensorwise(Scaling):
+    """Current scaling: each tensor by its own largest magnitude."""
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self.settings = settings
+
+    def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.input`."""
+        return _same_both_ways(quantize_tensor(x_TI, self.settings.forward))
+
+    def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.weight`."""
+        held = gathered(w_OI)
+        if held is not None:
+            return _same_both_ways(held.values)
+        return _same_both_ways(quantize_tensor(w_OI, self.settings.forward))
+
+    def gradient(self, g_TO: Tensor) -> Operand:
+        """See `Scaling.gradient`."""
+        return _same_both_ways(quantize_tensor(g_TO, self.settings.backward))
+
+
+class Blockwise(Scaling):
+    """Powers of two: for 128 elements along the sum, for weights for 128 x 128.
+
+    Inputs and gradients are summed over in both directions, and quantised once for each from the
+    values as they are.
+    """
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self.settings = settings
+
+    def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.input`."""
+        return self._both_ways(x_TI, self.settings.forward)
+
+    def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.weight`."""
+        block, kind = (BLOCK, BLOCK), self.settings.forward
+        q = quantize_blocks(w_OI, kind, block=block, power_of_two=True)
+        turned = Quantized(data=q.data.t(), scale_inv=q.scale_inv.t(), block=block)
+        return Operand(rows=q, columns=turned)
+
+    def gradient(self, g_TO: Tensor) -> Operand:
+        """See `Scaling.gradient`."""
+        return self._both_ways(g_TO, self.settings.backward)
+
+    def _both_ways(self, x_MN: Tensor, kind: Kind) -> Operand:
+        rows, columns = (
+            quantize_blocks(x, kind, block=(1, BLOCK), power_of_two=True) for x in (x_MN, x_MN.t())
+        )
+        return Operand(rows=rows, columns=columns)
+
+
+class Delayed(Scaling):
+    """One scale for each tensor, from the steps before; until there are any, from its own values.
+
+    Transformer Engine begins with scales of 1, with which small weights lose most of their bits in
+    the first step; a layer that has seen nothing yet is here scaled as `tensorwise` does it.
+    """
+
+    def __init__(self, histories: Histories, module: int) -> None:
+        self.histories, self.module = histories, module
+        self.settings = histories.settings
+
+    def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.input`."""
+        return self._cast(x_TI, "fwd", INPUT, self.settings.forward, is_training)
+
+    def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
+        """See `Scaling.weight`."""
+        held = gathered(w_OI)
+        if held is None:
+            return self._cast(w_OI, "fwd", WEIGHT, self.settings.forward, is_training)
+        if is_training:
+            self.histories.record(self.module, "fwd", WEIGHT, held.amax)
+        return _same_both_ways(held.values)
+
+    def gradient(self, g_TO: Tensor) -> Operand:
+        """See `Scaling.gradient`."""
+        return self._cast(g_TO, "bwd", GRAD_OUTPUT, self.settings.backward, True)
+
+    def _cast(
+        self, x_MN: Tensor, direction: str, column: int, kind: Kind, is_training: bool
+    ) -> Operand:
+        histories, module = self.histories, self.module
+        if histories.is_fresh[module]:
+            scale = scale_from_amax(amax(x_MN), kind, margin=self.settings.margin)
+        else:
+            # A copy: what is saved for backward must not change when the step ends.
+            scale = histories.scale[direction][module, column].clone()
+        data, largest = cast_fp8(x_MN, scale, kind)
+        if is_training:
+            histories.record(module, direction, column, largest)
+        return _same_both_ways(Quantized(data=data, scale_inv=scale.reciprocal()))
+
+
+def make_scalings(
+    num_modules: int, settings: Fp8Settings, device: torch.device | str
+) -> tuple[list[Scaling], Histories | None]:
+    """The scaling of each of so many linear layers, and their histories where there are any."""
+    if settings.recipe == "delayed":
+        histories = Histories(num_modules, settings, device)
+        return [Delayed(histories, i) for i in range(num_modules)], histories
+    kind = Tensorwise if settings.recipe == "tensorwise" else Blockwise
+    return [kind(settings) for _ in range(num_modules)], None
+
+
+def _same_both_ways(q: Quantized) -> Operand:
+    return Operand(rows=q, columns=Quantized(data=q.data.t(), scale_inv=q.scale_inv))

@@ -1,0 +1,400 @@
+"""Optimizer: the protocol of a step, from summed gradients to parameters that are written.
+
+    optimizer.zero_grad()
+    optimizer.begin(num_microbatches)
+    for each microbatch: optimizer.scale_loss(loss).backward()     # loss: a sum over labels
+    optimizer.finish(num_labels)                                   # of all microbatches and ranks
+    result = optimizer.step(lr, weight_decay)
+
+A subclass says where parameters, gradients and states lie. It makes its segments in `__init__`,
+hands them to `hold`, and fills in the abstract methods; all else is here, the same for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megtool.errors import CheckpointError, MappingError, UsageError
+from megtool.optim.groups import Facts, ParamGroup, facts_of, group_parameters
+from megtool.optim.muon import turn_matrices
+from megtool.optim.norms import clip_coefficient, first_bad, local_statistics
+from megtool.optim.scaler import ConstantScaler, DynamicScaler, Scaler
+from megtool.optim.settings import OptimizerSettings
+from megtool.optim.state import Segment, Span, StatePiece, copy_parts
+from megtool.optim.updates import Muon, Update, make_update, update_segments
+from megtool.parallel.collectives import all_max, all_sum
+from megtool.parallel.groups import Group, Groups
+
+# A group's learning rate: one for all, or the schedule's for the group's own ends.
+Rate = float | Callable[[ParamGroup], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did.
+
+    `ok`: parameters were updated; otherwise some gradient was not finite, nothing has changed but
+    the loss scale, and `first_bad` is the name of the first such parameter, with its rank.
+    `grad_norm` is that of the unscaled gradient before clipping; `num_zeros` the zeros in it, where
+    settings ask for them; `loss_scale` what was used.
+    """
+
+    ok: bool
+    grad_norm: float
+    num_zeros: int | None
+    loss_scale: float
+    first_bad: str | None = None
+
+
+class Optimizer(ABC):
+    """The parameters that are trained, their fp32 main parameters and states, and their update.
+
+    `facts` are of the trainable parameters, in the order of `named_parameters`; `param_groups` the
+    same on every rank; `segments` what this process updates. Every rank of the world has to make
+    its optimizer, and call its methods, at the same time. `part`: it is to be a member of a chain,
+    so rules may be for other members' parameters.
+
+    Raises (by `__init__`):
+        MappingError: a parameter comes twice, or is of a type that is not trained.
+        UsageError: a rule that matches nothing, or settings that do not go with the parameters.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSettings,
+        groups: Groups,
+        *,
+        part: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.groups = groups
+        self.facts: list[Facts] = facts_of(named_parameters)
+        for f in self.facts:
+            if f.parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise MappingError(
+                    f"parameter {f.name!r} is {f.parameter.dtype}, which is not trained",
+                    tensor=f.name,
+                    hint="freeze it, or load the model as float32, bfloat16 or float16",
+                )
+            if f.parameter.dtype == torch.float16 and settings.main_params == "remainder":
+                raise UsageError(
+                    f"parameter {f.name!r} is float16, and remainders are of bfloat16",
+                    hint="train in bfloat16, or keep main parameters as float32",
+                )
+        self.param_groups: list[ParamGroup] = group_parameters(
+            self.facts, settings, groups.world, part=part
+        )
+        self.group_of: dict[str, ParamGroup] = {
+            name: group for group in self.param_groups for name in group.names
+        }
+        self._facts_by_name = {f.name: f for f in self.facts}
+        self.updates: dict[str, Update] = {
+            kind: make_update(kind, settings) for kind in {g.update for g in self.param_groups}
+        }
+        self.segments: list[Segment] = []
+        self.num_steps = 0
+        self.scaler: Scaler = _make_scaler(self.facts, settings, groups)
+        self._num_labels: Tensor | None = None
+        self._rates: dict[int, tuple[float, float]] = {}
+
+    # What a subclass fills in.
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradients. To be called before the first backward pass of a step."""
+
+    @abstractmethod
+    def begin(self, num_microbatches: int) -> None:
+        """Say how many backward passes each parameter's stage will do until `finish`."""
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """Give every segment its `grad`: the sum over microbatches and data-parallel replicas.
+
+        fp32, as long as the segment; zeros for parameters without a gradient, and for padding.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Give parameters the values of the main parameters, on every replica."""
+
+    def update_segments(self, segments: list[Segment]) -> None:
+        """Update main parameters and states from the segments' gradients (whole and clipped).
+
+        Rates are those of `rates`, and `num_steps` counts this step already.
+        """
+        for group in self.param_groups:
+            update = self.updates[group.update]
+            mine = [s for s in segments if s.group is group and s.numel]
+            lr, weight_decay = self.rates(group)
+            update_segments(update, mine, lr=lr, weight_decay=weight_decay, step=self.num_steps)
+            if isinstance(update, Muon):
+                facts = [self._facts_by_name[name] for name in group.names]
+                turn_matrices(update, facts, mine, self.groups, lr=lr)
+
+    # What a subclass calls.
+
+    def hold(self, segments: list[Segment]) -> None:
+        """Take the segments, and make the states (zeros) that they do not have yet.
+
+        With an `offload_fraction` they are without memory, until a HybridOptimizer places them.
+        """
+        is_later = self.settings.offload_fraction > 0
+        for segment in segments:
+            for state in self.updates[segment.group.update].states:
+                if state not in segment.states:
+                    where = torch.device("meta") if is_later else segment.device
+                    segment.states[state] = torch.zeros(
+                        segment.numel, dtype=self.settings.moment_dtype, device=where
+                    )
+        self.segments = segments
+
+    def rates(self, group: ParamGroup) -> tuple[float, float]:
+        """Learning rate and weight decay of a group in the current step."""
+        return self._rates[id(group)]
+
+    # The protocol.
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with now."""
+        return self.scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` of."""
+        return loss if self.loss_scale == 1.0 else loss * self.loss_scale
+
+    @torch.no_grad()
+    def finish(self, num_labels: Tensor) -> None:
+        """Make the gradients of all segments whole, after the last backward pass.
+
+        Adds up over replicas, over tp what each rank has a part of, and over the first and the last
+        stage what is tied. `num_labels` (one element, of all microbatches and replicas) is what the
+        gradient of the summed loss is divided by; less than 1 counts as 1.
+        """
+        self.reduce_gradients()
+        self._sum_spans(lambda f: f.is_partial, self.groups.tp)
+        self._sum_spans(lambda f: f.is_tied, self.groups.ends)
+        self._num_labels = num_labels
+
+    @torch.no_grad()
+    def step(self, lr: Rate, weight_decay: float) -> StepResult:
+        """Check, unscale and clip the gradient, and update parameters with it.
+
+        `lr` is for all groups, or gives each one's; it is multiplied with the group's `lr_mult`, as
+        `weight_decay` with its `wd_mult`.
+        """
+        if self._num_labels is None:
+            raise RuntimeError("step was called without finish")
+        scale = self.loss_scale
+        # Read together with the rest: on a GPU each reading waits for it.
+        sums = local_statistics(self.segments, self.groups, count_zeros=self.settings.count_zeros)
+        sums = all_sum(sums, self.groups.world)
+        labels = self._num_labels.reshape(1).to(sums)
+        bad, squares, zeros, num_labels = torch.cat([sums, labels]).tolist()
+        self._num_labels = None
+        factor = 1.0 / (scale * max(num_labels, 1.0))
+        norm = squares**0.5 * factor
+        num_zeros = int(zeros) if self.settings.count_zeros else None
+        self.scaler.update(bad > 0)
+        if bad > 0:
+            return StepResult(
+                ok=False,
+                grad_norm=norm,
+                num_zeros=num_zeros,
+                loss_scale=scale,
+                first_bad=self._first_bad(),
+            )
+        if self.settings.clip_grad > 0:
+            factor *= clip_coefficient(norm, self.settings.clip_grad)
+        if factor != 1.0:
+            grads = [s.grad for s in self.segments if s.grad is not None and s.numel]
+            if grads:  # of a small model a rank may have none
+                torch._foreach_mul_(grads, factor)
+        self.num_steps += 1
+        for group in self.param_groups:
+            rate = lr(group) if callable(lr) else lr
+            self._rates[id(group)] = rate * group.lr_mult, weight_decay * group.wd_mult
+        self.update_segments(self.segments)
+        self.publish()
+        return StepResult(ok=True, grad_norm=norm, num_zeros=num_zeros, loss_scale=scale)
+
+    # State.
+
+    @property
+    def stored(self) -> list[Segment]:
+        """The segments that main parameters and states lie in: all, or what they are cut into."""
+        return self.segments
+
+    def pieces(self) -> Iterator[StatePiece]:
+        """All state that this process holds: main parameters first, then the update's states."""
+        for segment in self.stored:
+            for span in segment.spans:
+                yield _piece("main", span, segment.read_main(span.at, span.end))
+        for segment in self.stored:
+            for state, tensor in segment.states.items():
+                for span in segment.spans:
+                    yield _piece(state, span, tensor[span.at : span.end])
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str], Tensor]) -> None:
+        """Take main parameters and states, and write the parameters.
+
+        `read(state, parameter name)` gives the whole local parameter's, of any float type.
+
+        Raises:
+            CheckpointError: a tensor has another number of elements than its parameter.
+        """
+        for segment in self.stored:
+            for span in segment.spans:
+                values = _own_part(read("main", span.facts.name), "main", span)
+                segment.write_main(span.at, span.end, values.to(segment.device, torch.float32))
+            for state, tensor in segment.states.items():
+                for span in segment.spans:
+                    values = _own_part(read(state, span.facts.name), state, span)
+                    tensor[span.at : span.end].copy_(values)
+        self.publish()
+
+    @torch.no_grad()
+    def reload_parameters(self) -> None:
+        """Take the main parameters from the parameters, after weights were loaded into them."""
+        for segment in self.stored:
+            for span in segment.spans:
+                held = span.facts.parameter.detach().flatten()[span.start : span.stop]
+                segment.write_main(span.at, span.end, held.to(segment.device, torch.float32))
+
+    def small_state(self) -> dict[str, Any]:
+        """What Megatron saves beside the tensors: `optimizer.param_groups`, and `grad_scaler`."""
+        out: dict[str, Any] = {
+            "optimizer": {"param_groups": [self._group_state(g) for g in self.param_groups]}
+        }
+        scaler = self.scaler.state_dict()
+        if scaler:
+            out["grad_scaler"] = scaler
+        return out
+
+    def load_small_state(self, state: dict[Any, Any] | list[Any]) -> None:
+        """Take the number of steps, and the loss scale, of what `small_state` or Megatron gave.
+
+        One optimizer's or a chain's, of any of Megatron's optimizers. Rates, decay and the update's
+        settings are those of this run.
+
+        Raises:
+            CheckpointError: there are no parameter groups in it.
+        """
+        members = _members(state)
+        steps: list[int] = []
+        for member in members:
+            inner = member.get("optimizer", member)
+            common = (inner.get("state") or {}).get("common_step")
+            found = [common, *(g.get("step") for g in inner["param_groups"])]
+            steps += [int(step) for step in found if step is not None]
+            if member.get("grad_scaler"):
+                self.scaler.load_state_dict(member["grad_scaler"])
+        if not members:
+            raise CheckpointError(
+                f"the saved optimizer has no parameter groups, but {type(state).__name__} of "
+                f"{sorted(map(str, state))[:8]}",
+                hint="start with a new optimizer state, by --no-load-optim",
+            )
+        self.num_steps = max(steps, default=0)
+
+    # Parts of the above.
+
+    def _sum_spans(self, wanted: Callable[[Facts], bool], group: Group) -> None:
+        """Add up over a group the gradients of the spans whose parameters are `wanted`."""
+        if group.size == 1:
+            return
+        parts = [
+            s.grad[span.at : span.end]
+            for s in self.segments
+            for span in s.spans
+            if s.grad is not None and wanted(span.facts)
+        ]
+        # Both ends, or all tp ranks, hold the same parameters, so all have something or nothing.
+        if not parts:
+            return
+        total = all_sum(torch.cat(parts), group)
+        copy_parts(total, parts)
+
+    def _first_bad(self) -> str | None:
+        """The first parameter, over all ranks, whose gradient is not finite, with its rank."""
+        mine = first_bad(self.segments, [f.name for f in self.facts])
+        world = self.groups.world
+        if world.handle is None:
+            return mine
+        all_ranks: list[str | None] = [None] * world.size
+        dist.all_gather_object(all_ranks, mine, group=world.handle)
+        named = [f"{name} (rank {r})" for r, name in enumerate(all_ranks) if name is not None]
+        return named[0] if named else None
+
+    def _group_state(self, group: ParamGroup) -> dict[str, Any]:
+        settings = self.settings
+        at_first = settings.lr * group.lr_mult, settings.weight_decay * group.wd_mult
+        lr, weight_decay = self._rates.get(id(group), at_first)
+        return {
+            "wd_mult": group.wd_mult,
+            "lr_mult": group.lr_mult,
+            "is_expert_parallel": group.is_expert,
+            "is_decoupled_lr": False,
+            "default_config": group.max_lr is None and group.min_lr is None,
+            "max_lr": settings.lr if group.max_lr is None else group.max_lr,
+            "min_lr": settings.min_lr if group.min_lr is None else group.min_lr,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "step": self.num_steps,
+            **self.updates[group.update].facts,
+        }
+
+
+def _make_scaler(facts: list[Facts], settings: OptimizerSettings, groups: Groups) -> Scaler:
+    """The loss scale, the same on every rank, though only some may hold fp16 parameters."""
+    if settings.loss_scale is not None:
+        return ConstantScaler(settings.loss_scale)
+    has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in facts))
+    if not all_max(torch.tensor(has_fp16, device=groups.device), groups.world):
+        return ConstantScaler()
+    return DynamicScaler(
+        initial=settings.initial_loss_scale,
+        minimum=settings.min_loss_scale,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+    )
+
+
+def _is_small_state(state: Any) -> bool:
+    """Does it hold the parameter groups of one optimizer?"""
+    return isinstance(state, dict) and "param_groups" in state.get("optimizer", state)
+
+
+def _members(state: Any) -> list[dict[str, Any]]:
+    """One optimizer's small state, or a chain's: Megatron numbers them, or has a list of them."""
+    if _is_small_state(state):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state
+    return [member for member in values if _is_small_state(member)]
+
+
+def _piece(state: str, span: Span, tensor: Tensor) -> StatePiece:
+    return StatePiece(
+        state=state, parameter=span.facts.name, start=span.start, stop=span.stop, tensor=tensor
+    )
+
+
+def _own_part(whole: Tensor, state: str, span: Span) -> Tensor:
+    wanted = span.facts.parameter.numel()
+    if whole.numel() != wanted:
+        raise CheckpointError(
+            f"state {state!r} has {whole.numel()} elements, and its parameter {wanted}",
+            tensor=span.facts.name,
+            hint="the state is of another model, or of another layout than the parameters",
+        )
+    return whole.detach().flatten()[span.start : span.stop]

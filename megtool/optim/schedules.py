@@ -1,0 +1,192 @@
+"""Schedules: learning rate and weight decay at every step, by Megatron's formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from megtool.errors import CheckpointError, UsageError
+
+Kind = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+DecayStyle = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Learning rate: from `init_lr` up to `max_lr` in warm-up, then down to `min_lr`.
+
+    Steps are counted as Megatron's scheduler does, in samples: one iteration is as many steps as
+    the global batch has samples. `decay_steps` counts from the beginning, warm-up included.
+    Weight decay goes from `start_wd` to `end_wd` in `wd_incr_steps`. With `kind="WSD"` (warm-up,
+    stable, decay) the rate falls in the last `wsd_decay_steps` of `decay_steps` only.
+
+    Raises:
+        UsageError: values that do not go together; the hint names the option.
+    """
+
+    kind: Kind = "constant"
+    max_lr: float = 1e-5
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 1
+    init_lr: float = 0.0
+    wsd_decay_steps: int | None = None
+    wsd_decay_style: WsdStyle = "exponential"
+    start_wd: float = 0.01
+    end_wd: float = 0.01
+    wd_incr_style: DecayStyle = "constant"
+    wd_incr_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for value, options, option in (
+            (self.kind, get_args(Kind), "lr-decay-style"),
+            (self.wsd_decay_style, get_args(WsdStyle), "lr-wsd-decay-style"),
+            (self.wd_incr_style, get_args(DecayStyle), "weight-decay-incr-style"),
+        ):
+            if value not in options:
+                raise UsageError(f"no schedule {value!r}", hint=f"--{option}: {', '.join(options)}")
+        for wrong, said, hint in self._faults():
+            if wrong:
+                raise UsageError(said, hint=hint)
+
+    def _faults(self) -> list[tuple[bool, str, str]]:
+        ends = f"the learning rate goes from {self.max_lr:g} to {self.min_lr:g}"
+        wsd = self.wsd_decay_steps
+        return [
+            (not 0.0 <= self.min_lr <= self.max_lr, ends, "--min-lr: from 0 to --lr"),
+            (
+                not self.init_lr <= self.max_lr,
+                f"warm-up begins at {self.init_lr:g}, above {self.max_lr:g}",
+                "--lr-warmup-init: at most --lr",
+            ),
+            (self.warmup_steps < 0, f"{self.warmup_steps} warm-up steps", "0 or more"),
+            (
+                not self.warmup_steps < self.decay_steps,
+                f"warm-up of {self.warmup_steps} steps in a schedule of {self.decay_steps}",
+                "--lr-warmup-iters has to be less than --lr-decay-iters (else --train-iters)",
+            ),
+            (
+                self.kind == "WSD" and (wsd is None or not 0 < wsd <= self.decay_steps),
+                f"a WSD schedule that decays in {wsd} of {self.decay_steps} steps",
+                "--lr-wsd-decay-iters: from 1 to --lr-decay-iters",
+            ),
+            (
+                not 0.0 <= self.start_wd <= self.end_wd,
+                f"weight decay goes from {self.start_wd:g} to {self.end_wd:g}",
+                "--start-weight-decay: from 0 to --end-weight-decay",
+            ),
+            (
+                self.wd_incr_style == "constant" and self.start_wd != self.end_wd,
+                f"a constant weight decay from {self.start_wd:g} to {self.end_wd:g}",
+                "--weight-decay-incr-style linear or cosine",
+            ),
+            (self.wd_incr_steps < 0, f"weight decay grows in {self.wd_incr_steps} steps", "0 up"),
+        ]
+
+    def lr(self, step: int, *, max_lr: float | None = None, min_lr: float | None = None) -> float:
+        """The learning rate after `step` steps; a group may have ends of its own."""
+        top = self.max_lr if max_lr is None else max_lr
+        end = self.min_lr if min_lr is None else min_lr
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.init_lr + (top - self.init_lr) * float(step) / float(self.warmup_steps)
+        if self.kind == "constant":
+            return top
+        if step > self.decay_steps:
+            return end
+        if self.kind == "inverse-square-root":
+            rate: float = top * max(self.warmup_steps, 1) ** 0.5 / max(step, 1) ** 0.5
+            return max(end, rate)
+        done = float(step - self.warmup_steps) / float(self.decay_steps - self.warmup_steps)
+        if self.kind == "WSD":
+            part = self._stable_then_decay(step)
+        elif self.kind == "cosine":
+            part = 0.5 * (math.cos(math.pi * done) + 1.0)
+        else:
+            part = 1.0 - done
+        return end + part * (top - end)
+
+    def _stable_then_decay(self, step: int) -> float:
+        """WSD's part of the way from `min_lr` to `max_lr`."""
+        length = self.wsd_decay_steps or 1
+        begin = self.decay_steps - length
+        if step <= begin:
+            return 1.0
+        done = float(step - begin) / float(length)
+        if self.wsd_decay_style == "linear":
+            return 1.0 - done
+        if self.wsd_decay_style == "cosine":
+            return 0.5 * (math.cos(math.pi * done) + 1.0)
+        if self.wsd_decay_style == "minus_sqrt":
+            return 1.0 - math.sqrt(done)
+        return 2.0 * math.pow(0.5, done) - 1.0
+
+    def weight_decay(self, step: int) -> float:
+        """The weight decay after `step` steps, without a group's `wd_mult`."""
+        if self.wd_incr_style == "constant" or step > self.wd_incr_steps or not self.wd_incr_steps:
+            return self.end_wd
+        done = float(step) / float(self.wd_incr_steps)
+        if self.wd_incr_style == "cosine":
+            done = 0.5 * (math.cos(math.pi * (1 - done)) + 1.0)
+        return self.start_wd + done * (self.end_wd - self.start_wd)
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Megatron's `opt_param_scheduler`, `step` being its `num_steps`.
+
+        As there, `init_lr` and what is particular to WSD are not in it.
+        """
+        return {
+            "max_lr": self.max_lr,
+            "lr_warmup_steps": self.warmup_steps,
+            "num_steps": step,
+            "lr_decay_style": self.kind,
+            "lr_decay_steps": self.decay_steps,
+            "min_lr": self.min_lr,
+            "start_wd": self.start_wd,
+            "end_wd": self.end_wd,
+            "wd_incr_style": self.wd_incr_style,
+            "wd_incr_steps": self.wd_incr_steps,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], **others: Any) -> tuple[Schedule, int]:
+        """A schedule and its step from Megatron's `opt_param_scheduler`, of any age.
+
+        `others` are the fields that the state does not have: `init_lr`, `wsd_decay_steps`,
+        `wsd_decay_style`.
+
+        Raises:
+            CheckpointError: a value is missing.
+            UsageError: values that do not go together.
+        """
+        found: dict[str, Any] = {}
+        for field, names in _STATE_NAMES.items():
+            name = next((n for n in names if n in state), None)
+            if name is not None:
+                found[field] = state[name]
+            elif field not in _LATER:
+                raise CheckpointError(
+                    f"the saved schedule has no {names[0]!r}, but {sorted(state)}",
+                    hint="start a new schedule, with --override-opt-param-scheduler",
+                )
+        step = int(found.pop("step"))
+        return cls(**found, **others), step
+
+
+# What Megatron calls a field, the newest name first.
+_STATE_NAMES = {
+    "kind": ("lr_decay_style", "decay_style"),
+    "max_lr": ("max_lr", "start_lr"),
+    "min_lr": ("min_lr",),
+    "warmup_steps": ("lr_warmup_steps", "warmup_steps", "warmup_iter"),
+    "decay_steps": ("lr_decay_steps", "decay_steps", "end_iter"),
+    "step": ("num_steps", "num_iters"),
+    "start_wd": ("start_wd",),
+    "end_wd": ("end_wd",),
+    "wd_incr_style": ("wd_incr_style",),
+    "wd_incr_steps": ("wd_incr_steps",),
+}
+# Old checkpoints have none of these.
+_LATER = {"start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"}

@@ -1,0 +1,99 @@
+"""The distributed optimizer on real gloo processes, against torch's AdamW in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megtool.parallel.groups import Groups
+from tests.gloo_world import run_world
+from tests.model.moe_layouts import part
+from tests.optim.layouts import CLIPPED, MODELS, Curve, start, torch_training, training
+
+STEPS = 20
+
+
+def largest_difference(got: Curve, want: Curve, name: str, groups: Groups) -> float:
+    """Between parameters of this rank and their parts of the whole model's."""
+    config = MODELS[name]
+    return max(
+        float((value - part(key, want.parameters[key], config, groups)).abs().max())
+        for key, value in got.parameters.items()
+    )
+
+
+@pytest.mark.parametrize("name", ["tied", "biases", "experts"])
+def test_one_process_is_torch_bit_for_bit(name: str) -> None:
+    want = torch_training(name, steps=STEPS, passes=2, clip=0.0)
+    groups = Groups.alone()
+    got, _ = training(name, groups, steps=STEPS, microbatches=2)
+    assert got.losses == want.losses
+    assert largest_difference(got, want, name, groups) == 0
+
+
+def replicas(rank: int, size: int, name: str) -> None:
+    groups = start()
+    assert groups.dp.size == size
+    want = torch_training(name, steps=STEPS, passes=size, clip=0.0)
+    got, _ = training(name, groups, steps=STEPS)
+    assert largest_difference(got, want, name, groups) == 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_are_one_process_bit_for_bit(size: int) -> None:
+    """With a microbatch for each replica: sums go in the order of ranks, as one process does it."""
+    run_world(replicas, size, "tied")
+
+
+def layouts(rank: int, size: int, cases: list[tuple[str, dict[str, Any], int]]) -> list[float]:
+    """20 steps under each layout, with clipping."""
+    worst, wanted = [], {}
+    for name, how, microbatches in cases:
+        sizes = dict(how)
+        sequence_parallel = bool(sizes.pop("sequence_parallel", False))
+        groups = start(**sizes)
+        if name not in wanted:
+            wanted[name] = torch_training(name, steps=STEPS, passes=1, clip=CLIPPED.clip_grad)
+        got, _ = training(
+            name,
+            groups,
+            steps=STEPS,
+            microbatches=microbatches,
+            settings=CLIPPED,
+            sequence_parallel=sequence_parallel,
+        )
+        assert got.losses == pytest.approx(wanted[name].losses, rel=1e-5), how
+        assert got.norms == pytest.approx(wanted[name].norms, rel=1e-5), how
+        assert got.zeros == wanted[name].zeros, how
+        assert max(got.norms) > 2 * CLIPPED.clip_grad
+        off = largest_difference(got, wanted[name], name, groups)
+        assert off < 1e-5, (how, off)
+        worst.append(off)
+    return worst
+
+
+TWO: list[tuple[str, dict[str, Any], int]] = [
+    ("tied", {"dp": 2}, 2),
+    ("tied", {"tp": 2, "sequence_parallel": True}, 1),
+    ("tied", {"pp": 2}, 4),
+    ("experts", {"ep": 2}, 1),
+]
+FOUR: list[tuple[str, dict[str, Any], int]] = [
+    ("tied", {"pp": 2}, 2),
+    ("tied", {"tp": 2, "sequence_parallel": True}, 2),
+    ("deep", {"pp": 2, "vpp": 2}, 2),
+    ("experts", {"ep": 2}, 2),
+    ("experts", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, 1),
+    ("biases", {"tp": 2, "pp": 2}, 2),
+    ("biases", {"tp": 2, "pp": 2, "sequence_parallel": True}, 2),
+]
+
+
+def test_two_ranks_train_as_one_process() -> None:
+    run_world(layouts, 2, TWO)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_process() -> None:
+    run_world(layouts, 4, FOUR, timeout_s=300)

@@ -1,0 +1,75 @@
+"""Loss scales against megatron-core's rules, run by its own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megtool.optim.scaler import ConstantScaler, DynamicScaler
+
+
+def megatron(initial: float, minimum: float, window: int, hysteresis: int) -> Any:
+    """The real class with its tensors on the CPU: its own `__init__` puts them on CUDA."""
+    real = pytest.importorskip("megatron.core.optimizer.grad_scaler").DynamicGradScaler
+    scaler = real.__new__(real)
+    scaler._scale = torch.tensor([initial])
+    scaler.min_scale = torch.tensor([minimum])
+    scaler.growth_factor = torch.tensor([2.0])
+    scaler.backoff_factor = torch.tensor([0.5])
+    scaler.growth_interval = window
+    scaler.hysteresis = scaler._hysteresis_tracker = hysteresis
+    scaler._growth_tracker = 0
+    return scaler
+
+
+@pytest.mark.peers
+@settings(max_examples=200, deadline=None)
+@given(
+    overflows=st.lists(st.booleans(), max_size=80),
+    initial=st.sampled_from([2.0**32, 65536.0, 3.0, 1.0]),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+)
+def test_scale_and_state_are_those_of_megatron_core(
+    overflows: list[bool], initial: float, window: int, hysteresis: int
+) -> None:
+    ours = DynamicScaler(initial=initial, minimum=1.0, window=window, hysteresis=hysteresis)
+    theirs = megatron(initial, 1.0, window, hysteresis)
+    for found in overflows:
+        ours.update(found)
+        theirs.update(found)
+        mine, real = ours.state_dict(), theirs.state_dict()
+        assert list(mine) == list(real)
+        assert torch.equal(mine.pop("scale"), real.pop("scale"))
+        assert mine == real
+
+
+def test_overflows_need_not_be_in_a_row_and_count_until_the_scale_grows() -> None:
+    scaler = DynamicScaler(initial=16.0, window=3, hysteresis=2)
+    seen = []
+    for found in (True, False, True, False, True, False, False, False, True, True):
+        scaler.update(found)
+        seen.append(scaler.scale)
+    #        let pass   halved     halved at once      grown, let pass, halved
+    assert seen == [16, 16, 8, 8, 4, 4, 4, 8, 8, 4]
+
+
+def test_a_state_is_taken_over() -> None:
+    scaler = DynamicScaler(initial=16.0, window=3)
+    for found in (True, True, False, False):
+        scaler.update(found)
+    again = DynamicScaler(window=3)
+    again.load_state_dict(scaler.state_dict())
+    again.update(False)
+    assert again.scale == 16.0
+
+
+def test_a_constant_stays() -> None:
+    scaler = ConstantScaler(8.0)
+    scaler.update(True)
+    scaler.load_state_dict(scaler.state_dict())
+    assert (scaler.scale, scaler.state_dict()) == (8.0, {})
