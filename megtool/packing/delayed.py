@@ -1,10 +1,10 @@
 """Delayed scaling: histories of a module's largest magnitudes, and the scales that come of them.
 
 The state of a module is a dict of float32 arrays: `amax_history_fwd` `[H, 3 * G]` and `scale_fwd`
-`[3 * G]` for the input, the weight and the output of each of its G matrix products,
-`amax_history_bwd` `[H, 2 * G]` and `scale_bwd` `[2 * G]` for two gradients; releases 1.x of
-Transformer Engine keep `scale_inv_fwd` and `scale_inv_bwd` too. Row 0 of a history is the step
-under way, 0 once it is over; the others run from the oldest to the newest.
+`[3 * G]` for the input, the weight and the output of each of its G matrix products (in an order
+that `delayed_products` tells), `amax_history_bwd` `[H, 2 * G]` and `scale_bwd` `[2 * G]` for two
+gradients; releases 1.x of Transformer Engine keep `scale_inv_fwd` and `scale_inv_bwd` too. Row 0 of
+a history is the step under way, 0 once it is over; the others run from the oldest to the newest.
 Source: `_amax_and_scale_update` and `_default_sf_compute` in Transformer Engine 1.13
 (`pytorch/fp8.py`) and 2.20 (`pytorch/quantization.py`).
 """
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
 How = Literal["max", "first"]
+Columns = Literal["blocked", "interleaved"]
+"""How the columns of several products lie: kind after kind, or product after product."""
 
 KINDS = {"fwd": 3, "bwd": 2}
 """What each product has of forward and backward state: input, weight, output; two gradients."""
@@ -232,40 +234,6 @@ def with_length(state: State, length: int, rule: Rule) -> dict[str, Array]:
     return out
 
 
-def split(state: State, parts: int) -> list[dict[str, Array]] | None:
-    """The state of each of `parts` products of a module; None where it is not of so many.
-
-    What a product has is `view(kinds, parts)[:, k]`, as Megatron-Core's `_split_extra_state` says.
-    """
-    if state and num_gemms(state) != parts:
-        return None
-    return [
-        {
-            n: a.reshape(*a.shape[:-1], KINDS[direction_of(n)], parts)[..., k].copy()
-            for n, a in state.items()
-        }
-        for k in range(parts)
-    ]
-
-
-def join(states: Sequence[State]) -> dict[str, Array] | None:
-    """The state of one module whose products had these; None where they do not fit together.
-
-    Histories are brought to the longest among them.
-    """
-    if not same_shapes(states) or (states[0] and num_gemms(states[0]) != 1):
-        return None
-    out: dict[str, Array] = {}
-    for name in states[0]:
-        arrays = [s[name] for s in states]
-        if name.startswith("amax_history_"):
-            length = max(map(len, arrays))
-            arrays = [lengthened(a, length) for a in arrays]
-        stacked = np.stack(arrays, -1)
-        out[name] = stacked.reshape(*stacked.shape[:-2], -1)
-    return out
-
-
 def unseen(like: State) -> dict[str, Array]:
     """A state of the same shapes that has seen nothing: histories of 0, scales of 1."""
     return {
@@ -274,11 +242,14 @@ def unseen(like: State) -> dict[str, Array]:
     }
 
 
-def faults(state: State, *, linear: bool = True) -> list[Fault]:
+def faults(
+    state: State, *, linear: bool = True, columns: Columns | None = "blocked"
+) -> list[Fault]:
     """What is wrong with a state's numbers.
 
     `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
-    are all quantised; of others, histories of zeros are no fault.
+    are all quantised; of others, and of several products whose `columns` are not known (None),
+    histories of zeros are no fault.
     """
     out: list[Fault] = []
     for name, array in state.items():
@@ -290,8 +261,9 @@ def faults(state: State, *, linear: bool = True) -> list[Fault]:
             bad["nan"], bad["inf"] = np.isnan(flat).any(0), np.isinf(flat).any(0)
             bad["negative"] = (flat < 0).any(0)
         if name.startswith("amax_history_"):
-            if linear and len(flat) > 1:
-                bad["zeros"] = (flat == 0).all(0) & ~_unused(direction_of(name), flat.shape[1])
+            if linear and len(flat) > 1 and columns is not None:
+                idle = unused(direction_of(name), flat.shape[1], columns)
+                bad["zeros"] = (flat == 0).all(0) & ~idle
         else:
             bad["zeros"] = (flat == 0).any(0)
         out += [
@@ -302,7 +274,14 @@ def faults(state: State, *, linear: bool = True) -> list[Fault]:
     return out
 
 
-def _unused(direction: str, columns: int) -> NDArray[np.bool_]:
-    gemms = max(columns // KINDS[direction], 1)
-    kinds = np.arange(columns) // gemms
-    return np.isin(kinds, _UNUSED[direction])
+def kinds_of(direction: str, number: int, columns: Columns) -> NDArray[np.int_]:
+    """What each of `number` columns is of: input, weight, output, or two gradients, from 0."""
+    each = KINDS[direction]
+    at = np.arange(number)
+    kinds = at % each if columns == "interleaved" else at // max(number // each, 1)
+    return np.asarray(np.minimum(kinds, each - 1))
+
+
+def unused(direction: str, number: int, columns: Columns) -> NDArray[np.bool_]:
+    """Which columns are of what no linear layer quantises."""
+    return np.asarray(np.isin(kinds_of(direction, number, columns), _UNUSED[direction]))

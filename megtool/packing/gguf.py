@@ -30,7 +30,7 @@ def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float3
     kind = packing.removeprefix(_PREFIX)
     try:
         out = package().quants.dequantize(raw, package().GGMLQuantizationType[kind])
-    except NotImplementedError as e:
+    except NotImplementedError as e:  # the gguf package's, for types it has no decoder for
         raise FormatError(
             f"the gguf package does not decode {kind}", hint="requantize it, to Q8_0 say"
         ) from e
@@ -70,7 +70,7 @@ def encodings() -> tuple[str, ...]:
     for name, (elements, _) in _blocks().items():
         try:
             quants.quantize(np.ones((1, elements), np.float32), kinds[name])
-        except NotImplementedError:
+        except NotImplementedError:  # the gguf package's, for types it has no encoder for
             continue
         found.append(name)
     return tuple(found)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megtool.packing import delayed
-from megtool.packing.delayed import KINDS, WEIGHT, Array, Rule
+from megtool.packing import delayed, delayed_products
+from megtool.packing.delayed import KINDS, WEIGHT, Array, Columns, Rule
 
 RULE = Rule()
 NUMBERS = st.floats(0, 1e4, width=32)
@@ -61,14 +61,43 @@ def test_merging_is_the_maximum_in_any_order_and_settles(ranks: list[dict[str, A
 @given(states(gemms=4))
 def test_what_is_split_is_joined_again(found: list[dict[str, Array]]) -> None:
     (whole,) = found
-    parts = delayed.split(whole, 4)
-    assert parts is not None
-    joined = delayed.join(parts)
-    assert joined is not None
-    assert same(joined, whole)
-    assert delayed.split(whole, 3) is None
-    weight = whole["scale_fwd"][WEIGHT * 4 + 2]
-    assert parts[2]["scale_fwd"][WEIGHT] == weight
+    for columns, at in (("blocked", WEIGHT * 4 + 2), ("interleaved", 2 * 3 + WEIGHT)):
+        parts = delayed_products.split(whole, 4, columns)
+        assert parts is not None
+        joined = delayed_products.join(parts, columns)
+        assert joined is not None
+        assert same(joined, whole)
+        assert delayed_products.split(whole, 3, columns) is None
+        assert parts[2]["scale_fwd"][WEIGHT] == whole["scale_fwd"][at]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(2, 9), st.sampled_from(delayed_products.LAYOUTS))
+def test_how_columns_lie_shows_in_those_that_are_never_used(
+    data: st.DataObject, gemms: int, columns: Columns
+) -> None:
+    """One weight that was seen is enough, whatever else was."""
+    parts = []
+    for (one,) in (data.draw(states()) for _ in range(gemms)):
+        for d, idle in (("fwd", 2), ("bwd", 1)):
+            one[f"amax_history_{d}"][:, idle], one[f"scale_{d}"][idle] = 0, 1
+        parts.append(one)
+    whole = delayed_products.join(parts, columns)
+    assert whole is not None
+    assert delayed_products.columns_of(whole) in (columns, None)
+    for one in parts:  # weights are quantised in the first step of all
+        one["amax_history_fwd"][-1, WEIGHT] = 3
+        one["scale_fwd"][WEIGHT] = 448 / 3
+    whole = delayed_products.join(parts, columns)
+    assert whole is not None
+    assert delayed_products.columns_of(whole) == columns
+    assert delayed.faults(whole, linear=False, columns=columns) == []
+    assert not delayed_products.is_same_in_both(whole)
+    assert delayed_products.is_same_in_both(delayed.unseen(whole))
+    assert delayed_products.columns_of(delayed.unseen(whole)) is None
+    for array in whole.values():
+        array[..., -1] = 2  # the last column is idle in both: it tells nothing any more
+    assert delayed_products.columns_of(whole) is None
 
 
 def test_what_ranks_agree_on_does_not_change_by_a_bit() -> None:
@@ -152,6 +181,11 @@ def test_faults_and_what_is_none() -> None:
     assert ("zeros", "amax_history_fwd") not in {
         (f.kind, f.array) for f in delayed.faults(state, linear=False)
     }
+    history[:] = 1
+    history[:, [2, 5]] = 0  # the outputs of the two, in releases since 2.3
+    assert [f.columns for f in delayed.faults(state) if f.kind == "zeros"][:1] == [(2,)]
+    found = delayed.faults(state, columns="interleaved")
+    assert [(f.array, f.columns) for f in found] == [("scale_fwd", (2,))]
 
 
 def test_states_of_other_shapes_are_not_merged() -> None:

@@ -5,10 +5,10 @@ A module's delayed scaling state is a dict of float32 tensors and facts. Release
 Modules without FP8 have None in it, or a tensor of no bytes; recipes without state (current
 scaling, MXFP8) in releases 2.x up to 2.16 have facts alone.
 With G matrix products in a module (the experts of a grouped linear layer), `scale_fwd` is
-`[3 * G]`, for the input, the weight and the output of each, `scale_bwd` `[2 * G]`; histories have
-one more dimension in front.
-Source: transformer_engine 1.13 and 2.20, `pytorch/module/base.py`; megatron-core 0.16.1,
-`extensions/transformer_engine.py` (`TEGroupedLinear._split_extra_state`).
+`[3 * G]`, `scale_bwd` `[2 * G]`; histories have one more dimension in front. The order of the
+columns changed with release 2.3: see `packing.delayed_products`, and `extra_products` for what
+Megatron-Core makes of it.
+Source: transformer_engine 1.13 and 2.20, `pytorch/module/base.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.containers.zipped import load_bytes
 from megtool.errors import FormatError
 from megtool.packing import delayed
-from megtool.packing.delayed import Array, How, Rule
+from megtool.packing.delayed import Array, Columns, How, Rule
+from megtool.packing.delayed_products import columns_of
 
 RECIPES = "transformer_engine.common.recipe"
 DELAYED = "DelayedScaling"
 
-_NUM_GEMMS = "num_gemms"
-_MORE = "extra_fp8_variables"
+NUM_GEMMS = "num_gemms"
+MORE = "extra_fp8_variables"
 _RECIPE = "recipe"
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _MARKS = (b"amax_history", b"scale_fwd", b"extra_fp8_variables", b"transformer_engine")
@@ -51,6 +52,21 @@ _ORDER = (
     "amax_history_bwd",
     "extra_fp8_variables",
 )
+_UP_TO_2_2 = frozenset(
+    {
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+        "scaling_factor_compute_algo",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
+    }
+)
+"""The fields that a delayed scaling recipe has in releases 2.0 to 2.14; before 2.2 `interval` too.
+Source: `common/recipe/__init__.py` at v2.0, v2.2, v2.3 and v2.15 (which adds one)."""
 _ARRAYS = frozenset(n for n in _ORDER if n.endswith(("fwd", "bwd")))
 
 
@@ -75,7 +91,7 @@ class ExtraState:
     @property
     def num_gemms(self) -> int:
         """Matrix products of the module."""
-        said = self._more.get(_NUM_GEMMS)
+        said = self._more.get(NUM_GEMMS)
         return said if isinstance(said, int) and said > 0 else 1
 
     @property
@@ -100,6 +116,21 @@ class ExtraState:
         return held if isinstance(held, dict) else {}
 
     @property
+    def columns(self) -> Columns | None:
+        """How the columns of a grouped linear layer lie in it; None where nothing tells.
+
+        Columns that are not used tell, else the release: up to 1.x `blocked`; recipes pickled in
+        2.x name it by the fields they have, in few releases.
+        """
+        if (told := columns_of(self.tensors)) is not None:
+            return told
+        fields = self.recipe
+        if self.release == 1 or "interval" in fields:
+            return "blocked"
+        is_newer = self.recipe_name == DELAYED and not fields.keys() <= _UP_TO_2_2
+        return "interleaved" if is_newer else None
+
+    @property
     def rule(self) -> Rule:
         """How its scales come of its histories, as the recipe says; else as the scales show it."""
         recipe, more = self.recipe, self._more
@@ -121,7 +152,7 @@ class ExtraState:
 
     @property
     def _more(self) -> Mapping[Any, Any]:
-        more = self.facts.get(_MORE)
+        more = self.facts.get(MORE)
         return more if isinstance(more, dict) else {}
 
 
@@ -148,7 +179,7 @@ def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
         FormatError: it is damaged, or names something hostile.
     """
     tree, release = _held(value, file)
-    if not isinstance(tree, dict) or not any(map(tree.__contains__, (*_ARRAYS, _RECIPE, _MORE))):
+    if not isinstance(tree, dict) or not any(map(tree.__contains__, (*_ARRAYS, _RECIPE, MORE))):
         return None
     tensors = {
         k: t for k, v in tree.items() if k in _ARRAYS and (t := array_of(v, file)) is not None
@@ -309,45 +340,6 @@ def merge(states: Sequence[ExtraState], *, how: How = "max") -> ExtraState | Non
         return None
     merged = delayed.merge([s.tensors for s in fit], first.rule, how=how)
     return with_tensors(first, merged)
-
-
-def split(state: ExtraState, parts: int) -> list[ExtraState] | None:
-    """The state of each of `parts` products of a module; None where it is not of so many."""
-    found = delayed.split(state.tensors, parts)
-    if found is None or (not state.is_delayed and state.num_gemms != parts):
-        return None
-    facts = _with_gemms(state.facts, 1)
-    return [replace(state, tensors=tensors, facts=facts) for tensors in found]
-
-
-def join(states: Sequence[ExtraState | None]) -> ExtraState | None:
-    """The state of one module whose products had these; None where they do not fit together.
-
-    A product without a state (None) gets one that has seen nothing.
-    """
-    first = next((s for s in states if s is not None), None)
-    if first is None:
-        return None
-    alike = [
-        with_tensors(first, delayed.unseen(first.tensors))
-        if s is None
-        else at_release(s, first.release)
-        for s in states
-    ]
-    fit = [s for s in alike if s is not None and s.num_gemms == 1]
-    if len(fit) != len(states):
-        return None
-    tensors = delayed.join([s.tensors for s in fit])
-    if tensors is None:
-        return None
-    return with_tensors(replace(first, facts=_with_gemms(first.facts, len(states))), tensors)
-
-
-def _with_gemms(facts: dict[Any, Any], number: int) -> dict[Any, Any]:
-    more = facts.get(_MORE)
-    if not isinstance(more, dict) or _NUM_GEMMS not in more:
-        return facts
-    return {**facts, _MORE: {**more, _NUM_GEMMS: number}}
 
 
 def _data(value: Any) -> tuple[bytes, int]:

@@ -7,11 +7,14 @@ weight is read.
 
 from __future__ import annotations
 
-import importlib
+import re
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from megtool.checkpoint.catalogue import StoredObject
+from megtool.checkpoint.containers.extra_products import mixed
 from megtool.checkpoint.containers.extra_state import (
     ExtraState,
     at_release,
@@ -19,6 +22,8 @@ from megtool.checkpoint.containers.extra_state import (
     to_tree,
     with_length,
 )
+from megtool.checkpoint.facts import object_value
+from megtool.commands.megatron.amax_faults import as_finding, faults_of, label
 from megtool.commands.megatron.amax_report import (
     HOW,
     RELEASES,
@@ -26,41 +31,33 @@ from megtool.commands.megatron.amax_report import (
     AmaxReport,
     AmaxWish,
 )
+from megtool.commands.megatron.expert_states import by_expert, expert_states
 from megtool.commands.megatron.extra_states import (
     EMPTY,
     holds_nothing,
     is_extra_state,
     site_of,
 )
-from megtool.commands.megatron.facts import object_value
 from megtool.commands.megatron.objects import Carried
 from megtool.commands.megatron.rank_states import merged_of
 from megtool.commands.opened import Opened
 from megtool.errors import UsageError
-from megtool.packing.delayed import KINDS, Fault, faults
+from megtool.packing.delayed import Columns
 
 LONGEST = 1 << 20
 """Steps of the longest history that is written."""
 
-_REBUILD = "megtool.commands.scaling.rebuild"
+_RELEASE = re.compile(r"(\d)(?:\.(\d+))?(?:\.\w+)*")
 _SHORT = 2048
 """Bytes of a saved object in which no state of scales has room."""
 
-_KINDS = {
-    "fwd": ("input", "weight", "output"),
-    "bwd": ("gradient of the output", "gradient of the input", "gradient of the input"),
-}
-_SAYS = {
-    "nan": "NaN",
-    "inf": "infinity",
-    "negative": "negative numbers",
-    "zeros": "nothing but zeros",
-}
-_LINEAR = ("eh_proj", "output_layer")
 
-
-def wish_of(how: str, release: int | None, history: int | None) -> AmaxWish:
+def wish_of(how: str, release: int | float | str | None, history: int | None) -> AmaxWish:
     """What the user asks for.
+
+    A `release` is `1`, `2` or one of them with its minor number: 2.0 to 2.2 lay the columns of
+    grouped experts out as 1.x does, 2.3 and later do not. `2` alone leaves them as they are in
+    states of 2.x, and is 2.3 for those of 1.x.
 
     Raises:
         UsageError: there is no such thing.
@@ -70,22 +67,44 @@ def wish_of(how: str, release: int | None, history: int | None) -> AmaxWish:
             break
     else:
         raise UsageError(f"amax {how!r}", hint=f"one of {', '.join(HOW)}")
-    if release is not None and release not in RELEASES:
-        raise UsageError(
-            f"Transformer Engine {release}", hint="1 for releases 1.x, 2 for releases 2.x"
-        )
+    number, columns = _release_of(release)
     if history is not None and not 1 <= history <= LONGEST:
         raise UsageError(f"a history of {history} steps", hint=f"from 1 to {LONGEST}")
-    return AmaxWish(how=known, release=release, history=history)
+    return AmaxWish(how=known, release=number, history=history, columns=columns)
+
+
+def _release_of(said: int | float | str | None) -> tuple[int | None, Columns | None]:
+    """The release in whose form states are written, and how it lays out columns if that is said."""
+    if said is None:
+        return None, None
+    match = _RELEASE.fullmatch(str(said))
+    if match is None or int(match[1]) not in RELEASES:
+        raise UsageError(
+            f"Transformer Engine {said}",
+            hint="1 for releases 1.x, 2.2 for 2.0 to 2.2, 2.3 for 2.3 and later; 2 for any of 2.x",
+        )
+    if match[1] == "1":
+        return 1, "blocked"
+    if match[2] is None:
+        return 2, None
+    return 2, "blocked" if int(match[2]) < 3 else "interleaved"
 
 
 class States:
-    """The extra states on their way to one target: brought to its form, counted, looked over."""
+    """The extra states on their way to one target: brought to its form, counted, looked over.
 
-    def __init__(self, source: Opened, carried: Carried, wish: AmaxWish) -> None:
+    `mix` is the number of experts on each rank that Megatron-Core will join to one state of what
+    is written, as it does; 1 where states go to a module of their own, or are joined here.
+    """
+
+    def __init__(self, source: Opened, carried: Carried, wish: AmaxWish, *, mix: int = 1) -> None:
         self.findings: list[AmaxFinding] = []
         self._source, self._carried, self._wish = source, carried, wish
         self._merged = merged_of(source.catalogue)
+        self._mix = mix
+        self._raw: dict[str, ExtraState] = {}
+        self._columns: Columns | None = None
+        self._untold: frozenset[str] = frozenset()
         self._delayed: dict[str, ExtraState] = {}
         self._empty: list[str] = []
         self._changed: dict[str, Any] = {}
@@ -102,6 +121,30 @@ class States:
         """The release in whose form states are written; None where there are none."""
         return self._wish.release or max(self._releases, default=None)
 
+    @property
+    def columns(self) -> Columns:
+        """How the states of several experts that share a module are laid out where written.
+
+        Where neither the user nor the source says, as the releases since 2.3 do.
+        """
+        return self._known_columns or "interleaved"
+
+    @property
+    def _known_columns(self) -> Columns | None:
+        if self._wish.columns is not None:
+            return self._wish.columns
+        if self.release == 1:
+            return "blocked"
+        if max(self._releases, default=2) == 2:
+            return self._columns
+        return "interleaved"  # of 1.x brought to 2: the release asked for is any of 2.x
+
+    def find_joined(self) -> None:
+        """Say what is assumed where states of single experts are joined and nothing tells how."""
+        if self._known_columns is None:
+            text = "as Transformer Engine 2.3 and later lays them out; --te 2.2 for 2.0 to 2.2"
+            self.findings.append(AmaxFinding(module="experts", kind="assumed", text=text))
+
     def nothing(self) -> Any:
         """What a module without FP8 keeps: 1.x wants a None, and 2.0 to 2.7 refuse it."""
         return None if self.release in (None, 1) else to_tree(None, release=2)
@@ -113,14 +156,20 @@ class States:
 
         Raises:
             FormatError: a state is damaged or hostile.
-            UsageError: --amax rebuild, which needs a part of megtool that is not there.
         """
-        carried, wish = self._carried, self._wish
-        for name, held in carried.kept.items():
-            if is_extra_state(name):
-                self._look(name, held)
+        wish = self._wish
+        self._read()
+        right = expert_states(self._source.catalogue, self._raw)
+        self._columns, self._untold = right.columns, right.untold
+        self.findings += right.findings
+        for name, state in self._raw.items():
+            self._look(name, right.states.get(name, state))
         if wish.how == "rebuild" and self._delayed:
             self._rebuild()
+        if self._mix > 1 and self.columns == "interleaved":
+            self._mix_experts()
+            if by_expert(self._delayed):
+                self.find_joined()
         if wish.how == "strip":
             self._strip(asked)
         elif wish.release is not None:
@@ -129,20 +178,26 @@ class States:
         self._put()
         self.findings[:0] = self._merged.findings
 
-    def _look(self, name: str, held: StoredObject) -> None:
-        """One object: count it, find its faults, bring it to the form asked for."""
-        wish = self._wish
-        is_short = held.extent is not None and held.extent[2] < _SHORT
-        if is_short and wish.release is None and wish.how != "strip":
-            return
-        catalogue = self._source.catalogue
-        file = catalogue.path(held.extent[0]) if held.extent else self._source.path
-        value = object_value(catalogue, held)
-        state = decode(value, file=file)
-        if state is None:
-            if holds_nothing(value):
+    def _read(self) -> None:
+        """Read the states that are carried, and note those that hold nothing."""
+        wish, catalogue = self._wish, self._source.catalogue
+        for name, held in self._carried.kept.items():
+            is_short = held.extent is not None and held.extent[2] < _SHORT
+            if is_short and wish.release is None and wish.how != "strip":
+                continue
+            if not is_extra_state(name):
+                continue
+            file = catalogue.path(held.extent[0]) if held.extent else self._source.path
+            value = object_value(catalogue, held)
+            state = decode(value, file=file)
+            if state is not None:
+                self._raw[name] = state
+            elif holds_nothing(value):
                 self._empty.append(name)
-            return
+
+    def _look(self, name: str, state: ExtraState) -> None:
+        """One state: count it, find its faults, bring it to the form asked for."""
+        wish, held = self._wish, self._carried.kept[name]
         self._releases.add(state.release)
         self._counts["modules" if state.is_delayed else "stateless"] += 1
         ranks = self._merged.ranks.get(id(held.value), 1)
@@ -152,7 +207,8 @@ class States:
             self._counts["differing"] += 1
             self._rewritten.add(name)
         where = label(name)
-        self.findings += [as_finding(where, f, state) for f in faults_of(name, state)]
+        if name not in self._untold:
+            self.findings += [as_finding(where, f, state) for f in faults_of(name, state)]
         new = self._brought(where, state)
         if new is not None and new.is_delayed:
             self._delayed[name] = new
@@ -161,7 +217,7 @@ class States:
                 max(before, state.history_length),
                 max(after, new.history_length),
             )
-        if new is not state:
+        if new is not self._raw[name]:
             self._changed[name] = to_tree(new, release=None if new else wish.release)
 
     def _brought(self, where: str, state: ExtraState) -> ExtraState | None:
@@ -179,13 +235,10 @@ class States:
 
     def _rebuild(self) -> None:
         """States whose weights contradict them, from the weights."""
-        try:
-            rebuild = importlib.import_module(_REBUILD).rebuild
-        except ModuleNotFoundError as e:
-            if e.name != _REBUILD:
-                raise
-            raise UsageError("--amax rebuild is not there yet", hint="--amax keep") from e
-        names = {site_of(self._carried.kept[n].name): n for n in self._delayed}
+        from megtool.commands.scaling.rebuild import rebuild
+
+        own = [n for n in self._delayed if n not in self._untold]
+        names = {site_of(self._carried.kept[n].name): n for n in own}
         states = {site: self._delayed[n] for site, n in names.items() if site is not None}
         rebuilt, findings = rebuild(self._source, states)
         self.findings += findings
@@ -194,6 +247,34 @@ class States:
             self._delayed[name] = state
             self._changed[name] = to_tree(state)
             self._counts["rebuilt"] += 1
+
+    def _mix_experts(self) -> None:
+        """Write what Megatron-Core will join to the states that the experts of a rank have."""
+        each, few = self._mix, 0
+        modules = by_expert({n: s for n, s in self._delayed.items() if n not in self._untold})
+        for module, held in modules.items():
+            for first in range(0, max(held) + 1, each):
+                names = [held[k] for k in range(first, first + each) if k in held]
+                found = mixed([self._delayed[n] for n in names]) if len(names) == each else None
+                if found is None:
+                    few += bool(names)
+                    continue
+                for name, state in zip(names, found, strict=True):
+                    if alike(state, self._raw[name]):  # so it came
+                        self._changed.pop(name, None)
+                    else:
+                        self._changed[name] = to_tree(state)
+            if few:
+                text = f"not all of the {each} experts of a rank have a state that fits"
+                self.findings.append(AmaxFinding(module=module, kind="missing", text=text))
+                few = 0
+        if modules:
+            text = (
+                f"for {each} experts on each rank: Megatron-Core joins those of Transformer Engine "
+                "2.3 and later rightly at no other number (megtool reshards them)"
+            )
+            module = f"{len(modules):,} modules of experts"
+            self.findings.append(AmaxFinding(module=module, kind="experts", text=text))
 
     def _strip(self, asked: Collection[str]) -> None:
         """Leave out what holds nothing, or has seen nothing, where Megatron loads without it."""
@@ -240,34 +321,17 @@ class States:
         )
 
 
+def alike(a: ExtraState, b: ExtraState) -> bool:
+    """They are of one release and hold the same numbers."""
+    same = a.release == b.release and a.tensors.keys() == b.tensors.keys()
+    return same and all(
+        np.array_equal(t, b.tensors[n], equal_nan=True) for n, t in a.tensors.items()
+    )
+
+
 def is_unseen(state: ExtraState) -> bool:
     """The state says nothing: histories of zeros, scales of one."""
     return all(
         not t.any() if n.startswith("amax_history_") else bool((t == 1).all())
         for n, t in state.tensors.items()
     )
-
-
-def label(name: str) -> str:
-    """The module whose state an object of this name is, as a person reads it."""
-    site = site_of(name)
-    if site is None:
-        return name
-    return site.module if site.expert is None else f"{site.module} of expert {site.expert}"
-
-
-def faults_of(name: str, state: ExtraState) -> list[Fault]:
-    """What is wrong with the numbers of a state, by the name of its object."""
-    site = site_of(name)
-    last = (site.module if site else name).rpartition(".")[2]
-    return faults(state.tensors, linear=last.startswith("linear_") or last in _LINEAR)
-
-
-def as_finding(where: str, fault: Fault, state: ExtraState) -> AmaxFinding:
-    """A fault in words."""
-    direction = fault.array[-3:]
-    gemms = max(state.tensors[fault.array].shape[-1] // KINDS[direction], 1)
-    whose = dict.fromkeys(_KINDS[direction][min(c // gemms, 2)] for c in fault.columns)
-    what = "history" if fault.array.startswith("amax") else fault.array.rpartition("_")[0]
-    text = f"{_SAYS[fault.kind]} in the {what} of the {' and the '.join(whose)}"
-    return AmaxFinding(module=where, kind=fault.kind, text=text)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megtool.packing.delayed import Columns
+
 AmaxHow = Literal["keep", "rebuild", "strip"]
 HOW: tuple[AmaxHow, ...] = ("keep", "rebuild", "strip")
 RELEASES = (1, 2)
@@ -17,13 +19,14 @@ class AmaxWish:
 
     `how`: `keep` them, `rebuild` what the weights contradict, or `strip` those that hold nothing
     where Megatron loads without. `release` of Transformer Engine (1 or 2) is that in whose form
-    they are written, None for their own; `history` is the number of steps of histories, None for
-    as many as there are.
+    they are written, None for their own, and `columns` how it lays out those of several experts;
+    `history` is the number of steps of histories, None for as many as there are.
     """
 
     how: AmaxHow = "keep"
     release: int | None = None
     history: int | None = None
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.facts import args_of
 from megtool.checkpoint.regroup import regroup
-from megtool.commands.megatron.facts import args_of
 from megtool.commands.megatron.pieces import Collected, boxes_of
 from megtool.commands.megatron.proof import Mismatch, disproof
 from megtool.convert.megatron import MAIN, split_state

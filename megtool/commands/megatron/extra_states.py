@@ -16,7 +16,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.extra_state import is_empty
 from megtool.checkpoint.containers.pickled import Inert, references
-from megtool.commands.megatron.facts import object_value
+from megtool.checkpoint.facts import object_value
 from megtool.convert.megatron import split_state
 from megtool.tensors.sharded import GlobalTensor
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickled import is_global
+from megtool.checkpoint.facts import args_of, object_value
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
+from megtool.checkpoint.param_groups import OBJECT
 from megtool.commands.megatron.decode import Bucket, Holder, decode
-from megtool.commands.megatron.facts import args_of, object_value
-from megtool.commands.megatron.groups import OBJECT
 from megtool.commands.megatron.proof import check_copies
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state

@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.commands.megatron.facts import args_of
+from megtool.checkpoint.facts import args_of
+from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.commands.megatron.from_buckets import from_buckets, has_buckets
 from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
 from megtool.commands.megatron.from_ranks import from_ranks
-from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.classic_names import core_names
 from megtool.convert.dialects import is_optimizer_state

@@ -8,11 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.containers.extra_state import decode, join, to_tree
+from megtool.checkpoint.containers.extra_products import join
+from megtool.checkpoint.containers.extra_state import decode, to_tree
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.containers.zipped import load_object
+from megtool.checkpoint.facts import object_value
 from megtool.checkpoint.formats.header import read_exact
+from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.random_state import (
+    NO_RNG,
+    is_rerun,
+    is_rerun_idle,
+    is_rng,
+    rerun_obstacle,
+    rng_obstacle,
+)
 from megtool.commands.megatron.amax_report import AmaxFinding
 from megtool.commands.megatron.extra_states import (
     EMPTY,
@@ -24,21 +35,12 @@ from megtool.commands.megatron.extra_states import (
     is_extra_state,
     site_of,
 )
-from megtool.commands.megatron.facts import object_value
-from megtool.commands.megatron.groups import is_group_object
 from megtool.commands.megatron.model_space import saved_layout
-from megtool.commands.megatron.random_state import (
-    NO_RNG,
-    is_rerun,
-    is_rerun_idle,
-    is_rng,
-    rerun_obstacle,
-    rng_obstacle,
-)
 from megtool.commands.megatron.rank_objects import is_of_rank
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
+from megtool.packing.delayed import Columns
 from megtool.tensors.sharded import GlobalTensor
 
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
@@ -207,13 +209,19 @@ def values_of(source: Opened, carried: Carried) -> dict[str, Any]:
 
 
 def join_grouped(
-    source: Opened, carried: Carried, experts: int, findings: list[AmaxFinding]
+    source: Opened,
+    carried: Carried,
+    experts: int,
+    findings: list[AmaxFinding],
+    *,
+    columns: Columns,
 ) -> dict[Site, Any]:
     """The states of experts that share one module, `experts` of them, each as that of the first.
 
-    Transformer Engine keeps one state for all of them together. They are taken out of what is
-    carried; those that hold nothing need no place, or have seen nothing where others have, which
-    is added to `findings`, and those that do not fit together are dropped.
+    Transformer Engine keeps one state for all of them together, with its `columns` as the release
+    that will read it has them. They are taken out of what is carried; those that hold nothing need
+    no place, or have seen nothing where others have, which is added to `findings`, and those that
+    do not fit together are dropped.
     """
     if experts == 1:
         return {}
@@ -230,7 +238,7 @@ def join_grouped(
         ]
         gone = {o.name for o in held.values()}
         carried.moved = [name for name in carried.moved if name not in gone]
-        joined = _joined(values)
+        joined = _joined(values, columns)
         if all(map(holds_nothing, values)):
             for name in sorted(gone):
                 carried.drop(name, EMPTY, is_lost=False)
@@ -251,10 +259,10 @@ def _expert(name: str) -> int:
     return site.expert or 0 if site is not None else 0
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _joined(values: Sequence[Any], columns: Columns) -> Any:
     """One extra state of several modules', in the order of their experts; None if there is none."""
     states = [None if holds_nothing(v) else decode(v) for v in values]
     if any(s is None and not holds_nothing(v) for s, v in zip(states, values, strict=True)):
         return None
-    whole = join(states)
+    whole = join(states, columns)
     return None if whole is None else to_tree(whole)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.facts import args_of
 from megtool.checkpoint.formats import CUT_BY_RANKS
-from megtool.commands.megatron.facts import args_of
-from megtool.commands.megatron.groups import BY_DP, FULLY
+from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.commands.megatron.to_buckets import Run
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig

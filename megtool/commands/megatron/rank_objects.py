@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
 from megtool.checkpoint.formats.legacy_tree import MODEL_KEY, entries
+from megtool.checkpoint.random_state import RNG, rng_name
 from megtool.commands.megatron.extra_states import Site, Spelling
-from megtool.commands.megatron.random_state import RNG, rng_name
 from megtool.commands.megatron.rank_states import Merged, RankStates
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.parallel.pipeline import Pipeline

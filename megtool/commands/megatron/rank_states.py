@@ -2,12 +2,14 @@
 
 Tensor ranks, and for all but experts the ranks of experts too, have each their own copy. Where
 Transformer Engine reduces maxima over them (its default) they agree; where not, the module's is
-their maximum.
+their maximum. Experts of a rank that share one state are told apart, by its own columns or by those
+of the others: all states of a checkpoint are of one release of Transformer Engine.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,24 +17,28 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.extra_products import fits, split, unmixed
 from megtool.checkpoint.containers.extra_state import (
     ExtraState,
     decode,
     merge,
     raw_bytes,
-    split,
     to_tree,
 )
 from megtool.checkpoint.formats.legacy_tree import entries
+from megtool.commands.megatron.amax_faults import as_finding, faults_of
 from megtool.commands.megatron.amax_report import AmaxFinding
 from megtool.commands.megatron.extra_states import SUFFIX, Site, holds_nothing
 from megtool.commands.megatron.rank_names import to_global
+from megtool.packing.delayed import Columns
 
 _KEY = re.compile(r"(.+)\._extra_state(\d*)")
 _TOGETHER = re.compile(
     r"(?:decoder|encoder|mtp)\.layers\.\d+\.(?:\w+_layer\.)?mlp\.experts\.linear_fc[12]"
 )
 _METADATA = "merged_extra_states"
+UNTOLD = "which of its columns are of which expert cannot be told"
+NOT_ALL = "some ranks have no state"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,12 +46,16 @@ class Merged:
     """How the states of a checkpoint's ranks were merged.
 
     `ranks` says by the `id` of each value in the catalogue, which stays when objects get other
-    names, how many ranks it is of; in `differing` are those whose ranks did not agree.
+    names, how many ranks it is of; in `differing` are those whose ranks did not agree. `columns`
+    is how states of several experts lay them out, None where none tells; `untold` are the names
+    of those that could not be told apart.
     """
 
     ranks: dict[int, int] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
     findings: list[AmaxFinding] = field(default_factory=list)
+    columns: Columns | None = None
+    untold: frozenset[str] = frozenset()
 
 
 def merged_of(catalogue: Catalogue) -> Merged:
@@ -75,12 +85,27 @@ class _Held:
         return self.state
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grouped:
+    """A state that several experts share; under `name` it stays what it is."""
+
+    name: str
+    module: str
+    value: Any
+    state: ExtraState
+    experts: range
+
+
 class RankStates:
     """The extra states of rank files, collected chunk by chunk of each rank."""
 
     def __init__(self) -> None:
         self._held: dict[Site | str, _Held] = {}
         self._findings: dict[AmaxFinding, None] = {}
+        self._told: Counter[Columns] = Counter()
+        self._untold: list[_Grouped] = []
+        self._whole: set[str] = set()
+        self._without: set[Site] = set()
 
     def add(
         self, model: Any, place: str, *, first_layer: int, first_expert: int, experts: int
@@ -92,10 +117,10 @@ class RankStates:
         """
         keys: list[tuple[str, int | None, Any]] = []
         for key, value in entries(model) or ():
-            match = _KEY.fullmatch(key) if isinstance(key, str) else None
-            if match is not None and value is not None:
+            if isinstance(key, str) and (match := _KEY.fullmatch(key)) is not None:
                 keys.append((match[1], int(match[2]) if match[2] else None, value))
-        numbered = {own for own, number, _ in keys if number is not None}
+        numbered = {own for own, number, value in keys if number is not None}
+        apart: dict[str, dict[int, Any]] = {}
         for own, number, value in keys:
             known = to_global(own, first_layer=first_layer, first_expert=first_expert)
             if not _TOGETHER.fullmatch(known.key):
@@ -104,25 +129,73 @@ class RankStates:
                 continue
             module = known.key.replace(".mlp.experts.", ".mlp.experts.experts.")
             if own in numbered or experts == 1:
-                self._add_value(Site(module, first_expert + (number or 0)), value)
+                apart.setdefault(module, {})[number or 0] = value
             elif not holds_nothing(value):
-                self._add_parts(f"{place}/{own}{SUFFIX}", module, value, first_expert, experts)
+                group = range(first_expert, first_expert + experts)
+                self._add_parts(f"{place}/{own}{SUFFIX}", module, value, group)
+        for module, values in apart.items():
+            self._add_apart(module, values, first_expert)
 
-    def _add_parts(
-        self, name: str, module: str, value: Any, first_expert: int, experts: int
-    ) -> None:
-        """The states of experts that share a module; the module's own if they cannot be split."""
+    def _add_parts(self, name: str, module: str, value: Any, experts: range) -> None:
+        """The state of experts that share a module; the module's own if it cannot be split."""
         state = decode(value)
-        parts = split(state, experts) if state is not None else None
-        if parts is None:
+        if state is None or not fits(state, len(experts)):
             if state is not None:
-                self._find(module, "shape", f"a state of another number than {experts} experts")
+                text = f"a state of another number than {len(experts)} experts"
+                self._find(module, "shape", text)
+                self._whole.add(name)
             self._held.setdefault(name, _Held(value=value))
             return
-        for k, part in enumerate(parts):
-            self._add_state(Site(module, first_expert + k), part)
+        grouped = _Grouped(name=name, module=module, value=value, state=state, experts=experts)
+        if state.is_delayed and state.columns is not None:
+            self._told[state.columns] += 1
+        if not self._split(grouped, None):
+            self._untold.append(grouped)
+
+    def _split(self, grouped: _Grouped, columns: Columns | None) -> bool:
+        """Give each expert its own part, if it is known which that is."""
+        parts = split(grouped.state, len(grouped.experts), columns)
+        for expert, part in zip(grouped.experts, parts or (), strict=False):
+            self._add_state(Site(grouped.module, expert), part)
+        return parts is not None
+
+    def _settle(self) -> None:
+        """Take apart, as the others tell, what did not tell itself."""
+        known = next(iter(self._told)) if len(self._told) == 1 else None
+        for grouped in self._untold:
+            if not self._split(grouped, known):
+                self._find(grouped.module, "columns", UNTOLD)
+                self._whole.add(grouped.name)
+                self._held.setdefault(grouped.name, _Held(value=grouped.value))
+        self._untold = []
+        for site in self._without:
+            if (held := self._held.get(site)) is not None and held.read() is not None:
+                self._find(site.module, "missing", NOT_ALL)
+        self._without = set()
+
+    def _add_apart(self, module: str, values: Mapping[int, Any], first_expert: int) -> None:
+        """The states of a rank's experts that have one each, as Megatron-Core splits them."""
+        states = {k: None if holds_nothing(v) else decode(v) for k, v in values.items()}
+        if len(values) > 1 and all(s is not None and s.is_delayed for s in states.values()):
+            order = sorted(states)
+            found = unmixed([states[k] for k in order])
+            if found is None:
+                self._find(module, "columns", UNTOLD)
+                self._whole.add(module)
+            elif found[1] is not None:
+                self._told[found[1]] += 1
+            if found is not None and found[1] == "interleaved":
+                for k, part in zip(order, found[0], strict=True):
+                    if part is not None:
+                        self._add_state(Site(module, first_expert + k), part)
+                return
+        for k, value in values.items():
+            self._add_value(Site(module, first_expert + k), value)
 
     def _add_value(self, site: Site, value: Any) -> None:
+        if value is None:
+            self._without.add(site)
+            return
         held = self._held.get(site)
         if held is None:
             self._held[site] = _Held(value=value)
@@ -131,8 +204,11 @@ class RankStates:
         elif (state := decode(value)) is not None:
             if held.read() is None and holds_nothing(held.value):
                 self._held[site] = _Held(value=value, state=state)
+                self._find(site.module, "missing", NOT_ALL)
             else:
                 self._merge(site, held, state)
+        elif holds_nothing(value) and held.read() is not None:
+            self._find(site.module, "missing", NOT_ALL)
 
     def _add_state(self, site: Site, state: ExtraState) -> None:
         held = self._held.get(site)
@@ -153,14 +229,25 @@ class RankStates:
             self._find(site.module, "shape", "the states of ranks do not fit: the first's is used")
         elif not _alike(mine, state):
             held.differs = True
+            for one in (mine, state):
+                self._find_lost(site.module, one, merged)
             if not _alike(mine, merged):
                 held.value, held.state = None, merged
+
+    def _find_lost(self, module: str, one: ExtraState, merged: ExtraState) -> None:
+        """Say what is wrong with one rank's state, and no longer with all ranks' together."""
+        kept = {(f.kind, f.array, c) for f in faults_of(module, merged) for c in f.columns}
+        for fault in faults_of(module, one):
+            if any((fault.kind, fault.array, c) not in kept for c in fault.columns):
+                text = as_finding(module, fault, one).text
+                self._find(module, fault.kind, f"{text} on one rank, and not on others")
 
     def _find(self, module: str, kind: str, text: str) -> None:
         self._findings[AmaxFinding(module=module, kind=kind, text=text)] = None
 
     def values(self) -> dict[Site | str, Any]:
         """Every module's state as an inert tree."""
+        self._settle()
         return {
             site: held.value if held.value is not None or held.state is None
             else to_tree(held.state)
@@ -174,6 +261,8 @@ class RankStates:
             ranks={key: one.ranks for key, one in held.items()},
             differing={key for key, one in held.items() if one.differs},
             findings=list(self._findings),
+            columns=self._told.most_common(1)[0][0] if self._told else None,
+            untold=frozenset(self._whole),
         )
 
 

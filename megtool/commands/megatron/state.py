@@ -8,12 +8,12 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.pickled import Inert, inert_global
+from megtool.checkpoint.facts import args_of, divisible_by
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
+from megtool.checkpoint.param_groups import content_of, in_common, read_groups, saving_args
 from megtool.checkpoint.plan import Dropped
-from megtool.commands.megatron.facts import args_of
-from megtool.commands.megatron.groups import FULLY, in_common, read_groups
-from megtool.commands.megatron.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
+from megtool.checkpoint.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
 from megtool.commands.megatron.rank_objects import MODELOPT
 from megtool.commands.opened import Opened
 from megtool.config import ParallelConfig
@@ -29,12 +29,6 @@ def source_layout(catalogue: Catalogue) -> dict[str, int]:
     args = args_of(catalogue)
     found = layout_fields(args) if args else {}
     return {k: v for k, v in found.items() if isinstance(v, int)}
-
-
-def divisible_by(catalogue: Catalogue) -> int:
-    """What the vocabulary was padded to a multiple of (times TP): Megatron's default is 128."""
-    value = args_of(catalogue).get("make_vocab_size_divisible_by")
-    return value if isinstance(value, int) and value > 0 else 128
 
 
 def common_state(
@@ -96,10 +90,7 @@ def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[st
     """The args that say how a checkpoint was saved."""
     out: dict[str, Any] = {"ckpt_format": "torch" if target == "megatron" else "torch_dist"}
     if has_state and optimizer is not None:
-        out |= {
-            "use_distributed_optimizer": True,
-            "dist_ckpt_optim_fully_reshardable": optimizer == FULLY,
-        }
+        out |= saving_args(optimizer)
     return out
 
 
@@ -127,13 +118,7 @@ def _set_optimizer(
     length = 2 if parallel.ep > 1 and has_experts else 1
     inner = groups.for_chain(length) if groups else [{} for _ in range(length)]
     common["optimizer"] = in_common(inner, optimizer)
-    content = common.get("content_metadata")
-    common["content_metadata"] = {
-        "singleton_local_shards": False,
-        **(content if isinstance(content, dict) else {}),
-        "distrib_optim_sharding_type": optimizer,
-        "chained_optim_avoid_prefix": True,
-    }
+    common["content_metadata"] = content_of(common.get("content_metadata"), optimizer)
 
 
 def saved_iteration(catalogue: Catalogue) -> int | None:

@@ -121,6 +121,13 @@ def check_buffer(buffer: Buffer, weights: Mapping[Site, float]) -> list[Found]:
     return out
 
 
+def is_mendable(buffer: Buffer, weights: Mapping[Site, float]) -> bool:
+    """Its weight says what it has to be."""
+    weight = weights.get(buffer.site, 0.0)
+    of_weight = buffer.quantiser.startswith("weight_quantizer") and buffer.of_tensor
+    return of_weight and math.isfinite(weight) and weight > 0
+
+
 def rebuilt_buffers(
     catalogue: Catalogue, buffers: Iterable[Buffer], weights: Mapping[Site, float]
 ) -> tuple[dict[str, Array], list[AmaxFinding]]:
@@ -132,8 +139,7 @@ def rebuilt_buffers(
     findings: list[AmaxFinding] = []
     for b in buffers:
         found, weight = check_buffer(b, weights), weights.get(b.site, 0.0)
-        of_weight = b.quantiser.startswith("weight_quantizer") and b.of_tensor
-        known = of_weight and math.isfinite(weight) and weight > 0
+        known = is_mendable(b, weights)
         site = b.site
         where = site.module if site.expert is None else f"{site.module} of expert {site.expert}"
         for f in found:

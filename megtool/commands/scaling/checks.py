@@ -9,15 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from megtool.checkpoint.containers.extra_state import ExtraState
-from megtool.commands.megatron.amax import as_finding, faults_of, is_unseen
+from megtool.commands.megatron.amax import is_unseen
+from megtool.commands.megatron.amax_faults import as_finding, faults_of, layout_of
 from megtool.packing import delayed
-from megtool.packing.delayed import WEIGHT, Array
+from megtool.packing.delayed import WEIGHT, Array, kinds_of
 
 SLACK = 1 / 16
 """A weight may pass what its scale reaches by so much: that clips less than FP8 rounds off."""
 
 LOOSE = 8.0
-"""A scale made for numbers so many times larger than the weight's is another weight's."""
+"""A scale made for numbers so many times larger than the weight's is another weight's.
+
+Weights shrink in training and histories are long: less is possible, and costs but range (E4M3
+has 2^15 of it in normal numbers); from `ROOMY` times on it is said, and nothing is changed.
+"""
+
+ROOMY = 2.0
+"""A scale made for numbers so many times larger than the weight's is worth saying."""
 
 EXACT = 1e-3
 """Scales that differ by less are the same."""
@@ -34,13 +42,15 @@ class Found:
 
     Kinds: `nan`, `inf`, `negative`, `zeros` (a history that saw nothing), `scale` (not that of its
     history), `lag` (of a maximum that left it), `uncovered` (the weight is larger), `stale` (made
-    for another weight), `pending` (a step under way that is not the weight's), `weight` (the weight
-    is no number), `shape`.
+    for another weight), `loose` (made for more than the weight needs, but no other's), `pending` (a
+    step under way that is not the weight's), `weight` (the weight is no number), `shape`,
+    `columns`. What `is_mended` the states themselves and the weights put right.
     """
 
     kind: str
     text: str
     is_wrong: bool = True
+    is_mended: bool = False
 
 
 def check(name: str, state: ExtraState, weight: float | None = None) -> list[Found]:
@@ -86,11 +96,13 @@ def settled(history: Array) -> Array:
 def _scales(state: ExtraState) -> Iterator[Found]:
     for d, names in NAMES.items():
         wrong, ratio = wrong_scales(state, d)
+        layout = layout_of(state)
+        kinds = kinds_of(d, len(ratio), layout) if layout is not None else None
         for column in np.flatnonzero(np.isfinite(ratio)).tolist():
             r = float(ratio[column])
             if abs(r - 1) <= EXACT:
                 continue
-            what = names[min(column * len(names) // len(ratio), len(names) - 1)]
+            what = names[kinds[column]] if kinds is not None else "one of several products"
             far = f"{r:.4g} times that of its history"
             if wrong[column]:
                 yield Found(kind="scale", text=f"the scale of the {what} is {far}")
@@ -153,6 +165,9 @@ def check_weight(state: ExtraState, weight: float) -> Iterator[Found]:
             kind="stale",
             text=f"the weight reaches {weight:.4g}, and its scale is made for {made_for:.4g}",
         )
+    elif made_for > ROOMY * weight:
+        text = f"the weight reaches {weight:.4g}, and its scale is made for {made_for:.4g}"
+        yield Found(kind="loose", text=text, is_wrong=False)
 
 
 def pending(state: ExtraState, weight: float) -> str | None:

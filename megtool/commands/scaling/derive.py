@@ -24,7 +24,7 @@ from megtool.commands.opened import Opened, open_model
 from megtool.commands.scaling.buffers import Buffer, is_buffer
 from megtool.commands.scaling.checks import fits
 from megtool.commands.scaling.derive_report import Derived, DeriveReport
-from megtool.commands.scaling.found import Scaling, require, scaling_of
+from megtool.commands.scaling.found import Scaling, require, require_told, scaling_of
 from megtool.commands.scaling.weights import WEIGHT, sites_of
 from megtool.convert.dialects import Side
 from megtool.errors import CalibrationError, DestinationError, MappingError
@@ -70,7 +70,8 @@ def derive_amax(
 
     Raises:
         UsageError: the checkpoint holds no such state.
-        CalibrationError: a history is empty or broken; says of which modules.
+        CalibrationError: a history is empty or broken, or of experts that cannot be told apart;
+            says of which modules.
         MappingError: the model is not known.
         DestinationError: there is a file already.
     """
@@ -87,6 +88,7 @@ def derive_amax(
     )
     scaling_side = open_model(path, lenient=True, **named)
     scaling = scaling_of(scaling_side)
+    require_told(scaling, scaling_side)
     require(scaling, scaling_side)
     opened = open_model(path, aside=is_buffer, **named)
     modules = list_modules(opened.side)

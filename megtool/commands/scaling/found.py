@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megtool.checkpoint.containers.extra_state import ExtraState, decode
+from megtool.checkpoint.facts import object_value
+from megtool.commands.megatron.amax_report import AmaxFinding
+from megtool.commands.megatron.expert_states import expert_states
 from megtool.commands.megatron.extra_states import Site, holds_nothing, is_extra_state, site_of
-from megtool.commands.megatron.facts import object_value
+from megtool.commands.megatron.rank_states import merged_of
 from megtool.commands.opened import Opened
 from megtool.commands.scaling.buffers import Buffer, read_buffers
-from megtool.errors import UsageError
+from megtool.errors import CalibrationError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +28,19 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """All that a checkpoint holds of it: `empty` extra states hold nothing, `foreign` something
-    that is not Transformer Engine's."""
+    """All that a checkpoint holds of it.
+
+    `empty` extra states hold nothing, `foreign` ones something that is not Transformer Engine's.
+    `findings` are of states that were merged or told apart on the way; of those in `untold`, by
+    name, it is not known whose columns are whose.
+    """
 
     states: tuple[State, ...]
     empty: int
     foreign: int
     buffers: tuple[Buffer, ...] = field(default=())
+    findings: tuple[AmaxFinding, ...] = ()
+    untold: frozenset[str] = frozenset()
 
     @property
     def linear(self) -> set[Site]:
@@ -47,7 +56,7 @@ def scaling_of(opened: Opened) -> Scaling:
         FormatError: a state is damaged or hostile.
     """
     catalogue = opened.catalogue
-    states: list[State] = []
+    states: dict[str, ExtraState] = {}
     empty = foreign = 0
     for name, held in catalogue.objects.items():
         if not is_extra_state(name):
@@ -56,14 +65,39 @@ def scaling_of(opened: Opened) -> Scaling:
         value = object_value(catalogue, held)
         state = decode(value, file=file)
         if state is not None:
-            states.append(State(name=name, site=site_of(name), state=state))
+            states[name] = state
         elif holds_nothing(value):
             empty += 1
         else:
             foreign += 1
+    right = expert_states(catalogue, states)
     return Scaling(
-        states=tuple(states), empty=empty, foreign=foreign, buffers=tuple(read_buffers(catalogue))
+        states=tuple(
+            State(name=n, site=site_of(n), state=right.states.get(n, s)) for n, s in states.items()
+        ),
+        empty=empty,
+        foreign=foreign,
+        buffers=tuple(read_buffers(catalogue)),
+        findings=(*merged_of(catalogue).findings, *right.findings),
+        untold=right.untold,
     )
+
+
+def require_told(scaling: Scaling, opened: Opened) -> None:
+    """Refuse a checkpoint of which it is not known which expert's some of the numbers are.
+
+    Raises:
+        CalibrationError: it is such a one.
+    """
+    if scaling.untold:
+        raise CalibrationError(
+            f"{len(scaling.untold):,} FP8 states are of several experts, and which of their "
+            "columns are of which expert cannot be told",
+            file=opened.path,
+            tensor=min(scaling.untold),
+            hint="Transformer Engine 2.3 changed their order, and columns that it never uses are "
+            "in use here; train some steps and save again, or megtool quantize --data",
+        )
 
 
 def require(scaling: Scaling, opened: Opened) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from megtool.checkpoint.containers.extra_state import ExtraState
 from megtool.checkpoint.sweep import usual_threads
+from megtool.commands.megatron.amax_faults import layout_of
 from megtool.commands.megatron.extra_states import Site
 from megtool.commands.megatron.rank_states import merged_of
 from megtool.commands.opened import Opened, open_model
-from megtool.commands.scaling.buffers import Buffer, check_buffer
-from megtool.commands.scaling.checks import check, fits, implied
+from megtool.commands.scaling.buffers import Buffer, check_buffer, is_mendable
+from megtool.commands.scaling.checks import Found, check, fits, implied
 from megtool.commands.scaling.found import Scaling, State, scaling_of
 from megtool.commands.scaling.inspect_report import AmaxInspection, AmaxLine
+from megtool.commands.scaling.rebuild import rebuilt
 from megtool.commands.scaling.weights import num_bytes, weight_amaxes
 from megtool.log import Progress, silent
 from megtool.packing import delayed
+from megtool.packing.delayed import Array, kinds_of
 
 _NAMES = {"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")}
 
@@ -52,7 +57,10 @@ def inspect_amax(
             threads=usual_threads(threads),
             progress=lambda n: progress("amax", n, total),
         )
-    lines = [_line(s, amaxes) for s in scaling.states if s.state.is_delayed]
+    lines = [
+        _line(s, amaxes, untold=s.name in scaling.untold)
+        for s in scaling.states if s.state.is_delayed
+    ]  # fmt: skip
     lines += _of_buffers(scaling, amaxes)
     ranks, differing = _merged(opened, scaling)
     return AmaxInspection(
@@ -66,12 +74,13 @@ def inspect_amax(
         foreign=scaling.foreign,
         ranks=ranks,
         differing=differing,
+        together=scaling.findings,
         compared=bool(amaxes),
         in_full=modules,
     )
 
 
-def _line(held: State, amaxes: Mapping[Site, float]) -> AmaxLine:
+def _line(held: State, amaxes: Mapping[Site, float], *, untold: bool) -> AmaxLine:
     state, site = held.state, held.site
     weight = amaxes.get(site) if site is not None else None
     amax: dict[str, float] = {}
@@ -82,11 +91,11 @@ def _line(held: State, amaxes: Mapping[Site, float]) -> AmaxLine:
         follows = implied(state, d)
         for k, name in enumerate(names):
             if history is not None:
-                amax[name] = _share(delayed.amax(history), k, len(names))
+                amax[name] = _share(state, delayed.amax(history), d, k)
             if own is not None:
-                scale[name] = _share(own, k, len(names), smallest=True)
+                scale[name] = _share(state, own, d, k, smallest=True)
             if follows is not None:
-                found = _share(follows, k, len(names), smallest=True)
+                found = _share(state, follows, d, k, smallest=True)
                 asked[name] = None if np.isnan(found) else found
     recipe = state.recipe_name or "delayed scaling"
     return AmaxLine(
@@ -100,14 +109,29 @@ def _line(held: State, amaxes: Mapping[Site, float]) -> AmaxLine:
         scale=scale,
         implied=asked,
         weight=weight,
-        findings=tuple(check(held.name, state, weight)),
+        findings=() if untold else _found(held, weight),
     )
 
 
-def _share(values: delayed.Array, number: int, kinds: int, *, smallest: bool = False) -> float:
-    """The largest (or smallest) of the columns of one kind."""
-    each = max(len(values) // kinds, 1)
-    mine = values[number * each : (number + 1) * each]
+def _found(held: State, weight: float | None) -> tuple[Found, ...]:
+    """What is found, and of what is wrong whether it is still found once it was mended."""
+    found = check(held.name, held.state, weight)
+    if not any(f.is_wrong for f in found):
+        return tuple(found)
+    mended, _ = rebuilt(held.state, weight)
+    left = check(held.name, mended, weight) if mended is not None else found
+    kinds = {f.kind for f in left if f.is_wrong}
+    return tuple(replace(f, is_mended=f.is_wrong and f.kind not in kinds) for f in found)
+
+
+def _share(
+    state: ExtraState, values: Array, direction: str, kind: int, *, smallest: bool = False
+) -> float:
+    """The largest (or smallest) of the columns of one kind; NaN where it is not known which."""
+    layout = layout_of(state)
+    if layout is None:
+        return float("nan")
+    mine = values[kinds_of(direction, len(values), layout) == kind]
     if not mine.size:
         return float("nan")
     return float(mine.min() if smallest else mine.max())
@@ -129,10 +153,13 @@ def _of_buffers(scaling: Scaling, amaxes: Mapping[Site, float]) -> list[AmaxLine
             scale={},
             implied={},
             weight=amaxes.get(site),
-            findings=tuple(f for b in some for f in check_buffer(b, amaxes)),
+            findings=tuple(
+                replace(f, is_mended=is_mendable(b, amaxes))
+                for b in some for f in check_buffer(b, amaxes)
+            ),
         )
         for site, some in by_site.items()
-    ]
+    ]  # fmt: skip
 
 
 def _merged(opened: Opened, scaling: Scaling) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megtool.commands.megatron.amax_report import AmaxFinding
 from megtool.commands.scaling.checks import Found
 from megtool.commands.tree import columns, fold_names
 
@@ -15,6 +16,7 @@ FAILED = 7
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST = 8
+_UNTOLD = ("columns",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class AmaxInspection:
 
     `stateless` counts modules whose recipe keeps no state, by recipe; `empty` extra states hold
     nothing, `foreign` ones something that is not Transformer Engine's. `ranks` of a module's states
-    were merged into one where files are per rank. `compared` says that weights were read.
+    were merged into one where files are per rank; `together` is what was found of ranks that do
+    not agree, and of experts that share a state. `compared` says that weights were read.
     """
 
     source: str
@@ -65,6 +68,7 @@ class AmaxInspection:
     differing: int
     compared: bool
     in_full: bool = False
+    together: tuple[AmaxFinding, ...] = ()
 
     @property
     def findings(self) -> list[tuple[AmaxLine, Found]]:
@@ -74,7 +78,12 @@ class AmaxInspection:
     @property
     def exit_status(self) -> int:
         """0, or 7 where something is wrong."""
-        return FAILED if any(f.is_wrong for _, f in self.findings) else 0
+        return FAILED if self.num_wrong else 0
+
+    @property
+    def num_wrong(self) -> int:
+        """How many things are wrong."""
+        return len(self.together) + sum(f.is_wrong for _, f in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -88,7 +97,8 @@ class AmaxInspection:
             "ranks": self.ranks,
             "differing": self.differing,
             "compared": self.compared,
-            "wrong": sum(f.is_wrong for _, f in self.findings),
+            "together": [asdict(f) for f in self.together],
+            "wrong": self.num_wrong,
         }
 
     def lines(self) -> Iterator[str]:
@@ -151,8 +161,10 @@ class AmaxInspection:
         kinds: dict[str, list[tuple[AmaxLine, Found]]] = {}
         for line, found in self.findings:
             kinds.setdefault(found.kind, []).append((line, found))
-        if kinds:
+        if kinds or self.together:
             yield ""
+        for one in self.together:
+            yield f"{one.kind}: {one.module}: {one.text}"
         for kind, some in kinds.items():
             shown = some if self.in_full else some[:_MOST]
             for line, found in shown:
@@ -160,14 +172,30 @@ class AmaxInspection:
                 yield f"{kind}{sign}: {line.name}: {found.text}"
             if len(some) > len(shown):
                 yield f"{kind}: and {len(some) - len(shown):,} more (--modules lists them)"
-        wrong = sum(f.is_wrong for _, f in self.findings)
-        if wrong:
-            yield f"{wrong:,} {'thing is' if wrong == 1 else 'things are'} wrong: " + (
-                "`megtool amax fix` puts right what follows from weights and histories"
-            )
+        if self.num_wrong:
+            yield from self._what_now()
         elif self.lines_of:
             yield ""
             yield "nothing is wrong"
+
+    def _what_now(self) -> Iterator[str]:
+        """How much is wrong, what `fix` makes of it, and what it leaves."""
+        wrong = self.num_wrong
+        yield f"{wrong:,} {'thing is' if wrong == 1 else 'things are'} wrong"
+        stays = [f.kind for _, f in self.findings if f.is_wrong and not f.is_mended]
+        untold = [f.kind for f in self.together if f.kind in _UNTOLD]
+        if untold:
+            yield "`megtool amax fix` refuses states whose experts cannot be told apart"
+            return
+        if len(stays) < wrong:
+            yield "`megtool amax fix` puts right what follows from weights and histories" + (
+                f": {wrong - len(stays):,} of them" if stays else ""
+            )
+        if stays:
+            yield (
+                f"{len(stays):,} follow from neither ({', '.join(dict.fromkeys(stays))}), and stay "
+                "until FP8 training goes on"
+            )
 
 
 def fold(lines: Iterable[AmaxLine]) -> list[list[AmaxLine]]:

@@ -7,26 +7,40 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.param_groups import BY_DP
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.job import Manner, carry_out, plan_job
 from megtool.commands.megatron.amax_report import AmaxFinding, AmaxHow, AmaxReport, AmaxWish
-from megtool.commands.megatron.groups import BY_DP
 from megtool.commands.megatron.optimizer import sharding_type
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.scaling.buffers import Array, rebuilt_buffers
-from megtool.commands.scaling.found import Scaling, require, scaling_of
+from megtool.commands.scaling.found import Scaling, require, require_told, scaling_of
 from megtool.commands.scaling.weights import weight_amaxes
 from megtool.commands.sizes import parse_size
 from megtool.commands.target import Request
 from megtool.errors import UsageError
-from megtool.log import Progress
+from megtool.log import Progress, silent
 
 FORMATS = ("torch_dist", "megatron")
+
+
+class Options(TypedDict, total=False):
+    """What `rewrite` takes besides; see `reshard` for all of them."""
+
+    iteration: str | None
+    family: str | None
+    like: str | Path | None
+    threads: int | None
+    memory: str
+    overwrite: bool
+    dry_run: bool
+    fsync: bool
+    progress: Progress
 
 
 def rewrite(
@@ -34,30 +48,34 @@ def rewrite(
     destination: Path,
     how: AmaxHow,
     *,
-    iteration: str | None,
-    family: str | None,
-    like: Path | None,
-    threads: int | None,
-    memory: str,
-    overwrite: bool,
-    dry_run: bool,
-    fsync: bool,
-    progress: Progress,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+    threads: int | None = None,
+    memory: str = "128MiB",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    progress: Progress = silent,
 ) -> ReshardReport:
     """Write `source` to `destination` in its own format and layout, with its states as `how` says.
 
     Raises:
         UsageError: there is no FP8 state in it, or its format is not Megatron's.
+        CalibrationError: states to be mended are of experts that cannot be told apart.
         MegtoolError: see `reshard`; nothing is left at the destination.
     """
     began = time.monotonic()
-    named: dict[str, Any] = dict(iteration=iteration, family_name=family, like=like)
+    named: dict[str, Any] = dict(
+        iteration=iteration, family_name=family, like=None if like is None else Path(like)
+    )
     opened = open_model(source, lenient=True, for_format="torch_dist", **named)
     scaling = scaling_of(opened)
     if not scaling.buffers:  # with them, all tensors keep the names they have
         opened = open_model(source, for_format="torch_dist", **named)
     catalogue = opened.catalogue
     if how == "rebuild":
+        require_told(scaling, opened)
         require(scaling, opened)
     elif not (scaling.states or scaling.empty):
         raise UsageError(f"{source} holds no extra states", hint="there is nothing to strip")

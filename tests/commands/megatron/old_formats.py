@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import pickle
 import random
 import re
@@ -177,13 +176,6 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
         megatron=True,
     )
     materialize(laid, target, arrays)
-
-
-def without_common_file(folder: Path) -> None:
-    """Leave the metadata.json that core 0.19 writes, and no common.pt."""
-    (folder / "common.pt").unlink()
-    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(config))
 
 
 def renamed(

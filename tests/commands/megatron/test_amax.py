@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.containers.extra_state import ExtraState, decode
+from megtool.checkpoint.facts import object_value
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.commands.amax import inspect_amax
 from megtool.commands.megatron.extra_states import Site, site_of
-from megtool.commands.megatron.facts import object_value
 from megtool.commands.reshard import reshard
 from megtool.commands.reshard_report import ReshardReport
 from megtool.config import ParallelConfig
@@ -27,21 +28,39 @@ torch = pytest.importorskip("torch")
 ITERATION = "iter_0000007"
 QKV = "decoder.layers.{}.self_attention.linear_qkv._extra_state"
 FC1 = "decoder.layers.{}.mlp.experts.linear_fc1._extra_state"
-EXPERT = "decoder.layers.{}.mlp.experts.experts.linear_fc1"
 MOE = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
 LENGTH = 4
 
 
-def scaling(seed: int, gemms: int = 1, length: int = LENGTH) -> dict[str, Any]:
-    """A state as training leaves it: no step under way, scales of the maxima."""
+def scaling(
+    seed: int, gemms: int = 1, length: int = LENGTH, columns: str = "blocked"
+) -> dict[str, Any]:
+    """A state as training leaves it: no step under way, scales of the maxima, no output used."""
     made = torch.Generator().manual_seed(seed)
     out: dict[str, Any] = {}
     for d, largest in (("fwd", 448.0), ("bwd", 57344.0)):
-        history = torch.rand(length, KINDS[d] * gemms, generator=made) + 0.5
+        history = torch.rand(length, KINDS[d], gemms, generator=made) + 0.5
         history[0] = 0
-        out[f"scale_{d}"] = torch.tensor(largest) / history.max(0).values
+        history[:, -1] = 0
+        if columns == "interleaved":
+            history = history.transpose(1, 2)
+        history = history.reshape(length, -1)
+        out[f"scale_{d}"] = scale_of(history, largest)
         out[f"amax_history_{d}"] = history
     return out | {"extra_fp8_variables": {"num_gemms": gemms, "fp8_max_fwd": 448}}
+
+
+def scale_of(history: Any, largest: float) -> Any:
+    """The scales that histories ask for; 1 where nothing was seen."""
+    top = history.max(0).values
+    return torch.where(top > 0, torch.tensor(largest) / top, torch.ones(1))
+
+
+def in_columns(array: Any, gemms: int, columns: str) -> Any:
+    """Scales or histories as `[..., products, kinds]`."""
+    if columns == "interleaved":
+        return array.view(*array.shape[:-1], gemms, -1)
+    return array.view(*array.shape[:-1], -1, gemms).transpose(-1, -2)
 
 
 def packed(state: dict[str, Any] | None, release: int = 2) -> Any:
@@ -95,7 +114,7 @@ def largest(states: list[dict[str, Any]]) -> dict[str, Any]:
     for d, top in (("fwd", 448.0), ("bwd", 57344.0)):
         history = torch.stack([s[f"amax_history_{d}"] for s in states]).amax(0)
         out[f"amax_history_{d}"] = history
-        out[f"scale_{d}"] = torch.tensor(top) / history.max(0).values
+        out[f"scale_{d}"] = scale_of(history, top)
     return out
 
 
@@ -165,8 +184,12 @@ def test_virtual_stages_stacked_keys_and_back(per_rank: Path, tmp_path: Path) ->
         assert_state(found[Site(QKV.format(layer).removesuffix("._extra_state"))].tensors, want)
 
 
-@pytest.mark.parametrize("release", [1, 2])
-def test_experts_apart_and_together(release: int, tmp_path: Path, materialize: Any) -> None:
+@pytest.mark.parametrize(
+    ("release", "columns"), [(1, "blocked"), (2, "blocked"), (2, "interleaved")]
+)
+def test_experts_apart_and_together(
+    release: int, columns: str, tmp_path: Path, materialize: Any
+) -> None:
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
     layout = {"to": "megatron", "tp": 1, "optimizer": "none"}
     go(tmp_path / "a", tmp_path / "ep2", ep=2, dp=2, **layout)
@@ -176,7 +199,7 @@ def test_experts_apart_and_together(release: int, tmp_path: Path, materialize: A
         ep = int(name.split("_")[-1])
         for layer in range(4):
             seed = 10 * layer + ep
-            held[layer, ep] = scaling(seed, gemms=2)
+            held[layer, ep] = scaling(seed, gemms=2, columns=columns)
             model[FC1.format(layer)] = packed(held[layer, ep], release)
             model[FC1.format(layer).replace("fc1", "fc2")] = packed(None, release)
 
@@ -188,8 +211,9 @@ def test_experts_apart_and_together(release: int, tmp_path: Path, materialize: A
     all_four = unpacked(rank(tmp_path / "ep1", "mp_rank_00")[FC1.format(3)])
     assert all_four["extra_fp8_variables"]["num_gemms"] == 4
     for ep in range(2):
-        part = all_four["amax_history_fwd"].view(LENGTH, 3, 4)[..., 2 * ep : 2 * ep + 2]
-        assert torch.equal(part, held[3, ep]["amax_history_fwd"].view(LENGTH, 3, 2))
+        for name in ("amax_history_fwd", "amax_history_bwd", "scale_fwd", "scale_bwd"):
+            part = in_columns(all_four[name], 4, columns)[..., 2 * ep : 2 * ep + 2, :]
+            assert torch.equal(part, in_columns(held[3, ep][name], 2, columns))
     go(tmp_path / "ep1", tmp_path / "back", ep=2, dp=2, **layout)
     for name in ranks(tmp_path / "back"):
         ep = int(name.split("_")[-1])
@@ -277,6 +301,46 @@ def test_what_is_wrong_is_found_and_reported(per_rank: Path, tmp_path: Path) -> 
     text = "\n".join(report.lines())
     assert "nothing but zeros in the history of the weight" in text
     assert "NaN in the history of the gradient of the output" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "text"),
+    [
+        (lambda s: s["amax_history_fwd"][3, 0].fill_(float("nan")), "nan", "NaN in the history"),
+        (lambda s: s["scale_fwd"][1].fill_(float("nan")), "nan", "NaN in the scale of the weight"),
+        (lambda s: s["amax_history_bwd"][2, 0].fill_(-5), "negative", "negative numbers"),
+        (lambda s: s["amax_history_fwd"][:, 0].fill_(0), "zeros", "nothing but zeros"),
+        (lambda s: s.update(amax_history_fwd=s["amax_history_fwd"][:, :2]), "shape", "do not fit"),
+        (lambda s: s.clear(), "missing", "some ranks have no state"),
+        (None, "missing", "some ranks have no state"),
+    ],
+)
+@pytest.mark.parametrize("tensor_rank", [0, 2])
+def test_what_is_wrong_on_one_rank_is_found(
+    spoil: Any, kind: str, text: str, tensor_rank: int, per_rank: Path, tmp_path: Path
+) -> None:
+    """Merging takes NaN, negative numbers and zeros of one rank away, and must not be silent."""
+
+    def put(model: dict[str, Any], name: str) -> None:
+        if name == f"mp_rank_{tensor_rank:02}_000":
+            state = scaling(5)
+            if spoil is not None:
+                spoil(state)
+            key = QKV.format(1)
+            model[key] = None if spoil is None else packed(state or None)
+
+    edit_ranks(per_rank, put)
+    report = go(per_rank, tmp_path / "out", to="torch_dist", tp=1, pp=1)
+    assert report.amax is not None
+    module = QKV.format(1).removesuffix("._extra_state")
+    assert {(f.module, f.kind) for f in report.amax.findings} == {(module, kind)}
+    assert text in report.amax.findings[0].text
+    found = inspect_amax(per_rank, weights=False)
+    assert found.exit_status == 7
+    assert [f.kind for f in found.together] == [f.kind for f in report.amax.findings]
+    assert any(line.startswith(f"{kind}: {module}: ") for line in found.lines())
+    assert found.to_json()["wrong"] == len(found.together)
+    assert inspect_amax(tmp_path / "out", weights=False).exit_status == 0
 
 
 def test_what_holds_nothing_is_left_out_where_megatron_loads_without(

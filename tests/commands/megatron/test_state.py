@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.containers.extra_state import decode
+from megtool.checkpoint.facts import object_value
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.inspect import inspect
 from megtool.commands.megatron.extra_states import Site, Spelling, site_of
-from megtool.commands.megatron.facts import object_value
 from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
@@ -161,15 +161,14 @@ def test_extra_states_follow_their_layers_and_experts(
 
 
 def scaling(number: int, gemms: int = 1) -> dict[str, Any]:
-    """What Transformer Engine pickles of delayed scaling, but for the recipe."""
+    """What Transformer Engine pickles of delayed scaling, but for the recipe; no output is used."""
     made = torch.Generator().manual_seed(number)
-    return {
-        "scale_fwd": torch.rand(3 * gemms, generator=made),
-        "amax_history_fwd": torch.rand(4, 3 * gemms, generator=made),
-        "scale_bwd": torch.rand(2 * gemms, generator=made),
-        "amax_history_bwd": torch.rand(4, 2 * gemms, generator=made),
-        "extra_fp8_variables": {"num_gemms": gemms},
-    }
+    out: dict[str, Any] = {}
+    for d, kinds in (("fwd", 3), ("bwd", 2)):
+        scale, history = (torch.rand(*n, kinds, gemms, generator=made) for n in ((), (4,)))
+        scale[-1], history[:, -1] = 1, 0
+        out |= {f"scale_{d}": scale.reshape(-1), f"amax_history_{d}": history.reshape(4, -1)}
+    return out | {"extra_fp8_variables": {"num_gemms": gemms}}
 
 
 @pytest.mark.parametrize("release", [1, 2])
