@@ -93,6 +93,6 @@ FAMILY = Family(
         Row("blk.{l}.ffn_down.bias", "layers.{l}.mlp.down.bias"),
         Row("output_norm.weight", "norm.weight"),
         Row("output.weight", "head.weight", when="not tied_embeddings"),
-        Dropped("rope_freqs.weight", "rotary factors: set rope_scaling in config.json instead"),
+        Dropped("rope_freqs.weight", "rotary factors: rope_scaling in config.json says them"),
     ),
 )

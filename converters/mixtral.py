@@ -8,6 +8,7 @@ from megtool.convert import (
     Assumed,
     Cat,
     Default,
+    Dropped,
     Family,
     Key,
     Only,
@@ -101,5 +102,6 @@ FAMILY = Family(
         *GGUF_EXPERTS,
         Row("output_norm.weight", "norm.weight"),
         Row("output.weight", "head.weight", when="not tied_embeddings"),
+        Dropped("rope_freqs.weight", "rotary factors: rope_scaling in config.json says them"),
     ),
 )

@@ -64,6 +64,6 @@ FAMILY = Family(
         Row("blk.{l}.ffn_down.weight", "layers.{l}.mlp.down.weight"),
         Row("output_norm.weight", "norm.weight"),
         Row("output.weight", "head.weight", when="not tied_embeddings"),
-        Dropped("rope_factors_*.weight", "rotary factors: set rope_scaling in config.json instead"),
+        Dropped("rope_factors_*.weight", "rotary factors: rope_scaling in config.json says them"),
     ),
 )

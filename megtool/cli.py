@@ -16,6 +16,7 @@ import typer
 from megtool import __version__
 from megtool.cli_amax import amax_app
 from megtool.cli_export import _export
+from megtool.cli_finetune import _finetune
 from megtool.cli_lint import _lint
 from megtool.cli_model import _evaluate, _generate
 from megtool.cli_options import (
@@ -55,6 +56,7 @@ from megtool.cli_options import (
     Rename,
     Select,
     Source,
+    Split,
     Strict,
     TeRelease,
     Threads,
@@ -70,7 +72,7 @@ from megtool.cli_options import (
 )
 from megtool.cli_quantize import _quantize
 from megtool.cli_recipe import recipe_app
-from megtool.cli_run import Report, put, run
+from megtool.cli_run import Report, apart, put, run
 from megtool.errors import MegtoolError
 from megtool.log import Progress, say
 
@@ -79,7 +81,7 @@ app = typer.Typer(
     help="Move model checkpoints between formats and parallel layouts, as fast as a file copy, "
     "and run the models in them.",
     epilog="Exit status: 0 ok, 1 unexpected, 2 usage, 3 checkpoint, 4 recipe, 5 mapping, "
-    "6 missing device or package, 7 differences, 130 interrupted.",
+    "6 missing device or package, 7 differences, 8 training stopped, 130 interrupted.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -198,8 +200,7 @@ def _reshard(
 
     Example: megtool reshard ./SmolLM2-135M-Instruct ./out --to torch_dist --tp 3 --pp 2
     """
-    given = {k: v for k, v in locals().items() if v is not None}  # named as `reshard` names them
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.reshard import reshard
@@ -294,9 +295,7 @@ def _tokenize(
             metavar="NAME",
         ),
     ] = None,
-    split: Annotated[
-        str | None, source_option("The split of a data set.", "--split", metavar="NAME")
-    ] = None,
+    split: Split = None,
     append_eos: Annotated[
         bool, output("End each document with the tokenizer's token for it.", "--append-eos")
     ] = False,
@@ -319,8 +318,7 @@ def _tokenize(
 
     Example: megtool tokenize corpus.jsonl ./corpus --tokenizer ./SmolLM2-135M-Instruct --append-eos
     """
-    given = {k: v for k, v in locals().items() if v is not None}  # named as `tokenize` names them
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.tokenize import tokenize
@@ -356,6 +354,7 @@ app.command("generate")(_generate)
 app.command("evaluate")(_evaluate)
 app.command("quantize")(_quantize)
 app.command("export")(_export)
+app.command("finetune")(_finetune)
 app.command("lint")(_lint)
 app.add_typer(recipe_app)
 app.add_typer(amax_app)

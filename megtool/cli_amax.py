@@ -24,7 +24,7 @@ from megtool.cli_options import (
     output,
     place,
 )
-from megtool.cli_run import Report, run
+from megtool.cli_run import Report, apart, run
 from megtool.log import Progress
 
 amax_app = typer.Typer(
@@ -99,25 +99,14 @@ def _fix(
 
     Example: megtool amax fix ./checkpoints/fp8-run ./checkpoints/fp8-fixed
     """
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.amax import fix_amax
 
-        return fix_amax(
-            source,
-            destination,
-            iteration=iteration,
-            family=family,
-            like=like,
-            threads=threads,
-            memory=memory,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            fsync=fsync,
-            progress=progress,
-        )
+        return fix_amax(**given, progress=progress)
 
-    return run(work, as_json=as_json, quiet=quiet, verbose=verbose, resumes=True)
+    return run(work, resumes=True, **manners)
 
 
 @amax_app.command("strip")
@@ -140,25 +129,14 @@ def _strip(
 
     Example: megtool amax strip ./checkpoints/fp8-run ./checkpoints/lean
     """
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.amax import strip_amax
 
-        return strip_amax(
-            source,
-            destination,
-            iteration=iteration,
-            family=family,
-            like=like,
-            threads=threads,
-            memory=memory,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            fsync=fsync,
-            progress=progress,
-        )
+        return strip_amax(**given, progress=progress)
 
-    return run(work, as_json=as_json, quiet=quiet, verbose=verbose, resumes=True)
+    return run(work, resumes=True, **manners)
 
 
 @amax_app.command("derive")

@@ -20,12 +20,12 @@ from megtool.cli_options import (
     Source,
     Threads,
     Verbose,
+    engine_option,
     layout,
-    option,
     output,
     place,
 )
-from megtool.cli_run import Report, run
+from megtool.cli_run import Report, apart, run
 from megtool.log import Progress
 
 Form = Annotated[
@@ -47,15 +47,7 @@ Form = Annotated[
         metavar="FORM",
     ),
 ]
-Target = Annotated[
-    str | None,
-    option(
-        "Output",
-        "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
-        "--target",
-        metavar="ENGINE",
-    ),
-]
+Target = Annotated[str | None, engine_option("Output")]
 Tp = Annotated[int | None, layout("Tensor-parallel ranks, for trtllm-legacy.", "--tp")]
 Pp = Annotated[int | None, layout("Pipeline-parallel ranks, for trtllm-legacy.", "--pp")]
 Kind = Annotated[
@@ -100,8 +92,7 @@ def _export(
 
     Example: megtool export ./SmolLM2-fp8 ./out --to compressed-tensors --target vllm
     """
-    given = {k: v for k, v in locals().items() if v is not None}
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.export import export

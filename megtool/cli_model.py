@@ -21,7 +21,7 @@ from megtool.cli_options import (
     option,
     source_option,
 )
-from megtool.cli_run import Report, put, run
+from megtool.cli_run import Report, apart, put, run
 from megtool.log import Bar, Progress, printable
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ def _generate(
 
     Example: megtool generate ./SmolLM2-135M-Instruct --chat --prompt "What is a checkpoint?"
     """
-    given = {k: v for k, v in locals().items() if v is not None}
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.generate import generate
@@ -243,8 +242,7 @@ def _evaluate(
 
     Example: megtool evaluate ./out --data text.txt --against ./SmolLM2-135M-Instruct
     """
-    given = {k: v for k, v in locals().items() if v is not None}
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work(progress: Progress) -> Report:
         from megtool.commands.evaluate import evaluate

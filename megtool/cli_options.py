@@ -33,6 +33,16 @@ def dangerous(what: str, *flags: str) -> Any:
     return option("Dangerous", what, *flags)
 
 
+def engine_option(panel: str) -> Any:
+    """The engine that has to load what is written."""
+    return option(
+        panel,
+        "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
+        "--target",
+        metavar="ENGINE",
+    )
+
+
 def place(what: str, metavar: str) -> Any:
     """An argument that names a file or a folder."""
     return typer.Argument(help=what, metavar=metavar, show_default=False)
@@ -59,6 +69,12 @@ Verbose = Annotated[bool, output("More messages, and tracebacks.", "--verbose", 
 Threads = Annotated[
     int | None,
     output("Threads; default: one a core, 8 at most.", "--threads", metavar="N", min=1),
+]
+
+Split = Annotated[str | None, source_option("The split of a data set.", "--split", metavar="NAME")]
+GroupSize = Annotated[
+    int | None,
+    option("Recipe", "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
 ]
 
 Select = Annotated[
@@ -162,13 +178,12 @@ AmaxHistory = Annotated[
     ),
 ]
 TeRelease = Annotated[
-    int | None,
+    str | None,
     output(
-        "Write FP8 scaling state for Transformer Engine 1.x or 2.x; default: its own.",
+        "Write FP8 scaling state for a release of Transformer Engine, 2.2 for up to that; "
+        "default: its own.",
         "--te",
-        metavar="1|2",
-        min=1,
-        max=2,
+        metavar="1|2|2.2|2.3",
     ),
 ]
 CoreVersion = Annotated[

@@ -21,6 +21,7 @@ from megtool.cli_options import (
     DryRun,
     Family,
     Fsync,
+    GroupSize,
     Iteration,
     Json,
     Like,
@@ -29,14 +30,16 @@ from megtool.cli_options import (
     Overwrite,
     Quiet,
     Source,
+    Split,
     Threads,
     Verbose,
+    engine_option,
     option,
     output,
     place,
     source_option,
 )
-from megtool.cli_run import Report, run
+from megtool.cli_run import Report, apart, run
 from megtool.log import Progress
 
 _RECIPE, _CALIBRATION, _PROOF = "Recipe", "Calibration", "Proof"
@@ -54,19 +57,7 @@ RecipeName = Annotated[
         metavar="R",
     ),
 ]
-Engine = Annotated[
-    str | None,
-    option(
-        _RECIPE,
-        "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
-        "--target",
-        metavar="ENGINE",
-    ),
-]
-GroupSize = Annotated[
-    int | None,
-    option(_RECIPE, "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
-]
+Engine = Annotated[str | None, engine_option(_RECIPE)]
 Bits = Annotated[
     float | None,
     option(_RECIPE, "Budget of a recipe that chooses formats, in bits a weight.", "--bits", min=1),
@@ -80,7 +71,6 @@ Data = Annotated[
         metavar="FILE",
     ),
 ]
-Split = Annotated[str | None, source_option("The split of a data set.", "--split", metavar="NAME")]
 NumSamples = Annotated[
     int | None,
     option(
@@ -223,8 +213,7 @@ def _quantize(
 
     Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
     """
-    given = {k: v for k, v in locals().items() if v is not None}
-    manners = {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
+    given, manners = apart(locals())
 
     def work_on(progress: Progress) -> Report:
         from megtool.commands.quantize import quantize

@@ -8,12 +8,14 @@ import typer
 
 from megtool.cli_options import (
     Family,
+    GroupSize,
     Iteration,
     Json,
     Like,
     Quiet,
     Source,
     Verbose,
+    engine_option,
     option,
     place,
 )
@@ -75,19 +77,8 @@ def _explain(
             metavar="R",
         ),
     ],
-    target: Annotated[
-        str | None,
-        option(
-            "Recipe",
-            "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
-            "--target",
-            metavar="ENGINE",
-        ),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        option("Recipe", "Group size instead of the recipe's.", "--group-size", metavar="N", min=1),
-    ] = None,
+    target: Annotated[str | None, engine_option("Recipe")] = None,
+    group_size: GroupSize = None,
     iteration: Iteration = None,
     family: Family = None,
     like: Like = None,

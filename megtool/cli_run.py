@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from megtool.errors import MegtoolError, StorageError, UsageError
@@ -22,6 +22,12 @@ class Report(Protocol):
 
     def lines(self) -> Iterator[str]:
         """The report as a person reads it."""
+
+
+def apart(said: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A verb's options that were given, named as its function names them; and those of `run`."""
+    given = {k: v for k, v in said.items() if v is not None}
+    return given, {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
 
 
 def run(

@@ -58,7 +58,6 @@ DTYPES: tuple[DType, ...] = (
 )
 
 _BY_NAME = {d.name: d for d in DTYPES}
-_BY_SAFETENSORS = {d.safetensors: d for d in DTYPES if d.safetensors}
 _BY_STORAGE = {d.storage: d for d in DTYPES if d.storage}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -74,13 +73,6 @@ def dtype(name: str) -> DType:
     if key not in _BY_NAME:
         raise FormatError(f"unknown dtype {name!r}", hint=f"known: {', '.join(_BY_NAME)}")
     return _BY_NAME[key]
-
-
-def from_safetensors(tag: str) -> DType:
-    """The element type a safetensors header calls `tag`."""
-    if tag not in _BY_SAFETENSORS:
-        raise FormatError(f"unknown dtype {tag!r}", hint=f"known: {', '.join(_BY_SAFETENSORS)}")
-    return _BY_SAFETENSORS[tag]
 
 
 def from_storage(name: str) -> DType:

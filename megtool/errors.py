@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -87,6 +88,12 @@ class CalibrationError(MegtoolError):
     exit_status = 4
 
 
+class TrainingError(MegtoolError):
+    """Training cannot go on: a loss or a gradient is no finite number, or its DST is another's."""
+
+    exit_status = 8
+
+
 class MappingError(MegtoolError):
     """Tensors cannot be mapped: unknown family, missing or left-over names, wrong shapes."""
 
@@ -109,3 +116,9 @@ class MissingPackageError(MegtoolError):
 
 class GraphRuleError(MegtoolError):
     """A function does what a captured graph of device work cannot repeat."""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

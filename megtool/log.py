@@ -40,6 +40,7 @@ COUNTED = {
     "calibrate": "tokens",
     "settle": "points",
     "sensitivity": "trials",
+    "train": "tokens",
 }
 """Stages that count no bytes, and what they count."""
 

@@ -37,6 +37,7 @@ OPTIONS = {
         "--rounds",
         "1",
     ],
+    "training_speed.py": ["--tokens", "32", "--steps", "1", "--rounds", "1"],
     "forward_memory.py": ["--gib", "0.5", "--rounds", "1"],
     "calibration_speed.py": [
         "--gib",
@@ -52,6 +53,8 @@ OPTIONS = {
         "--no-peer",
     ],
     "quantize_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "export_speed.py": ["--gib", "0.05", "--rounds", "1"],
+    "save_stall.py": ["--gib", "0.01", "--rounds", "1", "--no-fsync"],
     "packing_speed.py": ["--mib", "2", "--rounds", "1", "--tile", "128"],
     "quantize_quality.py": ["--samples", "2", "--length", "32", "--tokens", "64", "--rounds", "1"],
 }
@@ -132,6 +135,13 @@ def test_quantised_folders_are_smaller_and_memory_is_bounded(measure: Measure) -
     assert [f for f in figures if not 0 < f["least"] == min(f["seconds"]) / min(f["copies"])] == []
 
 
+def test_exports_take_little_memory(measure: Measure) -> None:
+    _, figures = measure("export_speed.py")
+    assert {f["source"] for f in figures} >= {"hf", "fp8", "int4_weight_only", "w4a16_nvfp4"}
+    assert [f for f in figures if f["peak_bytes"] > 256 * MIB] == []
+    assert [f for f in figures if not 0 < f["least"] == min(f["seconds"]) / min(f["copies"])] == []
+
+
 def test_shared_blocks_take_no_new_space(measure: Measure) -> None:
     printed, figures = measure("reflink_speed.py")
     if printed.startswith("skipped: "):
@@ -163,6 +173,15 @@ def test_every_number_format_is_timed(measure: Measure) -> None:
     assert {f["threads"] for f in timed} == {1, 2}
     assert len({f["job"] for f in timed}) == 9
     assert min(f["gbs"] for f in timed) > 0
+
+
+def test_training_steps_of_all_engines_are_timed(measure: Measure) -> None:
+    _, figures = measure("training_speed.py")
+    found = {(f["processes"], f["engine"]): f for f in figures}
+    assert len(found) == len(figures) == 7
+    ours, ddp = found[2, "megtool"], found[2, "torch DDP + fused AdamW"]
+    assert 0.5 <= ours["optimizer_bytes"] / ddp["optimizer_bytes"] < 0.51
+    assert min(f["cpu_seconds"] for f in figures) > 0
 
 
 def test_calibration_is_timed_and_watched(measure: Measure) -> None:

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),
     "export_for_engines.py": (["text", "scratch"], "nothing against it"),
     "export_fp8_trained.py": (["fp8/ranks", "scratch"], "on no data"),
+    "finetune.py": (["text", "tuned", "text.txt"], "4 of 4"),
     "generate_text.py": (["text", "Once"], "--- seed 2"),
     "inspect_checkpoint.py": (["hf"], "family      llama"),
     "quantize_twice.py": (["text", "scratch", "text.txt"], "perplexity"),

@@ -19,7 +19,7 @@ FLOORS = (
     {"commands"},
     {"cli_options", "cli_run"},
     {"cli_model", "cli_recipe", "cli_export", "cli_lint", "cli_amax"},
-    {"cli_quantize"},
+    {"cli_quantize", "cli_finetune"},
     {"cli"},
     {"__main__"},
 )

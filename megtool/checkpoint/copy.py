@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ from megtool.checkpoint.transport.threads import run_in_threads
 from megtool.checkpoint.transport.units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
 from megtool.dtypes import dtype
-from megtool.errors import CheckpointError, DigestError
+from megtool.errors import CheckpointError, DigestError, listed
+from megtool.log import several
 from megtool.tensors.box import numel
 
 
@@ -32,6 +34,8 @@ class CopyReport:
     `num_bytes` counts bytes of the target by operation; of them, `kernel_bytes` never entered this
     process. `verified` units had been finished by an earlier run and were compared with the source;
     `repaired` ones of them differed and were written again. `digests` holds what was digested.
+    `overflowed` counts, by the source's names, the numbers that float16 is too narrow for: they are
+    infinite now.
     """
 
     num_bytes: Mapping[Op, int]
@@ -43,6 +47,19 @@ class CopyReport:
     verified: int
     repaired: int
     messages: list[str] = field(default_factory=list)
+    overflowed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def overflows(self) -> str:
+        """What `overflowed` says in a sentence; "" where nothing did."""
+        if not self.overflowed:
+            return ""
+        total = sum(self.overflowed.values())
+        shown = [f"{name} ({n})" for name, n in self.overflowed.items()]
+        return (
+            f"{several(total, 'number')} of {several(len(shown), 'tensor')} beyond 65504, the "
+            f"largest of float16, became infinite: {listed(shown, 4)}"
+        )
 
 
 class Staging(Protocol):
@@ -138,7 +155,21 @@ def execute(
         num_units=len(todo),
         verified=len(stage.resumed & {number for number, _ in todo}),
         repaired=run.repaired,
+        overflowed=_overflowed(run),
     )
+
+
+def _overflowed(run: Run) -> dict[str, int]:
+    """Numbers that became infinite, by stored tensor; what has several places is counted once."""
+    plan, seen = run.plan, set()
+    out: Counter[str] = Counter()
+    for number, n in sorted(run.overflowed.items()):
+        entry = plan.entries[number]
+        at = entry.source_index, entry.source
+        if at not in seen:
+            seen.add(at)
+            out[plan.source_tensor(entry).name] += n
+    return dict(sorted((out + run.fed_overflowed).items()))
 
 
 def usual_tile_bytes() -> int:

@@ -166,7 +166,7 @@ def read_sidecar(path: Path, *, files: Files | None = None) -> Sidecar | None:
 def parse_sidecar(data: bytes, path: Path) -> Sidecar:
     """The sidecar of these bytes; `path` is where errors say they are from."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=refuse_constant)
         return _sidecar(value)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"the digests are damaged: {e}", file=path, hint=_HINT) from e
@@ -221,5 +221,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse(constant: str) -> None:
+def refuse_constant(constant: str) -> None:
+    """For json: NaN and infinity are no numbers of its format."""
     raise ValueError(f"{constant} is no number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,7 +77,11 @@ class Feed(Protocol):
 
 
 class Taking:
-    """Gives a feed the tensors it reads, in one thread, by buffers that are used again."""
+    """Gives a feed the tensors it reads, in one thread, by buffers that are used again.
+
+    `overflowed` counts, by stored tensor, numbers that a cast on the way made infinite; a feed that
+    casts itself adds its own (`cast` says how many).
+    """
 
     def __init__(
         self,
@@ -90,10 +95,19 @@ class Taking:
         self._locator, self._files, self._opened = locator, files, opened
         self._buffers = buffers
         self.tile_bytes = tile_bytes
+        self.overflowed: Counter[str] = Counter()
 
     def run(self, placement: Placement, dtype: DType) -> Run:
         """A canonical tensor, decoded and cast to `dtype`."""
-        return Run(self._locator, self._files, self._opened, self._buffers, placement, dtype)
+        return Run(
+            self._locator,
+            self._files,
+            self._opened,
+            self._buffers,
+            placement,
+            dtype,
+            self.overflowed,
+        )
 
     def stored(self, placement: Placement) -> Run:
         """A tensor in the type it is stored in: its bits, whatever they mean."""
@@ -111,9 +125,11 @@ class Run:
         buffers: Buffers,
         placement: Placement,
         dtype: DType,
+        overflowed: Counter[str],
     ) -> None:
         catalogue = locator.catalogue
         self._shape, self._dtype, self._buffers = placement.shape, dtype, buffers
+        self._stored, self._overflowed = placement.stored, overflowed
         self._intake = take_in(
             side_of(locator, placement),
             files,
@@ -142,6 +158,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self._intake.close()
+        if self._intake.overflowed:
+            self._overflowed[self._stored] += self._intake.overflowed
 
 
 def side_of(locator: Locator, placement: Placement) -> Side:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 from megtool.commands.reshard_report import ReshardReport
 from megtool.commands.scaling.derive import derive_amax
 from megtool.commands.scaling.inspect import inspect_amax
-from megtool.commands.scaling.rewrite import rewrite
-from megtool.log import Progress, silent
+from megtool.commands.scaling.rewrite import Options, rewrite
 
 __all__ = ["derive_amax", "fix_amax", "inspect_amax", "strip_amax"]
 
 
 def fix_amax(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    memory: str = "128MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
-    progress: Progress = silent,
+    source: str | Path, destination: str | Path, **options: Unpack[Options]
 ) -> ReshardReport:
     """Write `source` to `destination` with FP8 scaling that its weights do not contradict.
 
@@ -40,35 +29,11 @@ def fix_amax(
         UsageError: there is no FP8 state in it.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    return rewrite(
-        Path(source),
-        Path(destination),
-        "rebuild",
-        iteration=iteration,
-        family=family,
-        like=None if like is None else Path(like),
-        threads=threads,
-        memory=memory,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        fsync=fsync,
-        progress=progress,
-    )
+    return rewrite(Path(source), Path(destination), "rebuild", **options)
 
 
 def strip_amax(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    memory: str = "128MiB",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = True,
-    progress: Progress = silent,
+    source: str | Path, destination: str | Path, **options: Unpack[Options]
 ) -> ReshardReport:
     """Write `source` to `destination` without the extra states that hold nothing.
 
@@ -78,17 +43,4 @@ def strip_amax(
         UsageError: there are no extra states in it.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    return rewrite(
-        Path(source),
-        Path(destination),
-        "strip",
-        iteration=iteration,
-        family=family,
-        like=None if like is None else Path(like),
-        threads=threads,
-        memory=memory,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        fsync=fsync,
-        progress=progress,
-    )
+    return rewrite(Path(source), Path(destination), "strip", **options)

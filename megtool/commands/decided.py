@@ -28,8 +28,7 @@ class Decided:
     @property
     def family(self) -> str | None:
         """The model's family, where it has one."""
-        model = self.opened.model
-        return model.family.name if model and model.family else None
+        return self.opened.family_name
 
 
 def decide(

@@ -18,6 +18,7 @@ from typing import Any
 
 from megtool.commands.demo_training import train
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
+from megtool.export.lint.tables import ENGINES
 from megtool.log import format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -155,8 +156,6 @@ _TRAINED: tuple[Job, ...] = (
     ("-> mp_rank files", "trained-tp3-pp2", "trained-ranks", ["--to=megatron"]),
 )
 
-
-ENGINES = ("vllm", "sglang", "trtllm")
 
 _FP8 = ["--recipe=fp8_kv_fp8", "--samples=4", "--length=256"]
 

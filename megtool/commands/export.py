@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
 from megtool.checkpoint.formats.quantised import quantisation
+from megtool.checkpoint.plan import Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.exporting.report import ExportReport
 from megtool.commands.reshard import reshard
 from megtool.errors import UsageError
-from megtool.log import Progress, silent
+from megtool.export.lint.tables import ENGINES
+from megtool.log import Progress, several, silent
 from megtool.quant.recipes.targets import read_target
 
 FORMS: Mapping[str, str] = {
@@ -26,8 +29,6 @@ FORMS: Mapping[str, str] = {
     "gguf": "one file for llama.cpp",
 }
 """What `to` may be."""
-
-ENGINES = ("vllm", "sglang", "trtllm")
 
 
 def export(
@@ -55,7 +56,7 @@ def export(
     """Write the checkpoint `source`, quantised or not, in any format and layout, as `to` (`FORMS`).
 
     `target` is an engine, or one with its version (`vllm@0.16.0`): what it cannot load is refused
-    before a byte is written. Codes and scales of quantised weights go over as they are where the
+    before a byte is staged. Codes and scales of quantised weights go over as they are where the
     form has a place for them; they are packed anew where it packs otherwise, and brought to common
     scales where it has one for several weights. `tp` and `pp` are ranks of `trtllm-legacy`, `kind`
     is the number format of `gguf`, `dtype` that of weights that are not quantised (`hf`,
@@ -87,10 +88,16 @@ def export(
         from megtool.commands.exporting.gguf import export_gguf
 
         return export_gguf(source, destination, kind=kind or "bf16", **known, **common)
-    packed = _packed(Path(source))
-    if to == "hf" or not packed:
+    catalogue = _quantised(Path(source))
+    if to == "hf" or catalogue is None:
         shards = {"dtype": dtype, "max_shard_size": max_shard_size}
-        return _plain(source, destination, to, engine, packed=packed, **shards, **known, **common)
+        return _plain(source, destination, to, engine, catalogue, **shards, **known, **common)
+    for flag, value in {"--dtype": dtype, "--iteration": iteration, "--like": like}.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag} means nothing for --to {to} of a quantised folder",
+                hint="its tensors keep their types, and its config.json stays; --to hf decodes it",
+            )
     from megtool.commands.exporting.folder import export_folder
 
     return export_folder(
@@ -98,6 +105,7 @@ def export(
         destination,
         to=to,
         target=engine or None,
+        family=family,
         max_shard_size=max_shard_size,
         **common,
     )
@@ -137,12 +145,13 @@ def _check_options(
             )
 
 
-def _packed(source: Path) -> int:
-    """Quantised weights of a Hugging Face folder; files of other formats hold plain ones."""
+def _quantised(source: Path) -> Catalogue | None:
+    """A Hugging Face folder that says it is quantised, be it the KV cache alone; None for others:
+    files of other formats hold plain weights."""
     if "hf" not in detect_format(source).names:
-        return 0
+        return None
     catalogue = open_checkpoint(source)
-    return len(catalogue.packed) if quantisation(catalogue.metadata) is not None else 0
+    return None if quantisation(catalogue.metadata) is None else catalogue
 
 
 def _plain(
@@ -150,19 +159,30 @@ def _plain(
     destination: str | Path,
     to: str,
     engine: str,
-    *,
-    packed: int,
+    quantised: Catalogue | None,
     **more: Any,
 ) -> ExportReport:
     """A plain Hugging Face folder, whatever the source is."""
+    from megtool.commands.exporting.rules import check_plan, wrong_scales
+
     if to == "compressed-tensors":
         raise UsageError(
             f"{source} is not quantised: compressed-tensors would hold nothing but plain weights",
             hint="megtool quantize does that first; --to hf writes it plain",
         )
-    more = {k: v for k, v in more.items() if v is not None}
-    found = reshard(source, destination, to="hf", optimizer="none", **more)
-    notes = []
+    notes: list[str] = []
+    wrong: list[str] = []
+    if quantised is not None:
+        wrong += wrong_scales(quantised.root)
+        if quantised.set_aside:
+            count = several(len(quantised.set_aside), "scale")
+            notes.append(f"{count} of inputs and of the KV cache are left out: all is plain")
+
+    def check(plan: Plan) -> None:
+        notes.extend(check_plan(plan, Path(destination), engine))
+
+    more["check"] = check if engine else None
+    found = reshard(source, destination, to="hf", optimizer="none", **_said(more))
     if to != "hf":
         notes.append("its weights are plain: megtool quantize --recipe makes them smaller")
     if found.left_out:
@@ -177,11 +197,17 @@ def _plain(
         tensors=found.tensors,
         num_bytes=found.num_bytes,
         source_bytes=found.plan.read_bytes,
-        decoded=packed,
+        decoded=len(quantised.packed) if quantised is not None else 0,
         files=tuple(str(f.relative_to(place)) for f in there),
         notes=tuple(notes),
-        warnings=found.warnings,
+        overflowed=found.overflowed,
+        warnings=(*wrong, *found.warnings),
         is_dry=found.dry_run,
         seconds=found.seconds,
         peak_rss_bytes=found.peak_rss_bytes,
     )
+
+
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not None."""
+    return {k: v for k, v in options.items() if v is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from megtool import __version__
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.copy import CopyReport, execute
+from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import (
     SIDECAR,
     DigestMode,
@@ -32,6 +31,7 @@ from megtool.commands.average import Average, dropped_optimizers, sources_of
 from megtool.commands.megatron.optimizer import NONE
 from megtool.commands.opened import Opened
 from megtool.commands.reshard_report import ReshardReport
+from megtool.commands.staged import write_staged
 from megtool.commands.target import Request, Target, make_target
 from megtool.errors import CoverageError
 from megtool.log import Progress
@@ -39,8 +39,6 @@ from megtool.tensors.relation import Placement
 
 if TYPE_CHECKING:
     from megtool.quant.writing.given import Given
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +104,7 @@ def plan_job(
     copies |= {n: held for n, held in opened.repeats.items() if n in target.side.placements}
     plan = build(
         [
-            Source(catalogue=opened.catalogue, placements=_used(opened, target)),
+            Source(catalogue=opened.catalogue, placements=placements_read(opened, target)),
             *sources_of(opened, others),
         ],
         target.destination,
@@ -170,12 +168,7 @@ def carry_out(
     if manner.dry_run:
         stage.check()
         return _report(job, summary, dry_run=True)
-    try:
-        written = _write(job, stage, manner, progress)
-    except BaseException:
-        if stage.describe_resume() in stage.messages:  # something was kept
-            _LOG.warning("%s", stage.describe_resume())
-        raise
+    written = _write(job, stage, manner, progress)
     return _report(
         job,
         summary,
@@ -187,31 +180,29 @@ def carry_out(
     )
 
 
-def _write(job: Job, stage: Stage, manner: Manner, progress: Progress) -> dict[str, int]:
+def _write(job: Job, stage: Stage, manner: Manner, progress: Progress) -> dict[str, Any]:
     """Carry out the plan and commit it; what the report says of that."""
     opened, target, plan = job.opened, job.target, job.plan
-    total = plan.target.catalogue.num_bytes
-    with stage:
-        for message in stage.messages:
-            _LOG.info("%s", message)
-        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
-        progress("reshard", 0, total)
-        copied = execute(
-            plan,
-            stage,
-            files=stage.files,
-            threads=manner.threads,
-            memory_bytes=manner.memory_bytes,
-            digest=manner.digest,
-            progress=lambda n: progress("reshard", n, total),
-            expected=expected_digests(opened),
-        )
+    written: list[Sidecar] = []
+
+    def finish(copied: CopyReport) -> None:
         if target.finish is not None:
             target.finish(stage, manner.threads)
-        sidecar = sidecar_of(opened, target, plan, copied)
-        if sidecar.tensors:
-            stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
-        stage.commit(fsync=manner.fsync, threads=manner.threads)
+        written.append(write_digests(opened, target, plan, copied, stage))
+
+    copied = write_staged(
+        plan,
+        stage,
+        what="reshard",
+        threads=manner.threads,
+        memory_bytes=manner.memory_bytes,
+        digest=manner.digest,
+        fsync=manner.fsync,
+        progress=progress,
+        expected=expected_digests(opened),
+        finish=finish,
+    )
+    (sidecar,) = written
     complete = [n for n in copied.digests.complete() if n not in target.copies]
     digested = 0 if target.is_file else len(complete)
     return {
@@ -222,6 +213,7 @@ def _write(job: Job, stage: Stage, manner: Manner, progress: Progress) -> dict[s
         "inherited": len(sidecar.tensors) - digested,
         "unverified": len(target.side.placements) - len(target.copies) - len(sidecar.tensors),
         "peak_buffer_bytes": copied.peak_buffer_bytes,
+        "overflowed": dict(copied.overflowed),
     }
 
 
@@ -229,13 +221,12 @@ def _report(job: Job, summary: PlanSummary, **facts: Any) -> ReshardReport:
     opened, target, plan = job.opened, job.target, job.plan
     parallel = target.parallel
     layout = {k: getattr(parallel, k) for k in _AXES} if parallel else {}
-    found = opened.model.family if opened.model else None
     return ReshardReport(
         source=str(opened.path),
         destination=str(job.destination),
         source_format=opened.catalogue.format,
         target_format=target.format,
-        family=found.name if found else None,
+        family=opened.family_name,
         layout=layout,
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
@@ -267,7 +258,7 @@ def places_of(opened: Opened) -> list[Path]:
     return [opened.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
 
 
-def _used(opened: Opened, target: Target) -> Mapping[str, Placement]:
+def placements_read(opened: Opened, target: Target) -> Mapping[str, Placement]:
     """The source's placements that the target asks for, under the one name they are read by."""
     wanted = {opened.repeats.get(n, n) for n in target.side.placements}
     return {n: p for n, p in opened.side.placements.items() if n in wanted}
@@ -290,7 +281,17 @@ def _known(opened: Opened) -> dict[str, TensorDigest]:
     return out
 
 
-def sidecar_of(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
+def write_digests(
+    opened: Opened, target: Target, plan: Plan, copied: CopyReport, stage: Stage
+) -> Sidecar:
+    """Put the digests of what was written beside it, if there are any, and return them."""
+    sidecar = _sidecar_of(opened, target, plan, copied)
+    if sidecar.tensors:
+        stage.write(str(Path(target.sidecar_folder) / SIDECAR), write_sidecar(sidecar))
+    return sidecar
+
+
+def _sidecar_of(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
     """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
     known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}
@@ -306,11 +307,10 @@ def sidecar_of(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -
         if crc is not None:
             kind = plan.target_tensor(entry).dtype
             tensors[entry.canonical] = TensorDigest(crc32c=crc, dtype=kind, shape=shape)
-    found = opened.model.family if opened.model and opened.is_canonical else None
     return Sidecar(
         names="canonical" if opened.is_canonical else "stored",
         tool=f"megtool {__version__}",
-        family=found.name if found else None,
+        family=opened.family_name if opened.is_canonical else None,
         tensors=tensors,
     )
 

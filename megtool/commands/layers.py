@@ -43,7 +43,7 @@ def select_layers(opened: Opened, text: str) -> Opened:
             hint="--family NAME and --like HF_FOLDER supply them",
         )
     layers = parse_layers(text, model.config.num_layers)
-    config = of_layers(model.config, layers, model.family)
+    config = of_layers(model.config, layers)
     side = opened.side
     new = renumbered(side.canonical, layers)
     first: dict[str, str] = {}

@@ -14,8 +14,9 @@ from megtool.export.lint.all_rules import RULES
 from megtool.export.lint.rules import LintFinding, View, apply
 from megtool.export.lint.subject import read_subject
 from megtool.export.lint.tables import ENGINES
+from megtool.log import several
 from megtool.quant.proofs.folder import open_folder
-from megtool.quant.recipes.targets import read_target
+from megtool.quant.recipes.targets import Target, read_target
 
 _SHOWN = 3
 """Findings of a rule that are shown before the rest is counted."""
@@ -67,7 +68,7 @@ class LintReport:
         for target in self.targets:
             mine = self.of(target)
             errors = sum(f.severity == "error" for f in mine)
-            told = f"{_several(errors, 'error')}, {_several(len(mine) - errors, 'warning')}"
+            told = f"{several(errors, 'error')}, {several(len(mine) - errors, 'warning')}"
             yield f"  {target:<14}{told if mine else 'nothing against it'}"
             yield from _by_rule(mine)
 
@@ -88,8 +89,18 @@ def _by_rule(findings: Sequence[LintFinding]) -> Iterator[str]:
             yield f"            {f.hint}; see {f.source}"
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _newer(target: Target) -> LintFinding:
+    """What is said of a release that no rule was read for."""
+    return LintFinding(
+        rule="version",
+        severity="warning",
+        target=target.name,
+        module=target.engine,
+        message=target.unknown,
+        meaning="what it changed is not known here",
+        hint="try the folder with the engine itself",
+        source=target.newest_source,
+    )
 
 
 def lint(
@@ -126,6 +137,8 @@ def lint(
             view = View(target=one, tp=tp or 1)
             held |= {rule.id for rule in RULES if rule.holds(subject, view)}
             findings |= dict.fromkeys(apply(RULES, subject, view))
+            if one.unknown:
+                findings[_newer(one)] = None
     formats = Counter(one.algo for one in subject.linear)
     return LintReport(
         path=str(path),

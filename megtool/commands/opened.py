@@ -11,10 +11,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.digest import SIDECAR, Sidecar, read_sidecar
+from megtool.checkpoint.facts import args_of
 from megtool.checkpoint.formats import WITH_HF_FOLDER, open_checkpoint
-from megtool.commands.megatron.facts import args_of
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
 from megtool.commands.megatron.foreign_config import foreign_args
 from megtool.commands.megatron.masters import check_masters
 from megtool.commands.megatron.model_space import in_model_space
@@ -22,7 +27,7 @@ from megtool.config import ModelConfig
 from megtool.convert.classic_names import core_args
 from megtool.convert.dialects import Side, detect_dialect, is_optimizer_state, read_side
 from megtool.convert.families import Family, detect_family, family
-from megtool.convert.gguf import config_from_gguf
+from megtool.convert.gguf import config_from_gguf, factors_read
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.megatron_args import config_from_args
 from megtool.errors import (
@@ -32,6 +37,8 @@ from megtool.errors import (
     UnknownTensorsError,
     UsageError,
 )
+from megtool.packing.floats import single
+from megtool.tensors.relation import Placement
 
 _LOG = logging.getLogger(__name__)
 _CARRIED = "hf/"
@@ -81,6 +88,15 @@ class Opened:
         """Tensors are known by canonical names, not by their own."""
         return self.side.dialect != "identity"
 
+    @property
+    def family_name(self) -> str | None:
+        """The model's family, where it has one."""
+        return self.model.family.name if self.model and self.model.family else None
+
+    def placement_of(self, name: str) -> Placement:
+        """Where a canonical tensor is read from; one that repeats another has no place itself."""
+        return self.side.placements[self.repeats.get(name, name)]
+
     def attachments(self) -> dict[str, Path]:
         """Small files of the model's Hugging Face folder, by their path inside it."""
         if self.like is not None:
@@ -88,6 +104,16 @@ class Opened:
         found = self.catalogue.attachments
         carried = {n.removeprefix(_CARRIED): p for n, p in found.items() if n.startswith(_CARRIED)}
         return carried if self.catalogue.format in WITH_HF_FOLDER else dict(found)
+
+
+def unknown_model(opened: Opened, needs: str) -> MappingError:
+    """What to raise where a model has to be known and is not; `needs` says what for."""
+    reason = opened.reason
+    return MappingError(
+        f"{needs}: {reason.message if reason else 'nothing says which it is'}",
+        file=opened.path,
+        hint=(reason.hint if reason else None) or "--family NAME and --like HF_FOLDER supply it",
+    )
 
 
 def open_model(
@@ -251,7 +277,9 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
     if "gguf" in catalogue.metadata:
         facts = catalogue.metadata["gguf"]
         chosen = named or detect_family(facts)
-        return Model(family=chosen, config=config_from_gguf(facts, chosen, catalogue.tensors))
+        factors = _values(catalogue, factors_read(facts, catalogue.tensors))
+        made = config_from_gguf(facts, chosen, catalogue.tensors, factors)
+        return Model(family=chosen, config=made)
     args = catalogue.metadata.get("args")
     if not isinstance(args, dict) and (foreign := foreign_args(catalogue)) is not None:
         args = catalogue.metadata["args"] = foreign
@@ -263,6 +291,15 @@ def _described(catalogue: Catalogue, family_name: str | None, like: Path | None)
             config, assumed = named.completed(config)
         return Model(family=named, config=config, assumed=assumed)
     return None
+
+
+def _values(catalogue: Catalogue, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+    """The elements of small tensors."""
+    if not names:
+        return {}
+    with Reader(catalogue, Files()) as reader:
+        views = {n: reader.stored(n) for n in names}
+        return {n: single(v.read(), v.dtype.name) for n, v in views.items()}
 
 
 def _check_vocabulary(catalogue: Catalogue, config: ModelConfig) -> None:

@@ -202,7 +202,7 @@ def _report(
             )
             for i, rule in enumerate(recipe.rules)
         ),
-        modules=tuple(fold_decisions(decisions, recipe)),
+        modules=tuple(fold_decisions(decisions)),
         formats=tuple(
             FormatLine(
                 format=label,

@@ -10,7 +10,6 @@ from typing import Any
 from megtool.commands.tree import columns, count, fold_names, shown
 from megtool.log import format_bytes
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.recipe import Recipe
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_NOTES = 8
@@ -166,7 +165,7 @@ class ExplainReport:
             )
 
 
-def fold_decisions(decisions: Iterable[Decision], recipe: Recipe) -> Iterator[ModuleLine]:
+def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
     """Decisions that differ in numbers alone as one line, in order of first appearance."""
     groups: dict[tuple[object, ...], list[Decision]] = {}
     for d in decisions:

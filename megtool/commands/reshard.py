@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.plan import Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.job import Manner, carry_out, plan_job
 from megtool.commands.megatron.amax import wish_of
@@ -50,7 +51,7 @@ def reshard(
     weights: str | None = None,
     prove_all: bool = False,
     amax: str = "keep",
-    te: int | None = None,
+    te: int | float | str | None = None,
     amax_history: int | None = None,
     core_version: str | None = None,
     bridge: bool = False,
@@ -70,6 +71,7 @@ def reshard(
     dry_run: bool = False,
     fsync: bool = True,
     iteration: str | None = None,
+    check: Callable[[Plan], object] | None = None,
     progress: Progress = silent,
     files: Files | None = None,
 ) -> ReshardReport:
@@ -86,10 +88,12 @@ def reshard(
     mean of their weights and the source's, in proportions `weights` (`0.5,0.3,0.2`, the source's
     first), computed in float32 and rounded once; nobody's optimizer state is.
     FP8's delayed scaling state is merged over ranks and kept (`amax` `keep`), rebuilt where the
-    weights contradict it (`rebuild`), or left out where it holds nothing (`strip`); `te` 1 or 2 is
-    the release of Transformer Engine to write for, `amax_history` the steps of histories.
+    weights contradict it (`rebuild`), or left out where it holds nothing (`strip`); `te` is
+    the release of Transformer Engine to write for: 1, 2, or 2.2 and 2.3, between which it changed
+    how it lays out those of grouped experts. `amax_history` is the steps of histories.
     `max_shard_size` is for `hf` (5GB unless given), `zarr` and `tensorstore` (1GiB); `compress`
-    (`zstd`, `blosc`) for the latter two.
+    (`zstd`, `blosc`) for the latter two. `check` is called with the plan before anything is staged;
+    what it raises is raised.
     A run that was interrupted resumes when it is called again with the same arguments.
 
     Raises:
@@ -139,6 +143,8 @@ def reshard(
         fsync=fsync,
     )
     job = plan_job(opened, chosen.open_others(opened), request, manner)
+    if check is not None:
+        check(job.plan)
     return carry_out(job, manner, files or Files(), progress, began=began)
 
 

@@ -11,6 +11,7 @@ from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.summary import PlanSummary
 from megtool.commands.account import OBJECTS, Account
 from megtool.commands.megatron.amax_report import AmaxReport
+from megtool.errors import listed
 from megtool.log import format_bytes
 
 
@@ -22,7 +23,8 @@ class ReshardReport:
     --optimizer none, --optimizer-only). `shares` are the checkpoints averaged.
     `digested` tensors have a digest of the bytes written, `inherited` ones the source's own,
     `unverified` ones none. `peak_rss_bytes` is this process's largest resident set so far,
-    libraries and mapped files included. `amax` is what became of FP8's delayed scaling state.
+    libraries and mapped files included. `overflowed` counts, by the source's tensors, numbers too
+    large for float16, which are infinite now. `amax` is what became of FP8's delayed scaling state.
     """
 
     source: str
@@ -48,6 +50,7 @@ class ReshardReport:
     unverified: int = 0
     peak_buffer_bytes: int = 0
     peak_rss_bytes: int = 0
+    overflowed: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = field(default_factory=tuple)
 
     @property
@@ -101,8 +104,7 @@ class ReshardReport:
         for drop in self.dropped:
             reasons.setdefault(drop.reason, []).append(drop.name)
         for reason, names in reasons.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"  {'dropped':<12}{names[0]}{more}: {reason}"
+            yield f"  {'dropped':<12}{listed(names, 1)}: {reason}"
 
     def _done(self) -> Iterator[str]:
         rate = format_bytes(self.num_bytes / self.seconds) if self.seconds else "-"

@@ -83,8 +83,7 @@ class Runnable:
     @property
     def family(self) -> str | None:
         """The model's family, where it has one."""
-        model = self.opened.model
-        return model.family.name if model and model.family else None
+        return self.opened.family_name
 
     @property
     def format(self) -> str:
@@ -160,8 +159,10 @@ def runnable_of(opened: Opened) -> Runnable:
 
 
 @contextmanager
-def on_ranks(manner: Manner) -> Iterator[Groups]:
+def on_ranks(manner: Manner, layout: ParallelConfig | None = None) -> Iterator[Groups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
+
+    `layout` stands for the manner's own, where it has axes that the manner has not.
 
     Raises:
         LayoutError: there are too few processes, or too many.
@@ -174,9 +175,10 @@ def on_ranks(manner: Manner) -> Iterator[Groups]:
     from megtool.kernels.choice import use
     from megtool.parallel.groups import Groups
 
-    layout = manner.layout
+    layout = manner.layout if layout is None else layout
     if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        said = " ".join(f"--{a} {n}" for a in ("tp", "pp", "ep") if (n := getattr(layout, a)) > 1)
+        axes = ("tp", "pp", "ep", "dp")
+        said = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
         raise LayoutError(
             f"{said} needs {layout.world_size} processes, and this is one",
             hint=f"torchrun --nproc-per-node {layout.world_size} -m megtool VERB ...",

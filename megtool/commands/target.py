@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.facts import args_of, divisible_by
 from megtool.checkpoint.formats import ARRAYS, CUT_BY_RANKS, named
+from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.checkpoint.plan import Dropped
 from megtool.commands.copies import no_copies
 from megtool.commands.lay_out import arrays, hugging_face, legacy, torch_dist
 from megtool.commands.lay_out.target import Request, Target, fill_of
 from megtool.commands.megatron.amax_report import AmaxWish
-from megtool.commands.megatron.facts import args_of
-from megtool.commands.megatron.groups import BY_DP, FULLY
 from megtool.commands.megatron.masters import check_masters
 from megtool.commands.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
-from megtool.commands.megatron.state import divisible_by
 from megtool.commands.names import renamed
-from megtool.commands.opened import Opened
+from megtool.commands.opened import Opened, unknown_model
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import (
     STATE_FIRST,
@@ -35,7 +34,7 @@ from megtool.convert.megatron_args import megatron_limits
 from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import LayoutError, MappingError, UnknownFamilyError, UsageError
+from megtool.errors import LayoutError, UnknownFamilyError, UsageError
 
 __all__ = ["Request", "Target", "choose_format", "make_target"]
 
@@ -194,13 +193,7 @@ def _dialect(source: Opened, kind: str) -> str:
     reason = source.reason
     if reason is not None and not isinstance(reason, UnknownFamilyError):
         raise reason
-    raise MappingError(
-        f"writing {kind!r} needs the model's family: "
-        + (reason.message if reason else "nothing says which it is"),
-        file=source.path,
-        hint=(reason.hint if reason and reason.hint else None)
-        or "--family NAME and --like HF_FOLDER supply it",
-    )
+    raise unknown_model(source, f"writing {kind!r} needs the model's family")
 
 
 def _is_megatron(source: Opened) -> bool:

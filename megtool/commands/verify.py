@@ -22,7 +22,7 @@ from megtool.commands.findings import Difference, Kind, VerifyReport
 from megtool.commands.kept import Kept
 from megtool.commands.match import Choice, open_both, open_one
 from megtool.commands.opened import Opened
-from megtool.commands.verify_metadata import check_words
+from megtool.commands.verify_metadata import check_configs, check_words
 from megtool.commands.verify_quantised import QuantisedPair, packings_differ
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, Model
@@ -92,7 +92,9 @@ def verify(
             pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found, apart))
         for o in opened:
             found.take(*check_words(o))
-        tasks = [_Task(pairs, halves[0], halves[-1], lambda d: found.values(pairs, halves, d))]
+        if b is not None and any(o.catalogue.packed for o in opened):
+            found.take(list(check_configs(opened[0], opened[1])), ())
+        tasks = [_Task(pairs, halves[0], halves[-1], lambda d: found.values(pairs, d))]
         for side in range(len(opened)):
             tasks += _asides(opened[side], kept[side], readers[side], found, stack)
         total = sum(task.num_bytes for task in tasks) + 4 * (near.num_elements if near else 0)
@@ -167,7 +169,7 @@ class _Found:
         if not unsound:
             self.notes.append("every file is what integrity.json says")
 
-    def values(self, pairs: Sequence[Pair], halves: Sequence[Half], deltas: Deltas) -> None:
+    def values(self, pairs: Sequence[Pair], deltas: Deltas) -> None:
         """Take in the tensors that differ, in the order of the pairs."""
         for pair in pairs:
             delta = deltas.get(pair.name)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from megtool.checkpoint.formats.quantised import quantisation
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.findings import Difference
 from megtool.commands.opened import Opened
+from megtool.export.lint.schemes import group_of
 from megtool.quant.proofs.closeness import (
     Closeness,
     Norm,
@@ -32,6 +34,20 @@ def _packing(opened: Opened, name: str) -> str:
     place = opened.side.placements.get(name)
     stored = opened.catalogue[place.stored] if place is not None else None
     return (stored.packing or "") if stored is not None else ""
+
+
+def _numbers(opened: Opened, name: str) -> str:
+    """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
+    byte each where inputs have codes too (W4A8), and they are no closer for that."""
+    packing = _packing(opened, name)
+    said = quantisation(opened.catalogue.metadata) or {}
+    if not packing.startswith("int8") or not isinstance(said.get("config_groups"), dict):
+        return packing
+    stored = opened.side.placements[name].stored
+    weights = (group_of(said, stored.rpartition(".")[0]) or {}).get("weights")
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    few = isinstance(bits, int) and bits <= 4
+    return packing.replace(packing.partition(":")[0], "int4", 1) if few else packing
 
 
 @dataclass(slots=True)
@@ -127,7 +143,7 @@ class QuantisedPair:
             row = closeness(
                 w.name,
                 w.written.stored,
-                (_packing(self.a, w.name), _packing(self.b, w.name)),
+                (_numbers(self.a, w.name), _numbers(self.b, w.name)),
                 sums[w.name],
                 sqnr=self.sqnr,
                 scaled=w.gammas is not None,
@@ -144,6 +160,12 @@ class QuantisedPair:
     def _not_close(self, row: Closeness) -> None:
         if row.num_nan:
             text = f"{row.num_nan:,} elements are no finite numbers"
+        elif row.sqnr_db >= row.least_db and row.most_row_error is not None:
+            text = (
+                f"row {row.lost_row} is off by {row.lost_row_error:.0%} of its size, and "
+                f"{row.packing} by {row.most_row_error:.0%} at most (the whole is close: "
+                f"{row.sqnr_db:.1f} dB)"
+            )
         else:
             text = (
                 f"{row.sqnr_db:.1f} dB of signal over noise (cosine {row.cosine:.4f}), and "

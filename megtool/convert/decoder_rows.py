@@ -69,6 +69,6 @@ GGUF_DECODER: Table = (
     Row("blk.{l}.ffn_down.weight", _OURS + "mlp.down.weight"),
     Row("output_norm.weight", "norm.weight"),
     Row("output.weight", "head.weight", when="not tied_embeddings"),
-    Dropped("rope_freqs.weight", "rotary factors: set rope_scaling in config.json instead"),
-    Dropped("rope_factors_*.weight", "rotary factors: set rope_scaling in config.json instead"),
+    Dropped("rope_freqs.weight", "rotary factors: rope_scaling in config.json says them"),
+    Dropped("rope_factors_*.weight", "rotary factors: rope_scaling in config.json says them"),
 )

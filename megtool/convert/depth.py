@@ -69,7 +69,7 @@ def _moved(name: str, layer: int) -> str:
     return _LAYER.sub(rf"\g<1>layers.{layer}\g<3>", name)
 
 
-def of_layers(config: ModelConfig, layers: Sequence[int], family: Family | None) -> ModelConfig:
+def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
     """The configuration of a model of these layers: their number, and all that is said by layer.
 
     Raises:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megtool.config import ModelConfig
 from megtool.convert.families import Family
+from megtool.convert.gguf_rope import (
+    LLAMA3,
+    LONG,
+    SHORT,
+    TENSORS,
+    Floats,
+    llama3_scaling,
+    longrope_scaling,
+)
 from megtool.errors import MappingError
 from megtool.tensors.sharded import GlobalTensor
 
@@ -25,16 +34,21 @@ _TOKEN_IDS = {
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any], family: Family, tensors: Sequence[GlobalTensor] = ()
+    metadata: Mapping[str, Any],
+    family: Family,
+    tensors: Sequence[GlobalTensor] = (),
+    factors: Mapping[str, Floats] | None = None,
 ) -> ModelConfig:
     """The configuration a GGUF file's key-value metadata holds.
 
     `tensors` settle what metadata may leave out: the vocabulary's size, and whether embeddings
-    are tied (no output matrix). `extra` holds token ids as config.json calls them, so that the
+    are tied (no output matrix). `factors` are the values of those that scale rotary embedding
+    (`factors_read`). `extra` holds token ids as config.json calls them, so that the
     family's `write_config` makes a complete one.
 
     Raises:
-        MappingError: a key is missing.
+        MappingError: a key is missing, or rotary embedding is scaled by factors that no
+            configuration says.
     """
     arch = metadata.get("general.architecture")
     shapes = {t.name: t.shape for t in tensors}
@@ -67,6 +81,8 @@ def config_from_gguf(
         "tied_embeddings": bool(tensors) and "output.weight" not in shapes,
         "rope_scaling": _scaling(metadata, f"{arch}.rope.scaling."),
     }
+    if names := factors_read(metadata, tensors):
+        values["rope_scaling"] = _by_factors(names, factors or {}, values, get)
     if experts := int(get("expert_count", 0)):
         values |= {
             "num_experts": experts,
@@ -80,6 +96,42 @@ def config_from_gguf(
         }
     ids = {to: int(metadata[key]) for key, to in _TOKEN_IDS.items() if key in metadata}
     return ModelConfig(**{**family.traits, **values}, extra=ids)
+
+
+def factors_read(metadata: Mapping[str, Any], tensors: Sequence[GlobalTensor]) -> tuple[str, ...]:
+    """Tensors of rotary factors whose values the configuration depends on."""
+    if metadata.get(ROPE_SCALING) is not None:
+        return ()
+    return tuple(t.name for t in tensors if t.name in TENSORS)
+
+
+def _by_factors(
+    names: Sequence[str],
+    factors: Mapping[str, Floats],
+    values: Mapping[str, Any],
+    get: Callable[[str, Any], Any],
+) -> dict[str, Any] | None:
+    """The scaling that the tensors `names` stand for.
+
+    Raises:
+        MappingError: none does, or not all is there.
+    """
+    if not all(n in factors for n in names) or (LLAMA3 not in names and len(names) < 2):
+        raise MappingError(
+            f"rotary embedding is scaled by factors, {', '.join(names)}, which are not known",
+            hint="--like HF_FOLDER takes rope_scaling from its config.json",
+        )
+    if LLAMA3 in names:
+        return llama3_scaling(factors[LLAMA3], values["rope_base"])
+    temperature = get("rope.scaling.attn_factor", 0.0)
+    most = values["max_positions"]
+    return longrope_scaling(
+        factors[LONG],
+        factors[SHORT],
+        length=int(get("rope.scaling.original_context_length", most)),
+        most=most,
+        temperature=temperature or None,
+    )
 
 
 def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:

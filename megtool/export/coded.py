@@ -53,9 +53,10 @@ class CodedFolder:
 
     `caches` are stored scales of keys and of values by the name of the attention they belong to
     (`model.layers.0.self_attn` -> names of both tensors), and `kv_algo` what they are scales of.
-    `kept` are the linear modules that are not quantised, `notes` what of the
-    source a format of ours cannot say, for people. `form` is `modelopt`,
-    `compressed-tensors`, `fp8` (DeepSeek) or `mxfp4` (gpt-oss).
+    `cache_biases` are what keys and values are shifted by first. `kept` are the linear modules that
+    are not quantised, `carried` those that are, and are not among `modules` because nothing of them
+    changes. `notes` say what becomes otherwise, for people. `form` is `modelopt`,
+    `compressed-tensors` or `fp8` (DeepSeek, and others of its method).
     """
 
     catalogue: Catalogue
@@ -65,3 +66,17 @@ class CodedFolder:
     kv_algo: str | None = None
     kept: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    cache_biases: tuple[str, ...] = ()
+
+    @property
+    def has_untied_head(self) -> bool:
+        """Its output layer is quantised, and the config has it for the embedding once more."""
+        names = [*(m.name for m in self.modules), *self.carried]
+        config = self.catalogue.metadata.get("config")
+        config = config if isinstance(config, dict) else {}
+        text = config.get("text_config")
+        tied = config.get("tie_word_embeddings") or (
+            isinstance(text, dict) and text.get("tie_word_embeddings")
+        )
+        return bool(tied) and any(n.rpartition(".")[2] == "lm_head" for n in names)

@@ -27,7 +27,7 @@ from megtool.packing.layout import Style
 from megtool.packing.parts import Part, trimmed
 from megtool.packing.scales import RULES
 from megtool.quant.writing.given import bits_of, hash_of
-from megtool.quant.writing.stored import in_dtype
+from megtool.quant.writing.stored import in_dtype, stored_type
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -221,7 +221,7 @@ class Moved:
         lo, _ = self._source(first, end)
         size = stop[0] - at[0], stop[1] - at[1]
         found = expanded(windows[part.role], have, lo, part, at, size)
-        if _bits(have.dtype) == _bits(tensor.dtype.name):
+        if stored_type(have.dtype) == stored_type(tensor.dtype.name):
             return found
         return stored_as(single(found, have.dtype), part, tensor).reshape(found.shape)
 
@@ -306,8 +306,3 @@ class Moved:
 def factors(packing: str) -> tuple[str, ...]:
     """Roles of scales that elements of a packing are divided by."""
     return (SCALE, SCALE_2, DIVISOR) if packing.startswith("nvfp4") else (SCALE,)
-
-
-def _bits(dtype: str) -> str:
-    """Powers of two are bytes to the loaders of MX formats."""
-    return "uint8" if dtype == "float8_e8m0fnu" else dtype

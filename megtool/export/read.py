@@ -14,9 +14,11 @@ from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.errors import FormatError
 from megtool.export.coded import Coded, CodedFolder
 from megtool.export.folders import read_compressed, read_fine_grained, read_modelopt
-from megtool.export.folders.structure import Found
+from megtool.export.folders.structure import Found, is_zero
 
 _CACHE = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale")
+_CACHE_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias|.+\.[kv]_bias")
+_CACHE_ZERO = re.compile(r".+\.[kv]_zero_point")
 _EMBEDDING = re.compile(r"(?:^|[._])(?:embed|wte|wpe|emb|embd|embeddings?|tok)(?=[._]|$)|embed_")
 
 
@@ -38,17 +40,19 @@ def read_coded(path: Path) -> CodedFolder:
         )
     folded, stored = packed_weights(catalogue, config)
     found = [Found.of(f, stored) for f in folded]
-    method = str(config.get("quant_method", "")).lower()
-    notes: Sequence[str] = ()
-    if method.startswith("modelopt"):
-        form, (modules, kv_algo) = "modelopt", _of_modelopt(found, catalogue)
-    elif method.startswith("compressed"):
-        form, (modules, kv_algo, notes) = "compressed-tensors", _of_compressed(found, config)
+    notes: list[str] = []
+    if is_modelopt(config):
+        form, (modules, kv_algo) = "modelopt", _of_modelopt(found, catalogue, notes)
+    elif is_compressed(config):
+        form, modules = "compressed-tensors", _of_compressed(found, config, notes)
+        kv_algo = read_compressed.cache_algo(config, catalogue)
+        _check_zero_points(catalogue)
     else:
         form, modules, kv_algo = "fp8", [read_fine_grained.read_module(f) for f in found], None
     caches = _caches(catalogue)
     if caches and kv_algo is None:
         kv_algo = "FP8"
+        notes.append("scales of a KV cache are there, and nothing says of what: taken for FP8's")
     return CodedFolder(
         catalogue=catalogue,
         form=form,
@@ -56,36 +60,108 @@ def read_coded(path: Path) -> CodedFolder:
         caches=caches,
         kv_algo=kv_algo,
         kept=_kept(catalogue, {m.name for m in modules}),
-        notes=tuple(notes),
+        notes=(*notes, *_without_scales(kv_algo, caches)),
+        cache_biases=tuple(t.name for t in catalogue.tensors if _CACHE_BIAS.fullmatch(t.name)),
     )
 
 
-def _of_modelopt(found: Sequence[Found], catalogue: Catalogue) -> tuple[list[Coded], str | None]:
+def is_modelopt(config: Mapping[str, Any]) -> bool:
+    """What `quantisation` found is ModelOpt's."""
+    return str(config.get("quant_method", "")).lower().startswith("modelopt")
+
+
+def is_compressed(config: Mapping[str, Any]) -> bool:
+    """What `quantisation` found is of compressed-tensors."""
+    return str(config.get("quant_method", "")).lower().startswith("compressed")
+
+
+def read_whole(path: Path) -> CodedFolder:
+    """A folder of compressed-tensors that is to stay one: `carried` are its quantised modules, with
+    whatever it says of them, and its tensors are what they are.
+
+    Raises:
+        FormatError: scales or codes are missing, or the config leaves a quantised module out.
+    """
+    catalogue = open_as_stored(path)
+    config = quantisation(catalogue.metadata) or {}
+    folded, stored = packed_weights(catalogue, config)
+    found = [Found(folded=f, stored=stored) for f in folded]
+    if found:
+        schemes = read_compressed.read_schemes(config, catalogue)
+        for f in found:
+            read_compressed.scheme_of(f, schemes, _ignored(config))
+    caches = _caches(catalogue)
+    said = config.get("kv_cache_scheme")
+    kv_algo = None
+    if isinstance(said, dict):
+        kind = "FP" if said.get("type") == "float" else "INT"
+        kv_algo = f"{kind}{said.get('num_bits', 8)}"
+    carried = tuple(f.module for f in found)
+    return CodedFolder(
+        catalogue=catalogue,
+        form="compressed-tensors",
+        modules=(),
+        carried=carried,
+        caches=caches,
+        kv_algo=kv_algo,
+        kept=_kept(catalogue, set(carried)),
+        notes=_without_scales(kv_algo, caches if isinstance(said, dict) else {}),
+    )
+
+
+def _without_scales(kv_algo: str | None, caches: Mapping[str, Any]) -> tuple[str, ...]:
+    if kv_algo is None or caches:
+        return ()
+    return (f"a KV cache in {kv_algo} is said, and no scale of it is stored: engines take 1",)
+
+
+def _of_modelopt(
+    found: Sequence[Found], catalogue: Catalogue, notes: list[str]
+) -> tuple[list[Coded], str | None]:
     said = read_modelopt.declared(catalogue)
     modules = [read_modelopt.read_module(f, said) for f in found]
     read_modelopt.check_listed(said, modules, catalogue)
+    notes += read_modelopt.differences(catalogue)
     return modules, said.kv_algo or None
 
 
 def _of_compressed(
-    found: Sequence[Found], config: Mapping[str, Any]
-) -> tuple[list[Coded], str | None, list[str]]:
+    found: Sequence[Found], config: Mapping[str, Any], notes: list[str]
+) -> list[Coded]:
     modules: list[Coded] = []
-    left: Counter[str] = Counter()
+    told: Counter[str] = Counter()
     if found:
         schemes = read_compressed.read_schemes(config, found[0].stored.catalogue)
-        ignored = config.get("ignore")
-        ignored = [str(i) for i in ignored] if isinstance(ignored, list) else []
         for f in found:
-            scheme = read_compressed.scheme_of(f, schemes, ignored)
+            scheme = read_compressed.scheme_of(f, schemes, _ignored(config))
             coded, note = read_compressed.read_module(f, scheme)
             modules.append(coded)
-            left[note] += bool(note)
-    cache = config.get("kv_cache_scheme")
-    kv_algo = None
-    if isinstance(cache, dict):
-        kv_algo = {8: "FP8", 4: "NVFP4"}.get(cache.get("num_bits", 0))
-    return modules, kv_algo, [f"{n} modules: {note}" for note, n in left.items() if n]
+            told[note] += bool(note)
+    notes += [f"{n} modules: {note}" for note, n in told.items() if n]
+    return modules
+
+
+def _ignored(config: Mapping[str, Any]) -> list[str]:
+    ignored = config.get("ignore")
+    return [str(i) for i in ignored] if isinstance(ignored, list) else []
+
+
+def _check_zero_points(catalogue: Catalogue) -> None:
+    """Keys and values are scaled about zero.
+
+    Raises:
+        FormatError: they are not.
+    """
+    for t in catalogue.tensors:
+        if _CACHE_ZERO.fullmatch(t.name) and not is_zero(catalogue, t):
+            row = catalogue.index[t.name]
+            raise FormatError(
+                "its KV cache is scaled about a zero point, and other forms than "
+                "compressed-tensors scale theirs about zero",
+                file=catalogue.path(int(catalogue.extents.file[row])),
+                tensor=t.name,
+                hint=read_compressed.KEEP,
+            )
 
 
 def _caches(catalogue: Catalogue) -> dict[str, tuple[str, str]]:

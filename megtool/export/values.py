@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
@@ -43,6 +44,14 @@ class Values:
             for first, tile in tiles:
                 out[first : first + tile.size] = single(tile, tensor.dtype.name)
         return out.reshape(tensor.shape)
+
+    def tiles(self, name: str) -> Iterator[Floats]:
+        """The elements of any stored tensor as numbers, some at a time; bytes of uint8 are powers
+        of two (E8M0), as scales have them."""
+        kind = self._reader.catalogue[name].dtype.name
+        with closing(self._reader.stored(name).tiles()) as tiles:
+            for _, tile in tiles:
+                yield single(tile, "float8_e8m0fnu" if kind == "uint8" else kind)
 
     def single(self, coded: Coded, role: str) -> Floats | None:
         """The one number of a part (`scale`, `scale_2`), None where it has none or several.

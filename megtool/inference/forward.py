@@ -67,11 +67,6 @@ class Forward:
         return self.groups.world.size == 1
 
     @property
-    def has_logits(self) -> bool:
-        """This rank is of the last pipeline stage."""
-        return self.groups.pp.is_last
-
-    @property
     def is_graphable(self) -> bool:
         """A step may be recorded and replayed: nothing in it waits for another stage, for numbers
         on the host (experts that are looped over, or on other ranks) or for the disk."""

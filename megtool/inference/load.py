@@ -73,7 +73,7 @@ def load(
     )
     kind = weights.usual_dtype if dtype is None else named(str(dtype))
     (decoder,) = build_stages(
-        weights.config, groups, dtype=_computable(kind), sequence_parallel=sequence_parallel
+        weights.config, groups, dtype=computable(kind), sequence_parallel=sequence_parallel
     )
     expected = decoder.state_dict()
     check_names(weights, expected)
@@ -217,7 +217,7 @@ def _fault(tensor: Tensor) -> int | None:
     return None
 
 
-def _computable(kind: DType) -> torch.dtype:
+def computable(kind: DType) -> torch.dtype:
     """A type as torch's.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -121,6 +121,11 @@ class Weights:
         """What type a tensor is loaded as."""
         return self._kinds.get(name) or self._kinds[self.tensors[name].key]
 
+    def made_of(self, canonical: Collection[str]) -> set[str]:
+        """The names of tensors that any of these canonical tensors is a part of."""
+        keys = {p.stored for p in self._target.placements.values() if p.canonical in canonical}
+        return {name for name, t in self.tensors.items() if t.key in keys}
+
     def num_bytes(self, names: Iterable[str] | None = None) -> int:
         """Bytes that tensors (all, by default) take once loaded."""
         listed = self.tensors if names is None else names
@@ -142,7 +147,7 @@ class Weights:
         total = plan.target.catalogue.num_bytes
         tell = self._progress
         with memory.MemoryStage() as stage:
-            execute(
+            copied = execute(
                 plan,
                 stage,
                 files=self._files,
@@ -151,6 +156,8 @@ class Weights:
                 digest=DigestMode.NONE,
                 progress=lambda n: tell("load", n, total),
             )
+            if copied.overflowed:
+                _LOG.warning("%s", copied.overflows)
             return stage.tensors(plan.target.catalogue)
 
     def _plan(self, names: Sequence[str]) -> Plan:

@@ -62,7 +62,9 @@ def scale_from_amax(
     largest value. `power_of_two` rounds down to one, so that scaling is exact.
     """
     _dtype(kind)
-    scale = LARGEST[kind] / largest.float() / 2.0**margin
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    scale = torch.full_like(largest, LARGEST[kind], dtype=torch.float32) / largest.float()
+    scale = scale / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     if power_of_two:
         _, exponent = torch.frexp(scale)

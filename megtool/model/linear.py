@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from megtool.model.norm import Norm
 from megtool.model.parameters import mark
 from megtool.model.taps import Tap
 from megtool.parallel.collectives import (
+    copy_to,
     gather_columns,
+    gather_rows,
     reduce_from,
     reduce_scatter_rows,
     start_gather,
@@ -20,6 +23,10 @@ from megtool.parallel.collectives import (
     start_sum,
 )
 from megtool.parallel.groups import ALONE, Group
+
+# Stands for `x W^T` of rows and a weight, with gradients of its own, where a module's `product` is
+# set: training in FP8 does (`megtool.train.fp8`).
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class ColumnLinear(nn.Module):
@@ -29,7 +36,8 @@ class ColumnLinear(nn.Module):
     (layernorm) `layer_norm_bias` `[in]`, replicated: Transformer Engine's fused names. Takes
     `x_TH`, of which this rank has `T/tp` rows with `sequence_parallel` and all without, and gives
     all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
-    `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.taps`).
+    `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.taps`), and
+    what `adapter` makes of them is added to the output (`megtool.model.lora`).
 
     Raises:
         LayoutError: tp does not divide `out_features`.
@@ -50,6 +58,8 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.group, self.norm = group, norm
         self.tap: Tap | None = None
+        self.product: Product | None = None
+        self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         rows = group.part(out_features, "out_features")
 
@@ -78,7 +88,13 @@ class ColumnLinear(nn.Module):
         """The product alone, of rows that are normalised already."""
         if self.tap is not None:
             x_TH = self.tap(x_TH)
-        return column_product(x_TH, self.weight, self.bias, self.group, self.sequence_parallel)
+        if self.product is not None:
+            spread = gather_rows if self.sequence_parallel else copy_to
+            y = self.product(spread(x_TH, self.group), self.weight)
+            y = y if self.bias is None else y + self.bias
+        else:
+            y = column_product(x_TH, self.weight, self.bias, self.group, self.sequence_parallel)
+        return y if self.adapter is None else y + self.adapter(x_TH)
 
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""
@@ -111,6 +127,8 @@ class RowLinear(nn.Module):
         super().__init__()
         self.group = group
         self.tap: Tap | None = None
+        self.product: Product | None = None
+        self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         columns = group.part(in_features, "in_features")
         weight = torch.empty(out_features, columns, dtype=dtype, device=device)
@@ -124,14 +142,16 @@ class RowLinear(nn.Module):
         """`[T, out]`, or `[T/tp, out]`."""
         if self.tap is not None:
             x_TF = self.tap(x_TF)
-        if self.group.size == 1:
-            return F.linear(x_TF, self.weight, self.bias)
-        part = F.linear(x_TF, self.weight)
+        if self.group.size == 1 and self.product is None:
+            y = F.linear(x_TF, self.weight, self.bias)
+            return y if self.adapter is None else y + self.adapter(x_TF)
+        part = (F.linear if self.product is None else self.product)(x_TF, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_rows(part, self.group)
         else:
-            y = reduce_from(part, self.group, in_place=True)
-        return y if self.bias is None else y + self.bias
+            y = reduce_from(part, self.group, in_place=self.product is None)
+        y = y if self.bias is None else y + self.bias
+        return y if self.adapter is None else y + self.adapter(x_TF)
 
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,20 +122,35 @@ def stream_hidden(
         _wait(sending)
 
 
+Objective = Callable[[Decoder, Tensor, Tensor], Tensor]
+"""A sum over tokens to be made small: of the last stage, its states x_TH, and labels_BS."""
+
+
 class Schedule:
     """Forward and backward passes of the microbatches of a step, in the order that Megatron takes.
 
     One stage alone takes one microbatch after the other; several take turns by 1F1B, and virtual
     chunks by interleaved 1F1B, both torch's own. Every rank gives the same batches, of one shape.
     Gradients add up in the parameters; nothing is divided, and nothing is summed over ranks:
-    `finish_gradients` comes after the last step, for each of the stages.
+    `finish_gradients` comes after the last step, for each of the stages. `objective` stands for the
+    decoder's own loss, and `scale` is applied to each microbatch's before its backward pass, and
+    not to what `step` returns.
 
     Raises:
         LayoutError: the schedule cannot run so many microbatches; the hint says how many it can.
     """
 
-    def __init__(self, stages: Stages, *, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        num_microbatches: int,
+        objective: Objective | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.stages, self.num_microbatches = _chunks(stages), num_microbatches
+        self.objective, self.scale = objective, scale
+        self._losses: list[Tensor] = []
         self.groups = self.stages[0].groups
         pp, rounds = self.groups.pp, 1
         if num_microbatches < (pp.size if len(self.stages) == 1 else 1):
@@ -170,34 +185,36 @@ class Schedule:
             )
         facts = _facts(batch)
         pp = self.groups.pp
+        self._losses.clear()
         if pp.handle is None:
-            losses = self._alone(facts, labels_BS)
+            self._alone(facts, labels_BS)
         else:
             shape = (rows // self.num_microbatches, tokens)
             if shape not in self._made:
                 self._made[shape] = self._make(shape)
-            losses = []
             last = self.stages[-1].stage.head
-            self._made[shape].step(
-                target=labels_BS if last else None,
-                losses=losses if last else None,
-                **facts,
-            )
+            self._made[shape].step(target=labels_BS if last else None, **facts)
         zero = torch.zeros((), device=labels_BS.device)
-        total = torch.stack([x.detach() for x in losses]).sum() if losses else zero
+        total = torch.stack(self._losses).sum() if self._losses else zero
         if pp.handle is not None:
             dist.broadcast(total, src=pp.ranks[-1], group=pp.handle)
         return total, (labels_BS != -100).sum()
 
-    def _alone(self, facts: dict[str, Tensor], labels_BS: Tensor) -> list[Tensor]:
+    def _alone(self, facts: dict[str, Tensor], labels_BS: Tensor) -> None:
         parts = {name: value.chunk(self.num_microbatches) for name, value in facts.items()}
-        losses = []
         for n, labels in enumerate(labels_BS.chunk(self.num_microbatches)):
             x_TH = self._links[0](**{name: part[n] for name, part in parts.items()})
-            loss, _ = self.stages[0].loss_of(x_TH, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss)
-        return losses
+            self._loss(x_TH, labels).backward()  # type: ignore[no-untyped-call]
+
+    def _loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
+        """What the backward pass of a microbatch begins with; notes the loss."""
+        head = self.stages[-1]
+        if self.objective is None:
+            loss, _ = head.loss_of(x_TH, labels_BS)
+        else:
+            loss = self.objective(head, x_TH, labels_BS)
+        self._losses.append(loss.detach())
+        return loss if self.scale is None else self.scale(loss)
 
     def _make(self, shape: tuple[int, int]) -> Any:
         """torch's schedule for microbatches of a shape."""
@@ -223,12 +240,10 @@ class Schedule:
             for chunk, link in enumerate(self._links)
         ]
 
-        def loss(x_TH: Tensor, labels_BS: Tensor) -> Tensor:
-            return head.loss_of(x_TH, labels_BS)[0]
-
+        n = self.num_microbatches
         if len(made) == 1:
-            return Schedule1F1B(made[0], self.num_microbatches, loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(list(made), self.num_microbatches, loss, scale_grads=False)
+            return Schedule1F1B(made[0], n, self._loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(list(made), n, self._loss, scale_grads=False)
 
 
 class _Link(nn.Module):

@@ -6,6 +6,8 @@ import os
 import random
 import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +71,15 @@ def tensors(placements: dict[str, Placement], kind: str) -> list[GlobalTensor]:
     return [GlobalTensor(name=n, shape=tuple(s), dtype=dtype(kind)) for n, s in shapes.items()]
 
 
+def laid_out(
+    raw: Any, folder: Path, rng: random.Random, placements: dict[str, Placement], kind: str
+) -> Catalogue:
+    """Those tensors in raw files, cut at random."""
+    found = tensors(placements, kind)
+    grids = [raw.random_grid(rng, t.shape, 3) for t in found]
+    return raw.lay_out(folder, found, grids, align=rng.choice([1, 8]))
+
+
 class Job:
     """Canonical tensors of random numbers in a source, and a target they are to reach."""
 
@@ -81,12 +92,12 @@ class Job:
         self.canonical = {n: in_kind(x, kinds[0]) for n, x in zip(names, floats, strict=True)}
         self.wanted = {n: in_kind(x, kinds[1], kinds[0]) for n, x in self.canonical.items()}
         at, to = place(there, names, rows, cols), place(here, names, rows, cols)
-        self.source = self._lay_out(rng, "source", at, kinds[0])
+        self.source = laid_out(raw, folder / "source", rng, at, kinds[0])
         held = {t.name: np.zeros(t.shape, t.dtype.view) for t in self.source.tensors}
         for name, p in at.items():
             raw.put(p, self.canonical[name], held[p.stored])
         raw.write(self.source, held)
-        target = self._lay_out(rng, "tree", to, kinds[1])
+        target = laid_out(raw, folder / "tree", rng, to, kinds[1])
         self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
         for name, p in to.items():
             raw.put(p, self.wanted[name], self.reference[p.stored])
@@ -95,11 +106,6 @@ class Job:
             raw.destination(target, small={"a/b.json": b"{}"}, last={"done": b"1"}),
             to,
         )
-
-    def _lay_out(self, rng, name, placements, kind):
-        found = tensors(placements, kind)
-        grids = [self.raw.random_grid(rng, t.shape, 3) for t in found]
-        return self.raw.lay_out(self.folder / name, found, grids, align=rng.choice([1, 8]))
 
     def stage(self, name="out"):
         return Stage(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)

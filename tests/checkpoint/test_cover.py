@@ -16,21 +16,11 @@ from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
+from tests.tensors.placed import place
 
 
 def tensor(*shape: int, name: str = "s") -> GlobalTensor:
     return GlobalTensor(name=name, shape=shape, dtype=dtype("float32"))
-
-
-def place(shape, dims, mults, base, stored="s") -> Placement:
-    return Placement(
-        canonical="c",
-        stored=stored,
-        shape=tuple(shape),
-        dims=tuple(dims),
-        mults=tuple(mults),
-        base=tuple(base),
-    )
 
 
 def claims(shape, placements) -> np.ndarray | None:

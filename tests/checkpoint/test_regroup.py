@@ -12,14 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint.catalogue import Catalogue, Replica
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.catalogue import Replica
 from megtool.checkpoint.regroup import Regrouping, regroup
 from megtool.checkpoint.replicas import as_pair
-from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor
+from tests.checkpoint.reads import contents
 
 FLOAT = dtype("float32")
 
@@ -40,11 +39,6 @@ def flat_pieces(rng: random.Random, shape: tuple[int, ...]) -> list[tuple[list[i
         ]
     rng.shuffle(boxes)
     return boxes
-
-
-def content(catalogue: Catalogue) -> dict[str, np.ndarray[Any, Any]]:
-    with Reader(catalogue, Files()) as reader:
-        return {t.name: reader.stored(t.name).read().copy() for t in catalogue.tensors}
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,12 +98,12 @@ def test_pieces_of_flat_tensors_are_the_new_ones(
     )
     out = regroup(catalogue, lambda n: n == "kept", grouping)
     out.check()
-    found = content(out)
+    found = contents(out)
     assert found.keys() == {"kept", *values}
     for name, value in {**values, "kept": arrays["kept"]}.items():
         np.testing.assert_array_equal(found[name].view(np.float32), value)
     assert len(out.replicas) == num_copies + 1
-    one, other = map(content, as_pair(out))
+    one, other = map(contents, as_pair(out))
     for name, value in one.items():
         np.testing.assert_array_equal(value, other[name])
     assert any(name.startswith("kept [0:2, 0:2]") for name in one)
@@ -123,6 +117,6 @@ def test_nothing_changes_where_nothing_is_regrouped(tmp_path: Path, raw: SimpleN
     none = np.zeros(0, np.int64)
     empty = Regrouping([], none, Boxes.of([], 0), none, none, np.zeros(0, bool))
     out = regroup(catalogue, lambda _: True, empty)
-    np.testing.assert_array_equal(content(out)["t"], value)
+    np.testing.assert_array_equal(contents(out)["t"], value)
     np.testing.assert_array_equal(out.extents.offset, catalogue.extents.offset)
     np.testing.assert_array_equal(out.shards.owner, catalogue.shards.owner)

@@ -54,7 +54,7 @@ chosen = st.lists(st.integers(0, 5), min_size=1, max_size=8).map(tuple)
 def test_a_config_says_the_layers_that_were_chosen(name: str, layers: tuple[int, ...]) -> None:
     known, before = family(name), stored(name)
     old = known.read_config(before)
-    new = of_layers(old, layers, known)
+    new = of_layers(old, layers)
     after = edited_config(before, known, old, new)
     found = known.read_config(after)
     assert found.num_layers == len(layers)
@@ -75,7 +75,7 @@ def test_a_config_says_the_layers_that_were_chosen(name: str, layers: tuple[int,
 @given(layers=chosen)
 def test_args_say_them_too(name: str, layers: tuple[int, ...]) -> None:
     known = family(name)
-    new = of_layers(known.read_config(stored(name)), layers, known)
+    new = of_layers(known.read_config(stored(name)), layers)
     found = config_from_args(args_from_config(new))
     assert (found.num_layers, found.moe_layers) == (new.num_layers, new.moe_layers)
     assert window_flags(found) == window_flags(new)
@@ -119,6 +119,6 @@ def test_what_is_like_the_last_layer_stays_so() -> None:
         | {"q_lora_rank": None, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
         | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
     )
-    assert of_layers(old, (0, 1, 5), known).moe_layers == {2}
+    assert of_layers(old, (0, 1, 5)).moe_layers == {2}
     with pytest.raises(MappingError, match="multi-token"):
-        of_layers(old, (2, 0), known)
+        of_layers(old, (2, 0))

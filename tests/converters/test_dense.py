@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +24,7 @@ from megtool.convert.megatron_args import args_from_config, config_from_args, me
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.tensors.sharded import GlobalTensor
+from tests.converters.saved_folder import config_of, stored
 from tests.tiny_families import (
     BIASED,
     GEMMA,
@@ -124,20 +123,6 @@ def save(case: Case, folder: Path) -> Any:
             parameter.copy_(torch.rand(parameter.shape))
     model.to(torch.bfloat16).save_pretrained(folder)
     return model
-
-
-def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bytes of every tensor in a folder."""
-    return {
-        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, t in safetensors.deserialize(file.read_bytes())
-    }
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return loaded
 
 
 @cases

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.opened import open_model
@@ -23,6 +22,7 @@ from megtool.convert.megatron_args import args_from_config, config_from_args, me
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.tensors.sharded import GlobalTensor
+from tests.converters.saved_folder import Stored, config_of, stored
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -107,7 +107,6 @@ IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(CASES)]
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)
 FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
 Case = tuple[str, str, dict[str, Any]]
-STORED = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def made(case: Case) -> Any:
@@ -124,20 +123,6 @@ def save(case: Case, folder: Path, **how: Any) -> Any:
         tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
     model.save_pretrained(folder, **how)
     return model
-
-
-def stored(folder: Path) -> STORED:
-    """Dtype, shape and bytes of every tensor in a folder."""
-    return {
-        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, t in safetensors.deserialize(file.read_bytes())
-    }
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return loaded
 
 
 def change_config(folder: Path, **keys: Any) -> None:
@@ -248,7 +233,7 @@ def test_fused_experts_are_read_and_written_one_by_one(name: str, tmp_path: Path
 # ---- multi-token prediction, expert bias
 
 
-def with_mtp(folder: Path, layers: int = 2) -> STORED:
+def with_mtp(folder: Path, layers: int = 2) -> Stored:
     """A DeepSeek-V3 as published: layers after the last one, each with copies of both ends."""
     from safetensors.torch import load_file, save_file
 

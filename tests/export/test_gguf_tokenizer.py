@@ -93,6 +93,81 @@ def test_splits_by_their_expressions(tmp_path: Path) -> None:
     assert tokenizer_keys(files, 320, split="mine")["tokenizer.ggml.pre"] == "mine"
 
 
+def _byte_level(folder: Path) -> dict[str, Any]:
+    gguf_models.byte_level(folder, 300)
+    told: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    return told
+
+
+def _keys(told: dict[str, Any]) -> dict[str, Any]:
+    return tokenizer_keys({"tokenizer.json": json.dumps(told).encode()}, 350)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "match"),
+    [
+        ("normalizer", {"type": "Lowercase"}, "normalizer Lowercase"),
+        ("normalizer", {"type": "NFKC"}, "normalizer NFKC"),
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]},
+            "normalizer Lowercase",
+        ),
+        ("end_of_word_suffix", "</w>", "end_of_word_suffix '</w>'"),
+        ("continuing_subword_prefix", "##", "continuing_subword_prefix '##'"),
+    ],
+)
+def test_what_llama_cpp_does_not_do(tmp_path: Path, part: str, value: Any, match: str) -> None:
+    told = _byte_level(tmp_path)
+    _keys(told | {"normalizer": {"type": "NFC"}})
+    (told if part == "normalizer" else told["model"])[part] = value
+    with pytest.raises(MappingError, match=match) as error:
+        _keys(told)
+    assert "--to hf" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize("split", [None, "llama-bpe"])
+def test_whole_words_before_merges(tmp_path: Path, split: str | None) -> None:
+    """llama.cpp looks words up first by the name of the split; it is the same where merging gives
+    every token, and the tokens differ where it does not."""
+    told = _byte_level(tmp_path)
+    files = {"tokenizer.json": b""}
+
+    def keys() -> Any:
+        files["tokenizer.json"] = json.dumps(told).encode()
+        return tokenizer_keys(files, 350, split=split)
+
+    for ignores in (False, True):
+        told["model"]["ignore_merges"] = ignores
+        assert keys()["tokenizer.ggml.pre"] == (split or "gpt-2")
+    told["model"]["vocab"]["zzzz"] = 340
+    told["model"]["ignore_merges"] = split is not None
+    keys()
+    told["model"]["ignore_merges"] = split is None
+    from tokenizers import Tokenizer
+
+    found = {
+        i: Tokenizer.from_str(json.dumps(told | {"model": told["model"] | {"ignore_merges": i}}))
+        .encode("zzzz")
+        .ids
+        for i in (False, True)
+    }
+    assert found[False] != found[True] == [340]
+    with pytest.raises(MappingError, match="does not give the token 'zzzz'"):
+        keys()
+
+
+@pytest.mark.parametrize(
+    "stage", [{"type": "NFKC"}, {"type": "Prepend", "prepend": "x"}, {"type": "Lowercase"}]
+)
+def test_stages_of_pieces(stage: dict[str, Any]) -> None:
+    told = json.loads(_pieces().to_str())
+    _keys(told)
+    told["normalizer"]["normalizers"].append(stage)
+    with pytest.raises(MappingError, match=f"the stage {stage['type']}"):
+        _keys(told)
+
+
 def test_chat_templates_by_name(tmp_path: Path) -> None:
     gguf_models.byte_level(tmp_path, 300)
     files = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()}

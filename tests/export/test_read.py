@@ -112,7 +112,7 @@ def _without(last: str) -> Callable[[Tensors], Any]:
 @pytest.mark.parametrize(
     ("algo", "last", "said"),
     [
-        ("FP8", "weight_scale", "its scale .* is missing"),
+        ("FP8", "weight_scale", "its scale '[a-z0-9_.]*up_proj.weight_scale' is missing"),
         ("FP8", "input_scale", "its input_scale .* is missing, and FP8 needs it"),
         ("W8A8_SQ_PER_CHANNEL", "input_scale", "is missing"),
         ("W4A8_AWQ", "weight_scale_2", "its weight_scale_2 .* is missing"),
@@ -203,11 +203,13 @@ def test_what_others_write_becomes_modelopts(
     torch.manual_seed(0)
     weight = torch.randn(128, 128).to(torch.bfloat16)
     made = MAKERS[name](weight)
+    if name in INPUTS:
+        made.config["config_groups"]["group_0"]["input_activations"] = INPUTS[name]
     folder = written(tmp_path / "a", made)
     found = read_coded(folder)
     (coded,) = found.modules
     assert (coded.algo, coded.packing) == (algo, packing)
-    assert bool(found.notes) == (name in ("fp8 tensor", "fp8 channel"))
+    assert not found.notes
     assert (coded.part(DIVISOR) is not None) == (name == "nvfp4")
     out = to_modelopt(found, tmp_path / "b")
     before, after = decoded(folder), decoded(out)
@@ -223,6 +225,102 @@ def test_what_others_write_becomes_modelopts(
     peers = made.decoded.float().numpy()
     np.testing.assert_allclose(after_values, peers, rtol=2**-7, atol=1e-6)
     read_coded(out)
+
+
+EIGHT = {"num_bits": 8, "type": "float", "dynamic": True}
+FOUR = {"num_bits": 4, "type": "float", "dynamic": True, "strategy": "group", "group_size": 32}
+INPUTS = {
+    "fp8 tensor": EIGHT | {"strategy": "token"},
+    "fp8 channel": EIGHT | {"strategy": "token"},
+    "mxfp8": EIGHT | {"strategy": "group", "group_size": 32},
+    "mxfp4": FOUR,
+}
+INTEGERS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("fp8 tensor", None),
+        ("fp8 channel", None),
+        ("fp8 channel", INTEGERS),
+        ("mxfp8", None),
+        ("mxfp4", None),
+        ("mxfp4", INTEGERS),
+        ("int8 channel", INTEGERS),
+        ("int4 group", EIGHT),
+        ("nvfp4", EIGHT),
+    ],
+)
+def test_inputs_that_no_format_of_ours_has(
+    tmp_path: Path, name: str, inputs: dict[str, Any] | None
+) -> None:
+    """Weights with other inputs than any format has them are not taken for the nearest one."""
+    torch.manual_seed(0)
+    made = MAKERS[name](torch.randn(128, 128).to(torch.bfloat16))
+    made.config["config_groups"]["group_0"]["input_activations"] = inputs
+    with pytest.raises(FormatError, match="no format but of compressed-tensors; there is") as e:
+        read_coded(written(tmp_path / "a", made))
+    assert "--to compressed-tensors, which keeps it" in (e.value.hint or "")
+
+
+@pytest.mark.parametrize("value", [0, -102])
+def test_zero_points_of_inputs(tmp_path: Path, value: int) -> None:
+    """They are left out where they are zero, and nowhere else."""
+    torch.manual_seed(0)
+    made = MAKERS["int8 channel"](torch.randn(128, 128).to(torch.bfloat16))
+    inputs = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+    made.config["config_groups"]["group_0"]["input_activations"] = inputs
+    made.stored["input_scale"] = torch.tensor([0.04])
+    with pytest.raises(FormatError, match="there is no input_zero_point"):
+        read_coded(written(tmp_path / "a", made))
+    made.stored["input_zero_point"] = torch.tensor([value], dtype=torch.int8)
+    folder = written(tmp_path / "b", made)
+    if not value:
+        assert read_coded(folder).modules[0].algo == "W8A8_SQ_PER_CHANNEL"
+        return
+    with pytest.raises(FormatError, match=r"about a zero point .*input_zero_point"):
+        read_coded(folder)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"num_bits": 8, "type": "int"},
+        {"num_bits": 8},  # integers, where nothing says otherwise
+        {"num_bits": 8, "type": "float", "symmetric": False},
+        {"num_bits": 8, "type": "float", "strategy": "attn_head"},
+        {"num_bits": 8, "type": "float", "dynamic": True},
+    ],
+)
+def test_caches_that_others_have_not(tmp_path: Path, scheme: dict[str, Any]) -> None:
+    tensors, config = compressed(dynamic=True)
+    config["kv_cache_scheme"] = scheme
+    with pytest.raises(FormatError, match=r"its KV cache .* is that of compressed-tensors alone"):
+        read_coded(write(tmp_path / "a", tensors, config))
+
+
+def test_small_blocks_are_blocks(tmp_path: Path) -> None:
+    """One scale of a matrix that is no larger than a block, by what the group says."""
+    tensors, config = compressed(dynamic=True, strategy="group", group_size=128)
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights |= {"strategy": "block", "block_structure": [128, 128]}
+    tensors[f"{MODULE}.weight_scale"] = torch.tensor([[0.5]])
+    (coded,) = read_coded(write(tmp_path / "a", tensors, config)).modules
+    assert (coded.algo, coded.group_size, coded.packing) == ("FP8_PB_WO", 128, "fp8:128x128")
+
+
+def test_two_files_that_differ(tmp_path: Path) -> None:
+    folder = make_modelopt(tmp_path / "a", [Wanted(name=MODULE, shape=(32, 64), algo="FP8")])
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    file.write_text(json.dumps(config))
+    assert "kv_cache_quant_algo: nothing in hf_quant" in " ".join(read_coded(folder).notes)
+    config["quantization_config"]["quant_algo"] = "NVFP4"
+    file.write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"quant_algo of .* is FP8 and NVFP4"):
+        read_coded(folder)
 
 
 def written(folder: Path, made: Quantised) -> Path:
@@ -290,7 +388,10 @@ def test_inputs_of_compressed_tensors(tmp_path: Path) -> None:
         assert values.of(f"{attention}.k_scale") == np.float32(2)
     tensors, config = compressed(dynamic=True, strategy="token")
     found = read_coded(write(tmp_path / "c", tensors, config))
-    assert (found.modules[0].algo, found.notes) == ("FP8_PER_CHANNEL_PER_TOKEN", ())
+    assert found.modules[0].algo == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert found.notes == (
+        "a KV cache in FP8 is said, and no scale of it is stored: engines take 1",
+    )
 
 
 def test_ignored_and_yet_quantised(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_an_unknown_name_is_refused() -> None:
     assert all(name in str(caught.value) for name in IMPLEMENTATIONS)
 
 
+without_te = pytest.mark.skipif(
+    transformer_engine.find_spec("transformer_engine") is not None,
+    reason="Transformer Engine is installed",
+)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted on a GPU")
 def test_triton_is_honoured_where_it_is_interpreted() -> None:
     with use("triton"):
@@ -64,7 +70,7 @@ def test_triton_is_honoured_where_it_is_interpreted() -> None:
         assert kernel().on(torch.device("cpu"))(torch.ones(1)) == "triton"
 
 
-@pytest.mark.skipif(transformer_engine.find_spec("transformer_engine") is not None, reason="there")
+@without_te
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_missing_transformer_engine_is_an_error_and_no_fallback(device: str) -> None:
     with use("te"):
@@ -95,7 +101,7 @@ def test_what_transformer_engine_runs_is_said() -> None:
         assert said.get(kind, kind) in SCOPE
 
 
-@pytest.mark.skipif(transformer_engine.find_spec("transformer_engine") is not None, reason="there")
+@without_te
 def test_a_command_asks_for_transformer_engine_before_it_starts() -> None:
     with (
         pytest.raises(MissingPackageError, match="not installed"),

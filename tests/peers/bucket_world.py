@@ -1,4 +1,4 @@
-"""Where real megatron-core puts parameters of given sizes in its buckets.
+"""Where real megatron-core puts parameters of given sizes in its buckets, and who updates them.
 
     python bucket_world.py CASES-AS-JSON
 
@@ -48,10 +48,29 @@ def laid_out(case: dict[str, Any], group: Any) -> dict[str, Any]:
         start, end, bucket = buffer.param_index_map[p]
         slots.append([bucket, start - buffer.buckets[bucket].offset, end - start])
     return {
+        "shards": [shards_of_rank(buffer, params, rank) for rank in range(case["dp"])],
         "slots": slots,
         "unpadded": [b.numel_unpadded for b in buffer.buckets],
         "padded": [b.grad_data.numel() for b in buffer.buckets],
     }
+
+
+def shards_of_rank(buffer: Any, params: list[Any], rank: int) -> list[list[list[int]]]:
+    """By bucket: number, first and last element of each parameter that a rank updates, and where
+    it lies in the rank's shard."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    size = buffer.data_parallel_world_size
+    buffer.data_parallel_group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    (by_bucket,) = DistributedOptimizer._build_gbuf_range_map(buffer).values()
+    number = {p: i for i, p in enumerate(params)}
+    return [
+        [
+            [number[p], r["param"].start, r["param"].end, r["gbuf_local"].start]
+            for p, r in found["param_map"].items()
+        ]
+        for found in by_bucket
+    ]
 
 
 def main() -> None:

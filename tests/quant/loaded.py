@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from megtool.commands.decided import Decided
 from megtool.commands.opened import open_model
 from megtool.inference.load import Source
 from megtool.quant.calibration.points import Point, list_points
@@ -42,6 +43,19 @@ def opened(folder: Path) -> tuple[Source, tuple[Module, ...], tuple[Point, ...]]
     modules = list_modules(found.side).modules
     source = Source(catalogue=found.catalogue, side=found.side, config=config)
     return source, modules, list_points(modules, config)
+
+
+def points_of(decided: Decided) -> tuple[Point, ...]:
+    """The points of what a recipe decided about."""
+    config = decided.opened.side.config
+    assert config is not None
+    return list_points(decided.modules.modules, config)
+
+
+def source_of(decided: Decided) -> Source:
+    """What a recipe decided about, to load."""
+    opened = decided.opened
+    return Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
 
 
 def settled(

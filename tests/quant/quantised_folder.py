@@ -18,11 +18,10 @@ from megtool.packing.decode import CODES, SCALE, SCALE_2
 from megtool.packing.encode import encode
 from megtool.packing.layout import layout
 from megtool.quant.calibration.points import list_points
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
 from megtool.quant.treatment import INPUTS, PACKINGS, Cache, Settlement, Treatment, packing_of
-from megtool.quant.writing.hf_config import SMOOTHED
 
 Tensors = dict[str, torch.Tensor]
 

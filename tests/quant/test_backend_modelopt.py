@@ -14,17 +14,17 @@ import torch
 from megtool.commands.decided import Decided, decide
 from megtool.commands.quantizing.write import write
 from megtool.errors import MissingPackageError, RecipeError, UsageError
-from megtool.inference.load import Source, load
+from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_config
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.points import Point, list_points
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.proofs.proof import prove
 from megtool.quant.settle import settle
 from megtool.quant.simulation.simulate import fake_weight
 from megtool.quant.treatment import Settlement
 from tests.quant import tiny_models
+from tests.quant.loaded import points_of, source_of
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [Batch(tokens_BS=torch.randint(0, 128, (2, 24), generator=generator)) for _ in range(3)]
-
-
-def points_of(decided: Decided) -> tuple[Point, ...]:
-    config = decided.opened.side.config
-    assert config is not None
-    return list_points(decided.modules.modules, config)
-
-
-def source_of(decided: Decided) -> Source:
-    opened = decided.opened
-    return Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
 
 
 def theirs(folder: Path, decided: Decided, batches: Sequence[Batch]) -> Settlement:

@@ -14,17 +14,7 @@ from hypothesis import strategies as st
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes
 from megtool.tensors.relation import Placement, lattice, lattice_boxes, narrow, pieces, refine
-
-
-def place(shape, dims, mults, base, stored="s") -> Placement:
-    return Placement(
-        canonical="c",
-        stored=stored,
-        shape=tuple(shape),
-        dims=tuple(dims),
-        mults=tuple(mults),
-        base=tuple(base),
-    )
+from tests.tensors.placed import place
 
 
 def indices(p: Placement) -> tuple[np.ndarray, ...]:

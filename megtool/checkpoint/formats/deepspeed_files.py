@@ -15,7 +15,7 @@ from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.containers import pickled
 from megtool.checkpoint.containers.torch_file import TorchFile, open_torch_file
 from megtool.checkpoint.containers.zipped_tensor import TensorView, tensor_view
-from megtool.checkpoint.formats.legacy_tree import entries
+from megtool.checkpoint.formats.legacy_tree import entries, named
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 
@@ -122,7 +122,7 @@ def read_optimizer_states(root: Path, path: str) -> OptimizerStates:
     """
     stored = StoredFile.stat(root, path)
     with open_torch_file(root / path, stored.size) as opened:
-        inner = _dict(_top(opened, "optimizer_state_dict")["optimizer_state_dict"])
+        inner = named(_top(opened, "optimizer_state_dict")["optimizer_state_dict"])
         third = "fp32_flat_groups" in inner
         masters = inner.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
         if masters is None:
@@ -154,7 +154,7 @@ def read_parameter(root: Path, path: str) -> tuple[StoredFile, Held]:
     """
     stored = StoredFile.stat(root, path)
     with open_torch_file(root / path, stored.size) as opened:
-        found = _dict(opened.tree)
+        found = named(opened.tree)
         node = found.get("param") if found else opened.tree
         held = _held(node, opened, stored, Path(path).parent.name)
         if held is None:
@@ -163,14 +163,10 @@ def read_parameter(root: Path, path: str) -> tuple[StoredFile, Held]:
 
 
 def _top(opened: TorchFile, key: str) -> dict[str, Any]:
-    top = _dict(opened.tree)
+    top = named(opened.tree)
     if key not in top:
         raise FormatError(f"has no {key!r}", file=opened.file, hint=_STRANGE)
     return top
-
-
-def _dict(node: Any) -> dict[str, Any]:
-    return {k: v for k, v in entries(node) or () if isinstance(k, str)}
 
 
 def _held(node: Any, opened: TorchFile, stored: StoredFile, name: str) -> Held | None:
@@ -233,7 +229,7 @@ def _shapes(group: Any, file: Path) -> dict[str, tuple[int, ...]]:
 
 def _take_moments(base: Any, opened: TorchFile, out: OptimizerStates) -> None:
     """Flat moments of every group; the elastic form is a list of them without a state dict."""
-    whole = _dict(base)
+    whole = named(base)
     out.param_groups = whole.get("param_groups")
     if isinstance(base, list):
         states: Mapping[Any, Any] = dict(enumerate(base))

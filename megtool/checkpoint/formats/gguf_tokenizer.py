@@ -57,6 +57,7 @@ def _load(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except (KeyError, ValueError, NotImplementedError) as e:
+        # transformers' own: a key that is not there, one it cannot use, a model it does not know.
         raise FormatError(
             f"transformers cannot convert the tokenizer: {e}",
             file=path,

@@ -35,7 +35,7 @@ from megtool.checkpoint.formats.legacy_tree import (
     MODEL_FILE,
     MODEL_KEY,
     OPTIMIZER_FILE,
-    entries,
+    named,
     without_tensors,
 )
 from megtool.checkpoint.formats.save_folder import (
@@ -211,7 +211,7 @@ def _add_metadata(
 ) -> None:
     root, out = catalogue.root, catalogue.metadata
     models = {name: read[f"{name}/{MODEL_FILE}"] for name in folders}
-    tops = {name: _top(r.tree) for name, r in models.items()}
+    tops = {name: named(r.tree) for name, r in models.items()}
     args = {name: _args(top, root / name / MODEL_FILE) for name, top in tops.items()}
     check_agreement(args, root=root)
     first = next(iter(folders))
@@ -232,7 +232,7 @@ def _add_metadata(
     out["rank_trees"] = trees = {n: without_tensors(r.tree) for n, r in models.items()}
     out["common"] = {
         k: v
-        for k, v in _top(trees[first]).items()
+        for k, v in named(trees[first]).items()
         if k not in _OWN_STATE and not MODEL_KEY.fullmatch(k)
     }
     out["trees"] = {path: r.tree for path, r in read.items()}
@@ -244,10 +244,6 @@ def _add_metadata(
     catalogue.warnings += [
         f"{name} is a class that megtool does not know: kept as it is" for name in sorted(strange)
     ]
-
-
-def _top(tree: Any) -> dict[str, Any]:
-    return {k: v for k, v in entries(tree) or () if isinstance(k, str)}
 
 
 def _args(top: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -131,6 +131,11 @@ def entries(node: Any) -> list[tuple[Any, Any]] | None:
     return list(node.pairs)
 
 
+def named(node: Any) -> dict[str, Any]:
+    """The entries of a node under their names; none where it is no dictionary."""
+    return {k: v for k, v in entries(node) or () if isinstance(k, str)}
+
+
 def rebuilt(node: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
     """A dict of the same kind as `node` with other entries."""
     if not isinstance(node, Inert):

@@ -124,10 +124,12 @@ class Facts:
     blocks: tuple[tuple[int, int], ...]
     stated: bool
     bits: tuple[int, ...]
+    scales: tuple[str, str] = ("_scale", "_scale_inv")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Facts:
         """Collected from the whole config, wherever they stand in it."""
+        method = str(config.get("quant_method", "")).lower()
         groups: list[int] = []
         blocks: list[tuple[int, int]] = []
         bits: list[int] = []
@@ -152,6 +154,7 @@ class Facts:
             blocks=tuple(dict.fromkeys([*blocks, (128, 128)])),
             stated=bool(groups or blocks),
             bits=tuple(dict.fromkeys(bits)),
+            scales=("_scale_inv", "_scale") if method == "fp8" else ("_scale", "_scale_inv"),
         )
 
 

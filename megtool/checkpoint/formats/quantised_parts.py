@@ -39,6 +39,10 @@ class Sizes(Protocol):
     def bits(self) -> tuple[int, ...]:
         """Bits an element may have."""
 
+    @property
+    def scales(self) -> tuple[str, str]:
+        """What follows the name of a weight in that of its scale, the usual one first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
@@ -132,7 +136,7 @@ class Stored:
     ) -> tuple[tuple[Part, str], ...]:
         """The parts of a weight: those given, its scale, and what else may stand beside it."""
         out = list(before)
-        scale = self.need(codes, "_scale_inv", "_scale", base=base)
+        scale = self.need(codes, *self.facts.scales, base=base)
         out.append((self.part(SCALE, scale, shape, codes), scale.name))
         for role, suffix in ((SCALE_2, "_scale_2"), (DIVISOR, "_global_scale")):
             if more := self.find(base, suffix):

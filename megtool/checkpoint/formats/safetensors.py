@@ -33,6 +33,7 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
+from megtool.checkpoint.formats.trtllm_legacy import refuse_legacy
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -63,7 +64,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
     Raises:
         FormatError: no safetensors here, or a header, an index or a name that cannot be trusted.
-        UsageError: an iteration is asked for.
+        UsageError: an iteration is asked for, or it is a legacy TensorRT-LLM checkpoint.
     """
     if iteration is not None:
         raise UsageError(
@@ -102,6 +103,7 @@ def _open_file(path: Path) -> Catalogue:
 
 def _open_folder(folder: Path, index: Path | None = None) -> Catalogue:
     present = names_in(folder, _MARK)
+    refuse_legacy(folder, present)
     index = index or _index_of(folder, present)
     weight_map, metadata = _read_index(index) if index else (None, {})
     warnings: list[str] = []

@@ -18,9 +18,8 @@ FAULTS = (
     AttributeError,
     LookupError,
     MemoryError,
-    NotImplementedError,
     OSError,
-    RuntimeError,
+    RuntimeError,  # and NotImplementedError, a kind of it
     TypeError,
     ValueError,
 )

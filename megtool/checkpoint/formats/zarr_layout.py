@@ -79,7 +79,7 @@ def lay_out(
     nodes: dict[str, dict[str, Any]] = {}
     for number, t in enumerate(tensors):
         wanted = (chunks or {}).get(t.name)
-        laid = _metadata(t, chunk_bytes, shard_bytes, wanted, kind)
+        laid = _metadata(t, chunk_bytes, shard_bytes, wanted)
         nodes[t.name] = _array_json(t, laid, kind, compress)
         for group in Path(t.name).parents:
             if group.name:
@@ -154,7 +154,6 @@ def _metadata(
     chunk_bytes: int,
     shard_bytes: int | None,
     wanted: Sequence[int] | None,
-    kind: str,
 ) -> ArrayMetadata:
     if t.packing is not None:
         raise UsageError(f"elements packed as {t.packing!r} cannot be stored so", tensor=t.name)

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 _NUMPY = ("float32", "bfloat16", "float16")  # cast to each other without torch, a second to import
 _CHUNK = 1 << 16  # elements; what is computed on the way stays in a core's second cache
 
-Convert = Callable[[Array, Array], None]
-"""Takes a contiguous tile as read (of packed rows: uint8 `[..., row_bytes]`) and fills another."""
+_TOO_LARGE = 0x477FF000  # of a float32: 65520, from which on float16 has infinity alone
+_INFINITE = 0x7F800000
+
+Convert = Callable[[Array, Array], int]
+"""Takes a contiguous tile as read (of packed rows: uint8 `[..., row_bytes]`) and fills another;
+returns what `cast` does."""
 
 
 def converter(
@@ -37,10 +41,10 @@ def converter(
         packing = source.packing
         columns, first, end = window or (source.shape[-1], 0, source.shape[-1])
 
-        def decode(raw: Array, out: Array) -> None:
+        def decode(raw: Array, out: Array) -> int:
             rows = gguf.decode(raw.reshape(-1, raw.shape[-1]), packing, columns)
             solid = np.ascontiguousarray(rows[:, first:end])
-            cast(solid.reshape(out.shape), dtype("float32"), out, target)
+            return cast(solid.reshape(out.shape), dtype("float32"), out, target)
 
         return decode
     if source.dtype == target:
@@ -48,24 +52,31 @@ def converter(
     return lambda raw, out: cast(raw, source.dtype, out, target)
 
 
-def cast(what: Array, source: DType, out: Array, target: DType) -> None:
+def cast(what: Array, source: DType, out: Array, target: DType) -> int:
     """Fill `out` with the elements of `what`, both contiguous and of the types' widths.
 
-    The same bits as torch gives, on x86 also where an element is no number.
+    The same bits as torch gives, on x86 also where an element is no number. Returns how many
+    numbers were too large for float16 and became infinite; other types' exponents are not narrow.
 
     Raises:
         FormatError: torch has no such cast.
     """
     if source == target:
         np.copyto(out.view(target.view), what.view(target.view))
-        return
+        return 0
     if not needs_torch(source, target):
-        _cast_by_numpy(what.reshape(-1), source.name, out.reshape(-1), target.name)
-        return
+        return _cast_by_numpy(what.reshape(-1), source.name, out.reshape(-1), target.name)
     try:
         _tensor(out, target).copy_(_tensor(what, source))
-    except (RuntimeError, NotImplementedError) as e:
+    except RuntimeError as e:  # torch's NotImplementedError is one
         raise FormatError(f"torch cannot cast {source} to {target}: {e}") from e
+    if target.name != "float16":
+        return 0
+    infinite = (out.reshape(-1).view(np.uint16) & 0x7FFF) == 0x7C00
+    if not infinite.any():
+        return 0
+    given = _tensor(what, source).to(_type("float64"))
+    return int(np.isfinite(given.numpy()[infinite]).sum())
 
 
 def needs_torch(source: DType, target: DType) -> bool:
@@ -102,8 +113,9 @@ def one_torch_thread(needed: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _cast_by_numpy(what: Array, source: str, out: Array, target: str) -> None:
+def _cast_by_numpy(what: Array, source: str, out: Array, target: str) -> int:
     """Cast by way of float32, which holds the other two types exactly, so nothing rounds twice."""
+    overflowed = 0
     middle, *buffers = np.empty((3, min(len(what), _CHUNK)), np.uint32)
     for start in range(0, len(what), _CHUNK):
         given, wanted = what[start : start + _CHUNK], out[start : start + _CHUNK]
@@ -119,7 +131,8 @@ def _cast_by_numpy(what: Array, source: str, out: Array, target: str) -> None:
         if target == "bfloat16":
             _brain_from_single(single, wanted.view(np.uint16), scratch)
         elif target == "float16":
-            _half_from_single(single, wanted.view(np.uint16), scratch, more)
+            overflowed += _half_from_single(single, wanted.view(np.uint16), scratch, more)
+    return overflowed
 
 
 def _single_from_brain(what: Array, out: Array) -> None:
@@ -145,14 +158,18 @@ def _brain_from_single(what: Array, out: Array, scratch: Array) -> None:
         out[nan] = 0xFFFF  # what torch makes of them all
 
 
-def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> None:
+def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> int:
     """numpy's own cast does one element at a time, and far slower where it under- or overflows.
 
     A float that is 2^13 times as large as the power of two below an element has the last bit of the
     element's half for its own: added to it, the element is rounded, and what it adds to the bits is
-    the half's significand.
+    the half's significand. Returns how many numbers become infinite.
     """
     np.bitwise_and(what, 0x7FFFFFFF, out=scratch)
+    largest = int(scratch.max(initial=0))  # in place of a search for NaN, whose bits are larger yet
+    overflowed = 0
+    if largest >= _TOO_LARGE:
+        overflowed = int(((scratch >= _TOO_LARGE) & (scratch < _INFINITE)).sum())
     np.minimum(scratch, 0x47800000, out=scratch)  # 2^16, which becomes infinity
     np.bitwise_and(scratch, 0x7F800000, out=power)
     np.maximum(power, 113 << 23, out=power)  # 2^-14: below it, halves lie evenly spaced
@@ -166,9 +183,11 @@ def _half_from_single(what: Array, out: Array, scratch: Array, power: Array) -> 
     np.add(scratch, power, out=scratch)
     np.subtract(scratch, 126 << 10, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
-    if (nan := np.isnan(what.view(np.float32))).any():
+    if largest > _INFINITE:
+        nan = np.isnan(what.view(np.float32))
         odd = what[nan]
         out[nan] = odd >> 16 & 0x8000 | 0x7E00 | odd >> 13 & 0x3FF  # quiet, as processors make it
+    return overflowed
 
 
 def _tensor(array: Array, kind: DType) -> torch.Tensor:

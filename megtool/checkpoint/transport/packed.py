@@ -71,6 +71,7 @@ class PackedIntake:
             Traffic(s, files, opened, scratch, buffers, sieve=True) for s in packed.sides
         ]
         self._windows: dict[str, Array] = {}
+        self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
@@ -134,7 +135,7 @@ class PackedIntake:
         order = p.parts[0].order
         solid = np.ascontiguousarray(numbers.transpose(order))
         done = np.empty(solid.shape, f"<u{self._target.itemsize}")
-        cast(solid, dtype("float32"), done, self._target)
+        self.overflowed += cast(solid, dtype("float32"), done, self._target)
         cast_back = done.transpose(np.argsort(order))
         steps = [m * cast_back.strides[d] for d, m in zip(p.dims, p.mults, strict=True)]
         np.copyto(out, as_strided(cast_back, out.shape, steps))

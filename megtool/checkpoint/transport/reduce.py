@@ -40,6 +40,7 @@ class Reduction:
         self._tile_bytes, self._cell, self._depth = tile_bytes, cell_bytes, depth
         self._kind = reduced_in(target)
         self._held: tuple[Array, Array] | None = None
+        self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
@@ -49,7 +50,7 @@ class Reduction:
                 with np.errstate(all="ignore"):  # infinities and NaN are numbers of the model too
                     self._sum(a, b, total)
                 if self._kind != self._target:
-                    cast(total, self._kind, out, self._target)
+                    self.overflowed += cast(total, self._kind, out, self._target)
                 yield a, out
         finally:
             for _, intake in self._terms:

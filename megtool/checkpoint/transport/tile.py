@@ -180,7 +180,10 @@ class Traffic:
 
 
 class Intake:
-    """Reads a tensor tile by tile in row-major order, each converted to the elements wanted."""
+    """Reads a tensor tile by tile in row-major order, each converted to the elements wanted.
+
+    `overflowed` counts the numbers so far that became infinite.
+    """
 
     def __init__(
         self,
@@ -202,6 +205,7 @@ class Intake:
             side, files, opened, buffers.take("scratch", tile_bytes), buffers, sieve=True
         )
         self._shaped: dict[Index, tuple[Array, Array]] = {}
+        self.overflowed = 0
 
     def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
         """Tiles of the row-major-contiguous box `lo:hi`: their first index and their elements.
@@ -220,7 +224,7 @@ class Intake:
         raw, out = self._arrays(tuple(y - x for x, y in zip(lo, hi, strict=True)))
         self._traffic.read(lo[: self._side.ndim], raw)
         if self._convert is not None:
-            self._convert(raw, out)
+            self.overflowed += self._convert(raw, out)
         return out
 
     def close(self) -> None:

@@ -16,13 +16,14 @@ from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import element
-from megtool.checkpoint.transport.packed import take_in
+from megtool.checkpoint.transport.packed import PackedIntake, take_in
 from megtool.checkpoint.transport.plain import copies
 from megtool.checkpoint.transport.reduce import Reduction, reduced_in
 from megtool.checkpoint.transport.side import Locator, Side
 from megtool.checkpoint.transport.strided import Array, Buffers, Peak
 from megtool.checkpoint.transport.tile import (
     Index,
+    Intake,
     Traffic,
     cut,
     halved,
@@ -49,7 +50,11 @@ class Stopped(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What all threads share; `memory_bytes` is what each may use."""
+    """What all threads share; `memory_bytes` is what each may use.
+
+    Of every entry, `overflowed` counts the numbers that became infinite; `fed_overflowed` those of
+    feeds, by stored tensor.
+    """
 
     plan: Plan
     files: Files
@@ -64,6 +69,8 @@ class Run:
     peak: Peak
     progress: Callable[[int], None] | None
     num_bytes: Counter[Op] = field(default_factory=Counter)
+    overflowed: Counter[int] = field(default_factory=Counter)
+    fed_overflowed: Counter[str] = field(default_factory=Counter)
     kernel_bytes: int = 0
     repaired: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -174,16 +181,21 @@ class Worker:
             ]
             for number, at, tile in stack.enter_context(closing(feed.make(taking))):
                 self._put(puts[number], at, tile, Op.ENCODE)
+        if taking.overflowed:
+            with run.lock:
+                run.fed_overflowed.update(taking.overflowed)
 
     def _slab(self, slab: Slab, unit: Tiled) -> None:
         plan, run = self._plan, self._run
         entry = plan.entries[slab.entry]
         under = _under(plan.target_pieces, slab, slab.entry)
         sink = _side(run.target, entry.target, entry.target_tensor, plan.target_pieces, under)
+        taken: Intake | PackedIntake | Reduction | None = None
         if entry.op is Op.FILL:
             size, tiles = self._usual, self._filled(entry, slab)
         else:
-            size, tiles = self._taken(slab, sink)
+            size, taken = self._taken(slab, sink)
+            tiles = taken.tiles(slab.lo, slab.hi)
         step = strides(entry.shape)
         digested = entry.op is not Op.FILL and run.digest is not DigestMode.NONE
         with closing(tiles), self._traffic(sink, size, sieve=unit.woven) as put:
@@ -192,9 +204,12 @@ class Worker:
                     offset = sum(i * s for i, s in zip(at, step, strict=True)) * tile.itemsize
                     run.digests.add(entry.canonical, offset, tile)
                 self._put(put, at, tile, entry.op)
+        if taken is not None and taken.overflowed:
+            with run.lock:
+                run.overflowed[slab.entry] += taken.overflowed
 
-    def _taken(self, slab: Slab, sink: Side) -> tuple[int, Tiles]:
-        """The size of a slab's tiles, and the tiles: read, converted, and reduced if they are."""
+    def _taken(self, slab: Slab, sink: Side) -> tuple[int, Intake | PackedIntake | Reduction]:
+        """The size of a slab's tiles, and what reads and converts them, and reduces if they are."""
         plan, run = self._plan, self._run
         target = plan.target_tensor(plan.entries[slab.entry]).dtype
         terms = plan.terms(slab.entry)
@@ -224,7 +239,7 @@ class Worker:
             for n, side in zip(terms, sides, strict=True)
         ]
         if not reduces:
-            return size, intakes[0].tiles(slab.lo, slab.hi)
+            return size, intakes[0]
         shares = [plan.entries[n].share for n in terms]
         reduction = Reduction(
             list(zip(shares, intakes, strict=True)),
@@ -234,7 +249,7 @@ class Worker:
             cell_bytes=cell,
             depth=depth(plan, slab.entry),
         )
-        return size, reduction.tiles(slab.lo, slab.hi)
+        return size, reduction
 
     def _filled(self, entry: Entry, slab: Slab) -> Tiles:
         target = self._plan.target_tensor(entry).dtype

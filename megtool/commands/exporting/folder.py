@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,33 +15,41 @@ from megtool import __version__
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import SIDECAR, DigestMode
 from megtool.checkpoint.feed import Feed
-from megtool.checkpoint.formats.quantised import QUANT_FILE
-from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES, INDEX, lay_out
+from megtool.checkpoint.formats.quantised import QUANT_FILE, quantisation
+from megtool.checkpoint.formats.safetensors import (
+    DEFAULT_SHARD_BYTES,
+    INDEX,
+    lay_out,
+    open_as_stored,
+)
 from megtool.checkpoint.plan import Dropped, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.exporting.carry_out import carry_out
 from megtool.commands.exporting.report import ExportReport
+from megtool.commands.exporting.rules import check_rules
 from megtool.commands.job import peak_rss_bytes
-from megtool.commands.lint import lint
+from megtool.commands.opened import open_model
 from megtool.commands.sizes import parse_size
-from megtool.errors import MappingError
+from megtool.commands.staged import write_staged, written_files
+from megtool.errors import MappingError, UnknownTensorsError, listed
 from megtool.export.coded import CodedFolder
+from megtool.export.folders.whole import WholeForm
 from megtool.export.folders.write_compressed import CompressedForm
 from megtool.export.folders.write_modelopt import ModelOptForm
-from megtool.export.folders.written import Form, Written, listed
-from megtool.export.read import read_coded
+from megtool.export.folders.written import Form, Written
+from megtool.export.lint.planned import planned_folder
+from megtool.export.moved import source_of
+from megtool.export.read import is_compressed, read_coded, read_whole
 from megtool.export.repack import Slice, repacked
 from megtool.export.values import Values, reciprocal
 from megtool.log import Progress, silent
+from megtool.packing.floats import single
 from megtool.quant.recipes.targets import Target, read_target
 from megtool.quant.writing.given import Given
 from megtool.quant.writing.stored import in_dtype
 from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
-
-_LOG = logging.getLogger(__name__)
 
 _ANEW = "its value is stored under another name"
 
@@ -53,6 +60,7 @@ def export_folder(
     *,
     to: str,
     target: str | None = None,
+    family: str | None = None,
     max_shard_size: str | None = None,
     threads: int | None = None,
     memory: str = "256MiB",
@@ -65,31 +73,35 @@ def export_folder(
     """Write a quantised Hugging Face folder in ModelOpt's form or that of compressed-tensors.
 
     Codes and scales keep their values: where the two pack them alike their bytes are copied, else
-    put elsewhere; nothing is rounded again. `target` is an engine that has to load the result: its
-    loader's rules are held against it before it appears.
+    put elsewhere; nothing is rounded again. What is compressed-tensors and stays so keeps all that
+    it says. `target` is an engine that has to load the result: its loader's rules are held against
+    what is planned, before anything is staged.
 
     Raises:
         FormatError: the source is not quantised, or not whole.
-        MappingError: the form has no place for something (which modules, and what to do), or the
-            engine cannot load the result.
+        MappingError: tensors of the model (of `family`, else the one its config names) are missing,
+            the form has no place for something (which modules, and what to do), scales are wrong,
+            or the engine cannot load the result.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     began = time.monotonic()
     engine = read_target(target) if target else None
-    form: Form = CompressedForm() if to == "compressed-tensors" else ModelOptForm()
-    folder = read_coded(Path(source))
+    form, folder = _read(Path(source), to)
     form.check(folder)
     if engine is not None and isinstance(form, ModelOptForm):
         _check_algos(folder, engine)
+    _check_whole(Path(source), family)
     system, place = files or Files(), Path(destination)
+    shard_bytes = parse_size(max_shard_size, "max shard size") if max_shard_size else None
     with Values(folder.catalogue, system) as values:
         job = _job(folder, form, values)
-    plan = _plan(
-        folder,
-        form,
-        job,
-        parse_size(max_shard_size, "max shard size") if max_shard_size else DEFAULT_SHARD_BYTES,
-    )
+        plan = _plan(folder, form, job, shard_bytes or DEFAULT_SHARD_BYTES)
+        notes = [*folder.notes, *form.notes(folder)]
+        if folder.has_untied_head:
+            notes.append("lm_head is quantised: tie_word_embeddings becomes false")
+        laid_out = plan.target.catalogue
+        planned = planned_folder(place, laid_out, plan.target.all_small(), job.elements(values))
+        notes += check_rules(planned, target)
     stage = Stage(
         place,
         files=system,
@@ -97,46 +109,38 @@ def export_folder(
         overwrite=overwrite,
         sources=[folder.catalogue.root],
     )
-    algos = sorted({m.algo for m in folder.modules})
     report = ExportReport(
         source=str(source),
         destination=str(destination),
         to=to if to in ("compressed-tensors", "unified") else f"unified ({to})",
         engine=engine.name if engine else "",
-        algo=" and ".join(algos),
+        algo=" and ".join(_formats(folder)),
         kv_algo=folder.kv_algo,
         tensors=len(plan.target.catalogue.tensors),
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=folder.catalogue.num_bytes,
-        exact=len(folder.modules),
+        exact=len(folder.modules) + len(folder.carried),
         plain=len(folder.kept),
-        files=tuple(
-            sorted(
-                [f.path for f in plan.target.catalogue.files]
-                + [name for name, _ in plan.target.all_small()]
-            )
-        ),
-        notes=folder.notes,
+        files=written_files(plan),
+        notes=tuple(notes),
         warnings=tuple(folder.catalogue.warnings),
         is_dry=dry_run,
     )
     if dry_run:
         stage.check()
         return report
-    notes: list[str] = []
-    carry_out(
+    write_staged(
         plan,
         stage,
+        what="export",
         threads=usual_threads(threads),
         memory_bytes=parse_size(memory, "memory"),
+        digest=DigestMode.NONE,
         fsync=fsync,
         progress=progress,
-        digest=DigestMode.NONE,
-        before_commit=None if target is None else _linted(target, notes),
     )
     return replace(
         report,
-        notes=(*report.notes, *notes),
         warnings=(*report.warnings, *stage.messages),
         seconds=time.monotonic() - began,
         peak_rss_bytes=peak_rss_bytes(),
@@ -145,6 +149,13 @@ def export_folder(
 
 def _check_algos(folder: CodedFolder, engine: Target) -> None:
     """Refuse formats that no version of an engine's loader has, before any work."""
+    if not folder.modules:
+        raise MappingError(
+            f"{engine.name} loads no folder in which nothing but the KV cache is quantised",
+            file=folder.catalogue.root,
+            hint="quantise weights too, or give the engine the model it was made from and let it "
+            "choose the cache; --to unified and --to compressed-tensors keep the scales",
+        )
     loads = {a for line in engine.lines("linear") for a in line.algos}
     for algo in dict.fromkeys(m.algo for m in folder.modules):
         if algo not in loads:
@@ -157,22 +168,36 @@ def _check_algos(folder: CodedFolder, engine: Target) -> None:
             )
 
 
-def _linted(target: str, notes: list[str]) -> Callable[[Path], None]:
-    """Hold an engine's rules against the staged folder; warnings become notes."""
+def _check_whole(source: Path, family: str | None) -> None:
+    """All tensors of the model are there, where it is one that is known.
 
-    def check(folder: Path) -> None:
-        found = lint(folder, target=target).findings
-        errors = [f for f in found if f.severity == "error"]
-        if errors:
-            more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-            raise MappingError(
-                f"{target} cannot load what was made: {errors[0].message}{more}",
-                tensor=errors[0].module or None,
-                hint=f"{errors[0].hint or 'see its rule'} ({errors[0].source})",
-            )
-        notes.extend(f"{target}: {f.message}" for f in found)
+    Raises:
+        MappingError: some are missing, or have other shapes.
+    """
+    try:
+        open_model(source, family_name=family)
+    except UnknownTensorsError:
+        return  # parts that no table knows: they are carried as they are
 
-    return check
+
+def _read(source: Path, to: str) -> tuple[Form, CodedFolder]:
+    """The folder, and the form it is to have."""
+    if to != "compressed-tensors":
+        return ModelOptForm(), read_coded(source)
+    config = quantisation(open_as_stored(source).metadata)
+    if config is not None and is_compressed(config):
+        return WholeForm(), read_whole(source)
+    return CompressedForm(), read_coded(source)
+
+
+def _formats(folder: CodedFolder) -> list[str]:
+    """What modules are in, in the words of the form."""
+    if not folder.carried:
+        return sorted({m.algo for m in folder.modules})
+    config = quantisation(folder.catalogue.metadata) or {}
+    groups = config.get("config_groups")
+    said = [g.get("format") for g in groups.values()] if isinstance(groups, dict) else []
+    return sorted({str(f) for f in said if f} or {str(config.get("format"))})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,6 +209,22 @@ class _Job:
     source: dict[str, Placement] = field(default_factory=dict)
     target: dict[str, Placement] = field(default_factory=dict)
     dropped: list[Dropped] = field(default_factory=list)
+    scales: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    known: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def elements(self, values: Values) -> Callable[[str], Iterator[NDArray[np.float32]]]:
+        """Numbers of the target's small tensors by name: of `known` ones, of `scales` that are a
+        stored tensor (or its reciprocal), and of those that are copied."""
+
+        def found(name: str) -> Iterator[NDArray[np.float32]]:
+            if name in self.known:
+                yield self.known[name].reshape(-1)
+                return
+            stored, divides = self.scales.get(name, (name, False))
+            for tile in values.tiles(stored):
+                yield reciprocal(tile) if divides else tile
+
+        return found
 
 
 def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
@@ -209,12 +250,23 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
                 moves_codes=not alike,
             )
             given += [*written.values, *_inputs(written, values)]
+            for part, scale in written.held[1:]:
+                if (held := source_of(written.coded, part.role)) is not None:
+                    out.scales[scale.name] = held[1], held[0].role != part.role
     for made, name in form.caches(folder):
         anew.add(name)
+        if folder.catalogue[name].numel != made.numel:
+            raise MappingError(
+                f"{folder.catalogue[name].numel} scales of one KV cache: {form.name} has one",
+                file=folder.catalogue.root,
+                tensor=name,
+                hint="quantise with kv_fp8, or leave the cache as it is",
+            )
         out.tensors.append(made)
         given.append((made, in_dtype(values.of(name).reshape(made.shape), made.dtype)))
     for tensor in folder.catalogue.tensors:
-        if tensor.name in anew or (tensor.name not in taken and _is_said_anew(tensor.name)):
+        said = folder.modules and _is_said_anew(tensor.name)
+        if tensor.name in anew or (tensor.name not in taken and said):
             out.dropped.append(Dropped(name=tensor.name, reason=_ANEW, is_lost=False))
         elif tensor.name not in taken:
             place = Placement.identity(tensor.name, tensor.shape)
@@ -227,6 +279,7 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
         out.dropped.append(Dropped(name=name, reason=_ANEW, is_lost=False))
     if given:
         out.feeds.append(Given(values=tuple(given)))
+        out.known = {t.name: single(v, t.dtype.name) for t, v in given}
     out.tensors = _in_order(out.tensors, folder)
     return out
 
@@ -253,7 +306,7 @@ def _in_order(tensors: Sequence[GlobalTensor], folder: CodedFolder) -> list[Glob
 
 def _is_said_anew(name: str) -> bool:
     """A tensor of a form's own that says what codes and config say already."""
-    return name.endswith((".weight_shape", ".input_zero_point"))
+    return name.endswith((".weight_shape", ".input_zero_point", ".k_zero_point", ".v_zero_point"))
 
 
 def _inputs(written: Written, values: Values) -> list[tuple[GlobalTensor, NDArray[Any]]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from megtool import __version__
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.copy import CopyReport, execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Dropped, Plan, Source
 from megtool.checkpoint.planner import build
@@ -20,9 +19,10 @@ from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.copies import no_copies
 from megtool.commands.exporting.report import ExportReport
 from megtool.commands.job import expected_digests, peak_rss_bytes, places_of
-from megtool.commands.opened import Opened, open_model
+from megtool.commands.opened import Opened, open_model, unknown_model
 from megtool.commands.sizes import parse_size
 from megtool.commands.small_files import saved_tokenizer
+from megtool.commands.staged import write_staged
 from megtool.config import ModelConfig
 from megtool.convert.families import Family
 from megtool.errors import FormatError, MappingError, UsageError
@@ -75,7 +75,8 @@ def export_gguf(
     Raises:
         UsageError: the kind is not known, or is for experts and there are none.
         MappingError: llama.cpp has no such architecture, or would compute something else.
-        FormatError: there is no tokenizer; a weight to be quantised holds NaN or infinity.
+        FormatError: there is no tokenizer; a weight to be quantised holds NaN or infinity, or one
+            that becomes f16 a number too large for it.
         MissingPackageError: the gguf package is not installed.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
@@ -115,12 +116,18 @@ def export_gguf(
     if dry_run:
         stage.check()
         return report
-    try:
-        _write(opened, plan, stage, usual_threads(threads), memory_bytes, fsync, progress)
-    except BaseException:
-        if stage.describe_resume() in stage.messages:  # something was kept
-            _LOG.warning("%s", stage.describe_resume())
-        raise
+    write_staged(
+        plan,
+        stage,
+        what="export",
+        threads=usual_threads(threads),
+        memory_bytes=memory_bytes,
+        digest=DigestMode.BUFFERED,
+        fsync=fsync,
+        progress=progress,
+        expected=expected_digests(opened),
+        wider="--kind bf16 or f32 holds them",
+    )
     return replace(
         report,
         warnings=tuple(stage.messages),
@@ -143,10 +150,9 @@ def _planned(
     keys = model_keys(config, architecture, name=name, kind=kind)
     keys |= _tokenizer(opened, config.vocab_size, split)
     tensors = {t.name: t for t in opened.catalogue.tensors}
-    placed = opened.side.placements
     found = contents(
         opened.side.canonical,
-        {n: placed[opened.repeats.get(n, n)] for n in opened.side.canonical},
+        {n: opened.placement_of(n) for n in opened.side.canonical},
         {n: t.dtype for n, t in tensors.items()},
         config,
         family,
@@ -156,7 +162,7 @@ def _planned(
     )
     laid_out = lay_out(found.tensors, keys, architecture=architecture.name, file=place.name)
     plan = build(
-        [Source(catalogue=opened.catalogue, placements=dict(placed))],
+        [Source(catalogue=opened.catalogue, placements=dict(opened.side.placements))],
         laid_out,
         found.placements,
         dropped=_dropped(opened),
@@ -198,13 +204,7 @@ def _model_of(opened: Opened) -> tuple[Family, ModelConfig]:
     """
     model = opened.model
     if model is None or model.family is None or not opened.is_canonical:
-        reason = opened.reason
-        raise MappingError(
-            "writing GGUF needs the model's family and configuration: "
-            + (reason.message if reason else "nothing says which it is"),
-            file=opened.path,
-            hint=(reason.hint if reason else None) or "--family NAME and --like HF_FOLDER",
-        )
+        raise unknown_model(opened, "writing GGUF needs the model's family and configuration")
     return model.family, model.config
 
 
@@ -236,33 +236,3 @@ def _dropped(opened: Opened) -> list[Dropped]:
     return out + [
         Dropped(name=s.name, reason=s.reason, num_bytes=s.num_bytes) for s in catalogue.set_aside
     ]
-
-
-def _write(
-    opened: Opened,
-    plan: Plan,
-    stage: Stage,
-    threads: int,
-    memory_bytes: int,
-    fsync: bool,
-    progress: Progress,
-) -> CopyReport:
-    """Carry out the plan and commit it."""
-    total = plan.target.catalogue.num_bytes
-    with stage:
-        for message in stage.messages:
-            _LOG.info("%s", message)
-        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
-        progress("export", 0, total)
-        copied = execute(
-            plan,
-            stage,
-            files=stage.files,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            digest=DigestMode.BUFFERED,
-            progress=lambda n: progress("export", n, total),
-            expected=expected_digests(opened),
-        )
-        stage.commit(fsync=fsync, threads=threads)
-    return copied

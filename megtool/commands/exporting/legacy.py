@@ -17,11 +17,11 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.commands.copies import no_copies
-from megtool.commands.exporting.carry_out import carry_out
 from megtool.commands.exporting.report import ExportReport
 from megtool.commands.job import peak_rss_bytes, places_of
-from megtool.commands.opened import Opened, open_model
+from megtool.commands.opened import Opened, open_model, unknown_model
 from megtool.commands.sizes import parse_size
+from megtool.commands.staged import write_staged, written_files
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import MappingError, UsageError
@@ -71,7 +71,7 @@ def export_legacy(
             (which modules, and the nearest recipe), or weights of one tensor in several formats.
         LayoutError: `tp` does not divide heads, blocks or groups, or `pp` the layers; the hint
             names the sizes that do.
-        FormatError: scales are missing.
+        FormatError: scales are missing, or numbers are too large for float16.
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     began = time.monotonic()
@@ -108,23 +108,23 @@ def export_legacy(
         requantised=legacy.requantised,
         decoded=len(catalogue.packed),
         plain=legacy.plain - len(catalogue.packed),
-        files=tuple(
-            sorted([f.path for f in target.catalogue.files] + [n for n, _ in target.all_small()])
-        ),
+        files=written_files(plan),
         notes=tuple(legacy.notes),
         is_dry=dry_run,
     )
     if dry_run:
         stage.check()
         return report
-    carry_out(
+    write_staged(
         plan,
         stage,
+        what="export",
         threads=usual_threads(threads),
         memory_bytes=memory_bytes,
+        digest=DigestMode.NONE,
         fsync=fsync,
         progress=progress,
-        digest=DigestMode.NONE,
+        wider="--dtype bfloat16 holds them",
     )
     return replace(
         report,
@@ -148,11 +148,13 @@ def _planned(
     folder = _coded(opened)
     model = _model_of(opened, folder)
     catalogue, weights = opened.catalogue, None
-    if folder is not None and not model.algo:
-        catalogue = folder.catalogue
-        values = stack.enter_context(Values(catalogue, files))
-        weights = coded_weights(folder, model.held, model.shapes, values)
-    kind, note = _dtype_of(opened, dtype, weights)
+    if folder is not None:
+        catalogue = catalogue if model.algo else folder.catalogue
+        values = stack.enter_context(Values(folder.catalogue, files))
+        weights = coded_weights(
+            folder, model.held, model.shapes, values, are_decoded=bool(model.algo)
+        )
+    kind, note = _dtype_of(opened, dtype, None if model.algo else weights)
     legacy = plan_legacy(
         model,
         catalogue,
@@ -193,12 +195,8 @@ def _check_model(opened: Opened) -> None:
     """
     model = opened.model
     if model is None or not opened.is_canonical:
-        reason = opened.reason
-        raise MappingError(
-            "a legacy checkpoint needs the model's family and configuration: "
-            + (reason.message if reason else "nothing says which it is"),
-            file=opened.path,
-            hint=(reason.hint if reason else None) or "--family NAME and --like HF_FOLDER",
+        raise unknown_model(
+            opened, "a legacy checkpoint needs the model's family and configuration"
         )
     check_family(model.family.name if model.family else None, model.config)
 
@@ -210,11 +208,10 @@ def _model_of(opened: Opened, folder: CodedFolder | None) -> Model:
         raise MappingError("nothing says which model it is", file=opened.path)
     said = (model.hf_config or {}).get("architectures")
     algos = {m.algo for m in folder.modules} if folder else set()
-    held = opened.side.placements
     return Model(
         family=model.family.name,
         config=config,
-        held={n: held[opened.repeats.get(n, n)] for n in opened.side.canonical},
+        held={n: opened.placement_of(n) for n in opened.side.canonical},
         shapes={n: t.shape for n, t in opened.side.canonical.items()},
         architecture=said[0] if isinstance(said, list) and said else None,
         algo=_ENGINE_MAKES if algos == {_ENGINE_MAKES} else "",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megtool.log import format_bytes
+from megtool.log import format_bytes, several
 
 _MOST_NOTES = 8
 
@@ -18,6 +18,7 @@ class ExportReport:
     `to` is the form asked for, `engine` what it is for. Of quantised modules, `exact` keep their
     codes and scales (packed anew or not), and `requantised` were decoded and encoded again by other
     scales; `decoded` were made plain, `plain` had been it before. `files` are relative paths.
+    `overflowed` counts, by the source's tensors, numbers too large for float16, infinite now.
     `algo` and `kv_algo` are what the result says of itself, "" and None where it is not quantised.
     """
 
@@ -36,6 +37,7 @@ class ExportReport:
     plain: int = 0
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    overflowed: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     is_dry: bool = False
     seconds: float = 0.0
@@ -49,8 +51,8 @@ class ExportReport:
         """As a person reads it."""
         verb = "would write" if self.is_dry else "wrote"
         yield (
-            f"{verb} {self.destination}: {_several(len(self.files), 'file')}, "
-            f"{_several(self.tensors, 'tensor')}, {format_bytes(self.num_bytes)} "
+            f"{verb} {self.destination}: {several(len(self.files), 'file')}, "
+            f"{several(self.tensors, 'tensor')}, {format_bytes(self.num_bytes)} "
             f"(of {format_bytes(self.source_bytes)})"
         )
         cache = f", KV cache {self.kv_algo}" if self.kv_algo else ""
@@ -63,7 +65,7 @@ class ExportReport:
         )
         for number, words in told:
             if number:
-                yield f"{_several(number, 'quantised module')} {words}"
+                yield f"{several(number, 'quantised module')} {words}"
         for note in self.notes[:_MOST_NOTES]:
             yield f"note: {note}"
         if len(self.notes) > _MOST_NOTES:
@@ -71,7 +73,3 @@ class ExportReport:
         if not self.is_dry:
             memory = format_bytes(self.peak_rss_bytes)
             yield f"{self.seconds:.1f} s, {memory} resident at most"
-
-
-def _several(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

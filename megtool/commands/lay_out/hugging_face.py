@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.safetensors import lay_out as lay_out_safetensors
+from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.random_state import is_rerun, is_rerun_idle
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.extra_states import EMPTY, is_empty_state
-from megtool.commands.megatron.groups import is_group_object
-from megtool.commands.megatron.random_state import is_rerun, is_rerun_idle
 from megtool.commands.megatron.state import account_for_common
 from megtool.commands.opened import Opened
 from megtool.commands.small_files import hugging_face_files, saved_tokenizer

@@ -13,12 +13,12 @@ from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.checkpoint.formats.legacy import lay_out as lay_out_files
 from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
 from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.param_groups import Inner, read_groups
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.amax import States
 from megtool.commands.megatron.extra_states import SUFFIX, Site, asked_for, site_of
 from megtool.commands.megatron.from_ranks import expert_rank
-from megtool.commands.megatron.groups import Inner, read_groups
 from megtool.commands.megatron.objects import (
     Carried,
     carried_objects,
@@ -130,7 +130,7 @@ class _Writer:
         joined: dict[Site, Any] = {}
         if self.run.order.grouped_experts and config.num_experts:
             each = config.num_experts // parallel.ep
-            joined = join_grouped(source, carried, each, fp8.findings)
+            joined = join_grouped(source, carried, each, fp8.findings, columns=fp8.columns)
         self.objects = values_of(source, carried)
         found = {site_of(name): value for name, value in self.objects.items()}
         self.nothing = fp8.nothing()

@@ -7,22 +7,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megtool.checkpoint.facts import divisible_by
 from megtool.checkpoint.formats.attachments import MODELOPT_FOLDER
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import lay_out as lay_out_ranks
+from megtool.checkpoint.param_groups import BY_DP, read_groups
 from megtool.checkpoint.regroup import regroup
 from megtool.commands.lay_out.target import Request, Target
 from megtool.commands.megatron.amax import States
 from megtool.commands.megatron.bridge_files import at_layout, bridge_files
 from megtool.commands.megatron.extra_states import asked_for
 from megtool.commands.megatron.foreign_config import BRIDGE_FILE
-from megtool.commands.megatron.groups import BY_DP, read_groups
 from megtool.commands.megatron.objects import carried_objects, written_objects
-from megtool.commands.megatron.optimizer import require_states, run_of, states_of, warn_of_order
+from megtool.commands.megatron.optimizer import (
+    registration_order,
+    require_states,
+    run_of,
+    states_of,
+    warn_of_order,
+)
 from megtool.commands.megatron.state import (
     account_for_common,
     common_state,
-    divisible_by,
     saved_iteration,
 )
 from megtool.commands.megatron.to_buckets import lay_out_buckets, objects_of, regrouping_of
@@ -66,7 +72,7 @@ def _lay_out(
     if megatron and BRIDGE_FILE in small:
         small[BRIDGE_FILE] = at_layout(small[BRIDGE_FILE], parallel)
     carried = carried_objects(source, tensors, parallel, out.format)
-    states = States(source, carried, request.amax)
+    states = States(source, carried, request.amax, mix=_mix(source, parallel) if megatron else 1)
     if megatron:
         states.settle(asked_for(tensors, ()))
         out.amax = states.report()
@@ -97,6 +103,14 @@ def _lay_out(
     )
     if megatron:
         out.sidecar_folder = folder_name(iteration)
+
+
+def _mix(source: Opened, parallel: ParallelConfig) -> int:
+    """The experts that share one FP8 state on each rank of the run that will load it."""
+    config = source.model.config if source.model else None
+    if config is None or not registration_order(source.catalogue).grouped_experts:
+        return 1
+    return max(config.num_experts // parallel.ep, 1)
 
 
 def _bridge_files(

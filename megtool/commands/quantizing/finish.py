@@ -185,7 +185,7 @@ def _report(
         auto=auto,
         seconds=seconds,
         resumed_units=resumed_units,
-        reproduction=_reproduction(job, found),
+        reproduction=_reproduction(found),
     )
 
 
@@ -225,7 +225,7 @@ def _chosen(auto: Choice) -> AutoChoice:
     )
 
 
-def _reproduction(job: Job, found: Settled) -> dict[str, str]:
+def _reproduction(found: Settled) -> dict[str, str]:
     """What someone needs who wants the same bytes again."""
     out = {"megtool": __version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):

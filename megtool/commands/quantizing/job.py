@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from megtool.inference.weights import Source
     from megtool.inference.windows import Document
     from megtool.quant.calibration.fingerprint import Fingerprint
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def stored_modules(
         if why := misplaced(d, to, tensor):
             raise _refusal([(d, tensor, why)], is_all=False)
         weight = Weight(
-            placement=opened.side.placements[opened.repeats.get(name, name)],
+            placement=opened.placement_of(name),
             shape=(d.module.shape[0], d.module.shape[1]),
             dtype=taken_as(tensor.dtype),
             treatment=treatments[d.module.name],
@@ -261,7 +261,7 @@ def folded_norms(opened: Opened, settlement: Settlement, target: Target) -> list
                 )
             out.append(
                 Folded(
-                    placement=opened.side.placements[opened.repeats.get(name, name)],
+                    placement=opened.placement_of(name),
                     tensor=tensor,
                     factors=factors,
                     zero_centered=bool(
@@ -290,9 +290,7 @@ def cache_scales(decisions: Sequence[Decision], settlement: Settlement) -> list[
     return out
 
 
-def config_of(
-    decisions: Sequence[Decision], settlement: Settlement, modules: Sequence[StoredModule]
-) -> dict[str, Any]:
+def config_of(decisions: Sequence[Decision], modules: Sequence[StoredModule]) -> dict[str, Any]:
     """What config files say of all this."""
     caches = {d.format.kv_algo for d in decisions if d.format is not None and d.format.kv_algo}
     if len(caches) > 1:

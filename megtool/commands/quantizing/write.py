@@ -6,7 +6,6 @@ feeds of the same plan: one stage, one journal, one rename.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from megtool import __version__
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.copy import CopyReport, execute
-from megtool.checkpoint.digest import SIDECAR, DigestMode, write_sidecar
+from megtool.checkpoint.copy import CopyReport
+from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.feed import Feed
 from megtool.checkpoint.formats.quantised import QUANT_FILE
 from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES, INDEX, lay_out
@@ -25,7 +24,13 @@ from megtool.checkpoint.plan import Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.job import expected_digests, peak_rss_bytes, places_of, sidecar_of
+from megtool.commands.job import (
+    expected_digests,
+    peak_rss_bytes,
+    placements_read,
+    places_of,
+    write_digests,
+)
 from megtool.commands.opened import Opened
 from megtool.commands.quantizing.layout import (
     Piece,
@@ -39,6 +44,7 @@ from megtool.commands.quantizing.layout import (
     tensors_of,
     treatments_of,
 )
+from megtool.commands.staged import write_staged, written_files
 from megtool.commands.target import Request, Target, make_target
 from megtool.errors import MegtoolError
 from megtool.log import Progress, silent
@@ -50,8 +56,6 @@ from megtool.quant.writing.hf_config import hf_quant_config, with_quantization
 from megtool.quant.writing.stored import needs_amax
 from megtool.quant.writing.whole_amax import find_amaxes
 from megtool.tensors.sharded import GlobalTensor
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,20 +164,34 @@ def write(
         num_bytes=plan.target.catalogue.num_bytes,
         source_bytes=opened.catalogue.num_bytes,
         tensors=len(plan.target.catalogue.tensors),
-        files=_files(plan),
+        files=written_files(plan),
         notes=tuple(settlement.notes),
     )
     if dry_run:
         return report
     stage = stage_of(fingerprint=plan.fingerprint)
-    try:
-        copied = _write(
-            opened, target, plan, stage, count, memory_bytes, digest, fsync, before_commit, progress
-        )
-    except BaseException:
-        if stage.describe_resume() in stage.messages:  # something was kept
-            _LOG.warning("%s", stage.describe_resume())
-        raise
+
+    def finish(copied: CopyReport) -> None:
+        write_digests(opened, target, plan, copied, stage)
+        if before_commit is not None:
+            try:
+                before_commit(stage.tree)
+            except Unproved:
+                stage.discard()
+                raise
+
+    copied = write_staged(
+        plan,
+        stage,
+        what="quantize",
+        threads=count,
+        memory_bytes=memory_bytes,
+        digest=digest,
+        fsync=fsync,
+        progress=progress,
+        expected=expected_digests(opened),
+        finish=finish,
+    )
     return replace(
         report,
         seconds=time.monotonic() - began,
@@ -184,48 +202,6 @@ def write(
         repaired_units=copied.repaired,
         warnings=tuple(stage.messages),
     )
-
-
-def _write(
-    opened: Opened,
-    target: Target,
-    plan: Plan,
-    stage: Stage,
-    threads: int,
-    memory_bytes: int,
-    digest: DigestMode,
-    fsync: bool,
-    before_commit: Callable[[Path], None] | None,
-    progress: Progress,
-) -> CopyReport:
-    """Carry out the plan and commit it."""
-    total = plan.target.catalogue.num_bytes
-    with stage:
-        for message in stage.messages:
-            _LOG.info("%s", message)
-        stage.require_space(sum(f.size for f in plan.target.catalogue.files))
-        progress("quantize", 0, total)
-        copied = execute(
-            plan,
-            stage,
-            files=stage.files,
-            threads=threads,
-            memory_bytes=memory_bytes,
-            digest=digest,
-            progress=lambda n: progress("quantize", n, total),
-            expected=expected_digests(opened),
-        )
-        sidecar = sidecar_of(opened, target, plan, copied)
-        if sidecar.tensors:
-            stage.write(SIDECAR, write_sidecar(sidecar))
-        if before_commit is not None:
-            try:
-                before_commit(stage.tree)
-            except Unproved:
-                stage.discard()
-                raise
-        stage.commit(fsync=fsync, threads=threads)
-    return copied
 
 
 def find_shared_amaxes(
@@ -296,19 +272,15 @@ def _plan(
     tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
     tensors += [h.tensor for h in caches]
     small = {n: data for n, data in target.destination.small.items() if n != INDEX}
-    said = config_of(decisions, settlement, modules)
+    said = config_of(decisions, modules)
     if "config.json" in small:
         small["config.json"] = with_quantization(small["config.json"], said)
     small[QUANT_FILE] = hf_quant_config(said)
     laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
     placements = {n: p for n, p in target.side.placements.items() if n not in gone}
-    wanted = {opened.repeats.get(n, n) for n in target.side.placements}
     return build(
         [
-            Source(
-                catalogue=opened.catalogue,
-                placements={n: p for n, p in opened.side.placements.items() if n in wanted},
-            )
+            Source(catalogue=opened.catalogue, placements=placements_read(opened, target)),
         ],
         laid_out,
         placements,
@@ -318,9 +290,3 @@ def _plan(
         feeds=feeds,
         options=repr((__version__, digest.value)),
     )
-
-
-def _files(plan: Plan) -> tuple[str, ...]:
-    destination = plan.target
-    names = [f.path for f in destination.catalogue.files]
-    return tuple(sorted([*names, *(path for path, _ in destination.all_small())]))

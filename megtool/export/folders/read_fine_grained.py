@@ -13,12 +13,18 @@ def read_module(found: Found) -> Coded:
     they come, and so it is a scale a row that happens to be the same for all.
 
     Raises:
-        FormatError: blocks other than 128 x 128.
+        FormatError: blocks other than 128 x 128, or weights in MXFP4.
     """
     inputs = found.single("input_scale", "activation_scale")
     found.beside("input_scale_ub")
-    if found.numbers in ("mxfp8", "mxfp4"):
-        algo = found.numbers.upper()
+    if found.numbers == "mxfp4":
+        raise found.fault(
+            "is in MXFP4 with inputs as they are or in FP8, and engines' MXFP4 rounds inputs to "
+            "MXFP4 too",
+            hint=DECODE,
+        )
+    if found.numbers == "mxfp8":
+        algo = "MXFP8"
     elif inputs and found.suits("FP8", 0):
         algo = "FP8"
     else:

@@ -12,6 +12,7 @@ from megtool.packing.decode import SCALE_2
 from megtool.packing.parts import WHOLE, Part, Span
 from megtool.quant.proofs.declared import Declared, in_config, in_quant_file
 from megtool.quant.proofs.folder import Folder
+from megtool.quant.proofs.metadata_checks import check_agreement
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.writing.stored import INPUT_SCALE, NAMES, SECONDS
 
@@ -24,14 +25,45 @@ def declared(catalogue: Catalogue) -> Declared:
     Raises:
         FormatError: neither says it in ModelOpt's form.
     """
+    beside, inline = _both(catalogue)
+    found = beside or inline
+    if found is None:
+        raise FormatError("its config says nothing of its quantisation", file=catalogue.root)
+    return found
+
+
+def _both(catalogue: Catalogue) -> tuple[Declared | None, Declared | None]:
     meta = catalogue.metadata
     folder = Folder(
         path=catalogue.root, config=meta.get("config"), quant=meta.get("hf_quant_config")
     )
-    found = in_quant_file(folder) or in_config(folder)
-    if found is None:
-        raise FormatError("its config says nothing of its quantisation", file=catalogue.root)
-    return found
+    return in_quant_file(folder), in_config(folder)
+
+
+def differences(catalogue: Catalogue) -> list[str]:
+    """Where the two files do not say the same, and hf_quant_config.json is followed.
+
+    Raises:
+        FormatError: they call the codes different things.
+    """
+    beside, inline = _both(catalogue)
+    if beside is None or inline is None:
+        return []
+    for what, one, other in (
+        ("quant_algo", beside.algo, inline.algo),
+        ("quantized_layers", beside.layers, inline.layers),
+        ("group_size", beside.group_size, inline.group_size),
+    ):
+        if one and other and one != other:
+            words = f" is {one} and {other}" if isinstance(one, (str, int)) else " differ"
+            raise FormatError(
+                f"{what} of {beside.where} and of {inline.where}{words}",
+                file=catalogue.root / beside.where,
+                hint="make both say what the tensors are: engines go by the one or the other",
+            )
+    found = [f.text for f in check_agreement(beside, inline)]
+    told = ("kv_cache_quant_algo", "excluded modules")
+    return [f"{t}; {beside.where} is followed" for t in found if t.startswith(told)]
 
 
 def read_module(found: Found, said: Declared) -> Coded:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats.header import read_exact
 from megtool.checkpoint.formats.quantised_parts import Folded, Stored
 from megtool.errors import FormatError
 from megtool.packing.decode import DIVISOR, SCALE, SCALE_2
@@ -117,6 +119,13 @@ class Found:
         row = catalogue.index[self.folded.codes]
         file = catalogue.path(int(catalogue.extents.file[row]))
         return FormatError(message, file=file, tensor=self.folded.codes, hint=hint)
+
+
+def is_zero(catalogue: Catalogue, tensor: GlobalTensor) -> bool:
+    """All bytes of a small stored tensor are zero."""
+    row = catalogue.index[tensor.name]
+    path = catalogue.path(int(catalogue.extents.file[row]))
+    return not any(read_exact(path, int(catalogue.extents.offset[row]), tensor.num_bytes))
 
 
 def packing_for(found: Found, algo: str, group: int) -> str:

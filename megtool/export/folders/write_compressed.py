@@ -8,25 +8,27 @@ Source of names, shapes and keys: compressed-tensors 0.20, `quantization/quant_s
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
-from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError
+from megtool.errors import MappingError, listed
 from megtool.export.coded import Coded, CodedFolder
 from megtool.export.folders.small import edited
-from megtool.export.folders.written import Written, listed, shape_of
+from megtool.export.folders.written import Written, shape_of, tensor
 from megtool.packing.decode import CODES, DIVISOR, SCALE
 from megtool.packing.layout import layout
+from megtool.quant.recipes.compressed_targets import EXPRESSION
 from megtool.tensors.sharded import GlobalTensor
 
 VERSION = "0.20.0"
 """The version of compressed-tensors whose form this is."""
 
 MIXED = "mixed-precision"
+DENSE = "dense"
 
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _FLOAT4 = {"num_bits": 4, "type": "float"}
@@ -164,6 +166,41 @@ class CompressedForm:
                 hint="quantise with kv_fp8 beside the rest, or leave the cache as it is",
             )
 
+        if folder.cache_biases:
+            raise MappingError(
+                "compressed-tensors has no place for biases of keys and values, which "
+                f"{len(folder.cache_biases)} projections have",
+                file=folder.catalogue.root,
+                tensor=folder.cache_biases[0],
+                hint="quantise with kv_fp8, which has none, or export with --to unified",
+            )
+
+    def notes(self, folder: CodedFolder) -> Sequence[str]:
+        """See `Form`."""
+        out = []
+        blocks = [m.name for m in folder.modules if m.algo == "FP8_PB_WO"]
+        if blocks and folder.form == "modelopt":
+            out.append(
+                f"{len(blocks)} modules: inputs are said to be rounded to FP8 in groups of 128, as "
+                "engines do that load FP8_PB_WO"
+            )
+        experts = [m for m in folder.modules if _EXPERT.fullmatch(m.name)]
+        if any(m.algo in ("NVFP4", "W4A16_NVFP4") for m in experts):
+            out.append(
+                "transformers (5.23) leaves weight_global_scale of experts out, and loads them "
+                "wrong; engines read it"
+            )
+        kinds = [
+            {(m.algo, m.group_size) for m in folder.modules if bool(_EXPERT.fullmatch(m.name)) == e}
+            for e in (True, False)
+        ]
+        if experts and max(map(len, kinds)) > 1:
+            out.append(
+                "transformers (5.23) takes all experts for one format, and all other modules for "
+                "one: it does not load several of either; engines do"
+            )
+        return out
+
     def written(self, coded: Coded) -> Written:
         """See `Form`."""
         scheme = SCHEMES[coded.algo]
@@ -172,15 +209,14 @@ class CompressedForm:
         for part in layout(packing, coded.shape, "compressed-tensors"):
             packed = part.role == CODES and part.dtype in _PACKED
             last = "weight_packed" if packed else _LAST[part.role]
-            kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
-            held.append((part, _tensor(f"{coded.name}.{last}", part.shape, kind)))
+            held.append((part, tensor(f"{coded.name}.{last}", part.shape, part.dtype)))
         inputs, divides = None, coded.algo == "NVFP4"
         if coded.input_scale:
             last = "input_global_scale" if divides else "input_scale"
-            inputs = _tensor(f"{coded.name}.{last}", (1,), "float32")
+            inputs = tensor(f"{coded.name}.{last}", (1,), "float32")
         values = []
         if scheme.format == "pack-quantized":
-            values = [(_tensor(f"{coded.name}.weight_shape", (2,), "int64"), shape_of(coded))]
+            values = [(tensor(f"{coded.name}.weight_shape", (2,), "int64"), shape_of(coded))]
         return Written(
             coded=coded,
             packing=packing,
@@ -193,7 +229,7 @@ class CompressedForm:
     def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
         """See `Form`."""
         return [
-            (_tensor(f"{attention}.{kind}_scale", (1,), "float32"), name)
+            (tensor(f"{attention}.{kind}_scale", (1,), "float32"), name)
             for attention, names in folder.caches.items()
             for kind, name in zip("kv", names, strict=True)
         ]
@@ -203,7 +239,11 @@ class CompressedForm:
         out = {n: d for n, d in files.items() if n != QUANT_FILE}
         config = {"quantization_config": compressed_config(folder)}
         before = out.get("config.json", json.dumps({}).encode())
-        return out | {"config.json": edited(before, remove=QUANT_KEYS, add=config)}
+        return out | {
+            "config.json": edited(
+                before, remove=QUANT_KEYS, add=config, untie=folder.has_untied_head
+            )
+        }
 
 
 _LAST = {CODES: "weight", SCALE: "weight_scale", DIVISOR: "weight_global_scale"}
@@ -212,19 +252,21 @@ _LAST = {CODES: "weight", SCALE: "weight_scale", DIVISOR: "weight_global_scale"}
 def compressed_config(folder: CodedFolder) -> dict[str, Any]:
     """The `quantization_config`: a group for each format and group size.
 
-    Where there is one, it is for all linear modules; where there are several, each names its own.
+    Where there is one, it is for all linear modules; where there are several, each names its own,
+    experts by an expression.
     """
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for m in folder.modules:
         alike[m.algo, m.group_size].append(m.name)
+    everything = [m.name for m in folder.modules]
     groups: dict[str, Any] = {}
     for number, ((algo, group), names) in enumerate(alike.items()):
-        targets = ["Linear"] if len(alike) == 1 else names
+        targets = ["Linear"] if len(alike) == 1 else _targets(names, everything)
         groups[f"group_{number}"] = _group(SCHEMES[algo], group, targets)
     formats = {SCHEMES[algo].format for algo, _ in alike}
     out: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else MIXED,
+        "format": formats.pop() if len(formats) == 1 else MIXED if formats else DENSE,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "config_groups": groups,
@@ -235,6 +277,35 @@ def compressed_config(folder: CodedFolder) -> dict[str, Any]:
     if folder.kv_algo == "FP8":
         out["kv_cache_scheme"] = _arguments(_FLOAT8 | _TENSOR | {"dynamic": False})
     return out
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
+_ALL_EXPERTS = r"re:.*\.experts\.\d+\..+"
+
+
+def _targets(names: Sequence[str], everything: Sequence[str]) -> list[str]:
+    """Targets of the modules of a group: names, and expressions for experts.
+
+    Loaders that run experts as one (transformers) look for such as begin with `re:` and have
+    `experts` in them.
+    """
+    experts: dict[str, list[str]] = defaultdict(list)
+    for name in everything:
+        if m := _EXPERT.fullmatch(name):
+            experts[m[1]].append(name)
+    mine = set(names)
+    if experts and all(n in mine for held in experts.values() for n in held):
+        return [_ALL_EXPERTS, *(n for n in names if not _EXPERT.fullmatch(n))]
+    out: dict[str, None] = {}
+    for name in names:
+        m = _EXPERT.fullmatch(name)
+        if m is None:
+            out[name] = None
+        elif all(n in mine for n in experts[m[1]]):
+            out[f"{EXPRESSION}{re.escape(m[1])}\\..+"] = None
+        else:
+            out[f"{EXPRESSION}{re.escape(name)}$"] = None
+    return list(out)
 
 
 def _group(scheme: Scheme, group: int, targets: Sequence[str]) -> dict[str, Any]:
@@ -260,7 +331,3 @@ def _arguments(args: Mapping[str, Any]) -> dict[str, Any]:
         "actorder": None,
         **args,
     }
-
-
-def _tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
-    return GlobalTensor(name=name, shape=shape, dtype=named_dtype(kind))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
-from megtool.dtypes import dtype as named_dtype
 from megtool.export.coded import Coded, CodedFolder
 from megtool.export.folders.small import edited
-from megtool.export.folders.written import Written
+from megtool.export.folders.written import Written, tensor
 from megtool.packing.decode import COLUMNS, SCALE_2
 from megtool.packing.layout import layout
 from megtool.packing.parts import Part
@@ -16,8 +15,6 @@ from megtool.quant.treatment import PACKINGS
 from megtool.quant.writing.hf_config import Layer, hf_quant_config, inline, quantization
 from megtool.quant.writing.stored import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
 from megtool.tensors.sharded import GlobalTensor
-
-FLOAT32 = named_dtype("float32")
 
 
 class ModelOptForm:
@@ -28,23 +25,29 @@ class ModelOptForm:
     def check(self, folder: CodedFolder) -> None:
         """It says all of our formats."""
 
+    def notes(self, folder: CodedFolder) -> Sequence[str]:
+        """See `Form`."""
+        if not folder.cache_biases:
+            return ()
+        return (
+            f"{len(folder.cache_biases)} biases of keys and values (affine): no engine has them",
+        )
+
     def written(self, coded: Coded) -> Written:
         """See `Form`."""
         packing = PACKINGS[coded.algo].format(group=coded.group_size)
         held: list[tuple[Part, GlobalTensor]] = []
         for part in layout(packing, coded.shape):
-            # Powers of two are bytes to the loaders of MX formats.
-            kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
-            held.append((part, _tensor(f"{coded.name}.{NAMES[part.role]}", part.shape, kind)))
+            held.append((part, tensor(f"{coded.name}.{NAMES[part.role]}", part.shape, part.dtype)))
         if coded.algo in SECONDS and all(p.role != SCALE_2 for p, _ in held):
             second = Part(role=SCALE_2, dtype="float32", shape=(), spans=())
-            held.append((second, _tensor(f"{coded.name}.{NAMES[SCALE_2]}", (), "float32")))
+            held.append((second, tensor(f"{coded.name}.{NAMES[SCALE_2]}", (), "float32")))
         if (columns := coded.part(COLUMNS)) is not None:
             part, _ = columns
-            held.append((part, _tensor(f"{coded.name}.{COLUMNS_SCALE}", part.shape, part.dtype)))
+            held.append((part, tensor(f"{coded.name}.{COLUMNS_SCALE}", part.shape, part.dtype)))
         inputs = None
         if coded.input_scale:
-            inputs = _tensor(f"{coded.name}.{INPUT_SCALE}", (), "float32")
+            inputs = tensor(f"{coded.name}.{INPUT_SCALE}", (), "float32")
         return Written(coded=coded, packing=packing, held=tuple(held), inputs=inputs)
 
     def caches(self, folder: CodedFolder) -> Sequence[tuple[GlobalTensor, str]]:
@@ -52,7 +55,7 @@ class ModelOptForm:
         out = []
         for attention, names in folder.caches.items():
             for kind, name in zip("kv", names, strict=True):
-                made = _tensor(f"{attention}.{kind}_proj.{kind}_scale", (), "float32")
+                made = tensor(f"{attention}.{kind}_proj.{kind}_scale", (), "float32")
                 out.append((made, name))
         return out
 
@@ -66,9 +69,7 @@ class ModelOptForm:
         out = {n: d for n, d in files.items() if n != QUANT_FILE}
         if "config.json" in out:
             config = {"quantization_config": inline(said)}
-            out["config.json"] = edited(out["config.json"], remove=QUANT_KEYS, add=config)
+            out["config.json"] = edited(
+                out["config.json"], remove=QUANT_KEYS, add=config, untie=folder.has_untied_head
+            )
         return out | {QUANT_FILE: hf_quant_config(said)}
-
-
-def _tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
-    return GlobalTensor(name=name, shape=shape, dtype=named_dtype(kind))

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.dtypes import dtype as named_dtype
 from megtool.export.coded import Coded, CodedFolder
 from megtool.packing.parts import Part
+from megtool.quant.writing.stored import stored_type
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -48,6 +50,9 @@ class Form(Protocol):
             MappingError: formats, factors of columns or caches it has no place for.
         """
 
+    def notes(self, folder: CodedFolder) -> Sequence[str]:
+        """What engines or libraries make otherwise of it in this form, for people."""
+
     def written(self, coded: Coded) -> Written:
         """The tensors of a module.
 
@@ -62,10 +67,9 @@ class Form(Protocol):
         """The small files of the folder, of those of the source."""
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """Names for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def tensor(name: str, shape: tuple[int, ...], kind: str) -> GlobalTensor:
+    """A tensor of the folder for a part of type `kind`."""
+    return GlobalTensor(name=name, shape=shape, dtype=named_dtype(stored_type(kind)))
 
 
 def shape_of(coded: Coded) -> NDArray[np.int64]:

@@ -103,6 +103,14 @@ _IGNORES_WINDOW: Limit = (
     lambda c: bool(c.window_size),
     "llama.cpp attends to all tokens, the model to a sliding window",
 )
+_EXACT_GELU: Limit = (
+    lambda c: c.activation == "gelu",
+    "llama.cpp approximates GELU by tanh, and the model's is exact (hidden_activation)",
+)
+_UNCAPPED: Limit = (
+    lambda c: not c.attn_softcap or not c.logit_softcap,
+    "llama.cpp caps scores at 50 and logits at 30 where a file gives no cap, and none means no cap",
+)
 _PARTLY_MOE: Limit = (_is_partly_moe, "llama.cpp has experts in every layer, the model in some")
 _NORMALISED: Limit = (
     lambda c: not c.router_pre_softmax,
@@ -124,7 +132,11 @@ _SWITCHES: tuple[Limit, ...] = (
 
 def _gemma(name: str, table: Table, *limits: Limit, has_window: bool = False) -> Architecture:
     return Architecture(
-        name=name, table=table, norms_plus_one=True, has_window=has_window, limits=limits
+        name=name,
+        table=table,
+        norms_plus_one=True,
+        has_window=has_window,
+        limits=(*limits, _EXACT_GELU),
     )
 
 
@@ -162,6 +174,7 @@ _KNOWN: Mapping[str, Callable[[Family], Architecture]] = {
         _GEMMA_2,
         (_differs_from_every(2), "llama.cpp has a window in every second layer"),
         (_is_scaled_otherwise(46), _ATTENTION_SCALE),
+        _UNCAPPED,
         has_window=True,
     ),
     "gemma3": lambda _: _gemma(

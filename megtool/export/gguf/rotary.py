@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.config import ModelConfig
+from megtool.convert.gguf_rope import (
+    LLAMA3,
+    LONG,
+    SHORT,
+    llama3_factors,
+    longrope_temperature,
+)
 from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
 
@@ -45,19 +51,17 @@ def rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, An
         return out
     if kind == "longrope" and architecture.factors == kind:
         original = original_length(config)
-        factor = config.max_positions / original
         scale = scaling.get("attention_factor")
         if scale is None:
-            scale = 1.0
-            if factor > 1:
-                scale = math.sqrt(1 + math.log(factor) / math.log(original))
+            scale = longrope_temperature(config.max_positions, original)
         return out | {
             "scaling.attn_factor": float(scale),
             "scaling.original_context_length": original,
         }
     if kind == "linear":
         return out | {"scaling.type": "linear", "scaling.factor": float(scaling["factor"])}
-    if kind == "yarn" and not _has_temperature(scaling):
+    odd = _odd_yarn(scaling) if kind == "yarn" else ""
+    if kind == "yarn" and not odd:
         original = original_length(config)
         factor = float(scaling.get("factor") or config.max_positions / original)
         out |= {"scaling.type": "yarn", "scaling.factor": factor}
@@ -66,24 +70,23 @@ def rotary_keys(config: ModelConfig, architecture: Architecture) -> dict[str, An
             if scaling.get(key):
                 out[f"scaling.yarn_{key}"] = float(scaling[key])
         return out
-    more = " with a temperature of its own" if kind == "yarn" else ""
     can = ["linear", "yarn", *([architecture.factors] if architecture.factors else [])]
     raise MappingError(
-        f"rope_scaling is of the kind {kind!r}{more}, which llama.cpp's {architecture.name!r} "
+        f"rope_scaling is of the kind {kind!r}{odd}, which llama.cpp's {architecture.name!r} "
         "does not compute",
         hint=f"it does: {', '.join(can)}",
     )
 
 
-def _has_temperature(scaling: Mapping[str, Any]) -> bool:
-    return any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
+def _odd_yarn(scaling: Mapping[str, Any]) -> str:
+    """What llama.cpp's YaRN cannot do; it rounds the range of its ramp to whole frequencies."""
+    if any(scaling.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim")):
+        return " with a temperature of its own"
+    return " with a ramp that is not rounded (truncate)" if scaling.get("truncate") is False else ""
 
 
 def factor_tensors(config: ModelConfig) -> Factors:
     """What frequencies are divided by, where llama.cpp reads that from tensors.
-
-    Llama 3's are those of its published formula: wavelengths beyond the original length are
-    stretched by `factor`, short ones kept, and those between interpolated.
 
     Raises:
         MappingError: factors of another number than there are frequencies.
@@ -91,20 +94,23 @@ def factor_tensors(config: ModelConfig) -> Factors:
     kind, scaling = scaling_of(config)
     half = int(config.head_dim * config.rotary_percent) // 2
     if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        frequency = 1 / float(config.rope_base) ** (np.arange(half) / half)
-        rotations = original_length(config) * frequency / (2 * math.pi)
-        kept = ((rotations - low) / (high - low)).clip(0, 1)
-        factors = 1 / ((1 - kept) / float(scaling["factor"]) + kept)
-        return {"rope_freqs.weight": factors.astype(np.float32)}
+        factors = llama3_factors(
+            float(config.rope_base),
+            half,
+            factor=float(scaling["factor"]),
+            low=float(scaling["low_freq_factor"]),
+            high=float(scaling["high_freq_factor"]),
+            length=original_length(config),
+        )
+        return {LLAMA3: factors}
     if kind != "longrope":
         return {}
     out: Factors = {}
-    for which in ("long", "short"):
+    for which, name in (("long", LONG), ("short", SHORT)):
         found = np.array(scaling[f"{which}_factor"], np.float32)
         if found.shape != (half,):
             raise MappingError(
                 f"rope_scaling has {len(found)} {which} factors, and {half} frequencies"
             )
-        out[f"rope_factors_{which}.weight"] = found
+        out[name] = found
     return out

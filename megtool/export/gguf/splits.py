@@ -28,6 +28,10 @@ _BY_EXPRESSION = {
     ): "gpt-4o",
 }
 
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""Names by which llama.cpp takes a word that is a token as it is, before it merges anything (its
+`ignore_merges`); by any other name it merges always."""
+
 
 def split_name(cuts: Sequence[Mapping[str, Any]]) -> str:
     """The name for the stages of a pre-tokenizer whose last one makes bytes.

@@ -7,13 +7,14 @@ of the first merge that makes it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.errors import FormatError, MappingError
-from megtool.export.gguf.splits import split_name
+from megtool.export.gguf.splits import WHOLE_WORDS, split_name
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTES = re.compile(r"<0x[0-9A-F]{2}>")
@@ -152,12 +153,82 @@ def _is_byte_level(told: Mapping[str, Any]) -> bool:
 
 def _byte_level(told: Mapping[str, Any], split: str | None) -> dict[str, Any]:
     cuts = _stages(told.get("pre_tokenizer"), "pretokenizers")
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split or split_name(cuts)}
+    for stage in _stages(told.get("normalizer"), "normalizers"):
+        # llama.cpp takes text as it is, which mostly is NFC; its own converter lets that pass too.
+        if stage["type"] != "NFC":
+            raise _lacking(f"the normalizer {stage['type']}")
+    name = split or split_name(cuts)
+    _check_merging(told, takes_words=name in WHOLE_WORDS, name=name)
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
+
+
+def _lacking(what: str) -> MappingError:
+    return MappingError(
+        f"the tokenizer has {what}, and llama.cpp none: it would give other tokens",
+        hint="a GGUF file cannot say it; --to hf keeps it",
+    )
+
+
+def _check_merging(told: Mapping[str, Any], *, takes_words: bool, name: str) -> None:
+    """Refuse a BPE that llama.cpp would carry out otherwise.
+
+    `takes_words` says that it looks a word up before it merges. Where the tokenizer does not, or
+    the other way round, it matters for tokens that merging does not give, and for no others.
+    """
+    model = told["model"]
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise _lacking(f"the {key} {model[key]!r}")
+    if bool(model.get("ignore_merges")) == takes_words:
+        return
+    added = {a["content"] for a in told.get("added_tokens") or ()}
+    ranks = {_pair(m): i for i, m in enumerate(model["merges"])}
+    for text in model["vocab"]:
+        if text not in added and not _BYTES.fullmatch(text) and len(_merged(text, ranks)) > 1:
+            does = "looks words up before it merges" if takes_words else "always merges"
+            raise MappingError(
+                f"ignore_merges is {str(not takes_words).lower()}, and llama.cpp {does} ({name}): "
+                f"merging does not give the token {text!r}",
+                hint="a GGUF file cannot say it; --to hf keeps it",
+            )
+
+
+def _merged(text: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
+    """A word's tokens: of all neighbours, the pair of the least rank is merged first."""
+    parts = list(text)
+    while len(parts) > 1:
+        rank, at = min(
+            (ranks.get(pair, len(ranks)), i) for i, pair in enumerate(itertools.pairwise(parts))
+        )
+        if rank == len(ranks):
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+_BLANK = "\u2581"
+
+
+def _is_known(stage: Mapping[str, Any]) -> bool:
+    """A stage of a SentencePiece model as llama.cpp computes it: blanks become U+2581, one is put
+    before the text, and nothing is cut at blanks that are none any more."""
+    kind, pattern = stage["type"], (stage.get("pattern") or {}).get("String")
+    if kind == "Prepend":
+        return bool(stage.get("prepend") == _BLANK)
+    if kind == "Replace":
+        return bool(pattern == " " and stage.get("content") == _BLANK)
+    if kind == "Split":
+        return bool(pattern == " ")
+    return bool(kind == "Metaspace" and stage.get("replacement", _BLANK) == _BLANK)
 
 
 def _pieces(told: Mapping[str, Any]) -> dict[str, Any]:
     stages = _stages(told.get("normalizer"), "normalizers")
     stages += _stages(told.get("pre_tokenizer"), "pretokenizers")
+    for stage in stages:
+        if not _is_known(stage):
+            raise _lacking(f"the stage {stage['type']}")
+    _check_merging(told, takes_words=False, name="SentencePiece")
     prefixed = any(
         s["type"] == "Prepend"
         or (s["type"] == "Metaspace" and s.get("prepend_scheme", "always") != "never")

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.feed import Feed
+from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError
+from megtool.errors import FormatError, MappingError
 from megtool.export.coded import Coded
 from megtool.export.legacy.coded_weights import ALGOS, CodedWeights
 from megtool.export.legacy.files import Filed
@@ -21,7 +22,6 @@ from megtool.packing.decode import CODES, SCALE, SCALE_2
 from megtool.packing.layout import layout
 from megtool.packing.parts import Part
 from megtool.quant.writing.given import Given
-from megtool.quant.writing.stored import in_dtype
 from megtool.tensors.sharded import GlobalTensor
 
 _F32 = named_dtype("float32")
@@ -43,7 +43,7 @@ def coded_tensors(
     """What `tensor`, whose weights have the format of `coded`, becomes.
 
     Raises:
-        FormatError: scales that the format needs are missing.
+        FormatError: scales that the format needs are missing, or float16 is too narrow for some.
         MappingError: weights that have their inputs in common have other factors for them.
     """
     return _Making(tensor, coded, weights, dtype).made()
@@ -152,8 +152,14 @@ class _Making:
 
     def _give(self, name: str, values: NDArray[np.float32], dtype: DType) -> None:
         tensor = self._file(name, values.shape, dtype, values.shape)
-        stored = in_dtype(np.ascontiguousarray(values, np.float32), dtype)
-        self.given.append((tensor, stored.reshape(values.shape)))
+        stored = np.empty(values.shape, dtype.view)
+        if cast(np.ascontiguousarray(values, np.float32), _F32, stored, dtype):
+            raise FormatError(
+                f"factors of up to {np.abs(values).max():g} are too large for {dtype}",
+                tensor=tensor.name,
+                hint="--dtype bfloat16 holds them",
+            )
+        self.given.append((tensor, stored))
 
     def _file(
         self, name: str, shape: tuple[int, ...], dtype: DType, says: tuple[int, ...]

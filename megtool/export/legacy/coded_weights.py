@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.errors import FormatError, MappingError
+from megtool.errors import FormatError, MappingError, listed
 from megtool.export.coded import Coded, CodedFolder
 from megtool.export.legacy.layout import Need, columns_need, rows_need
 from megtool.export.legacy.ranks import RankTensor
@@ -46,7 +46,6 @@ _NEAREST: Mapping[str, str] = {
 }
 _CALIBRATED = ("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4")
 _SMOOTHED = ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ", "W4A8_AWQ")
-_MOST_NAMED = 3
 
 _WITH = re.compile(r"(.+\.attn)\.(?:q|k|v)\.weight|(.+\.(?:mlp|experts\.\d+))\.(?:gate|up)\.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)\.weight")
@@ -199,8 +198,11 @@ def coded_weights(
     placements: Mapping[str, Placement],
     shapes: Mapping[str, tuple[int, ...]],
     values: Values,
+    *,
+    are_decoded: bool = False,
 ) -> CodedWeights:
-    """The canonical weights that a folder holds quantised.
+    """The canonical weights that a folder holds quantised; `are_decoded` where no code of them is
+    to be moved, so that neither their format nor how they lie matters.
 
     Raises:
         MappingError: a format that legacy engines have no layer for (the modules, and the nearest
@@ -213,15 +215,16 @@ def coded_weights(
         if coded is None:
             continue
         plain = _row_of(p, shapes[name], coded)
-        if plain is None:
+        if plain is None and not are_decoded:
             raise MappingError(
                 f"{name.removesuffix('.weight')} is stored transposed or among others, and codes "
                 "are cut by whole rows",
                 tensor=p.stored,
                 hint="export the plain checkpoint it was quantised from",
             )
-        held[name] = Held(coded=coded, row=plain)
-    _check_algos(h.coded for h in held.values())
+        held[name] = Held(coded=coded, row=plain or 0)
+    if not are_decoded:
+        _check_algos(h.coded for h in held.values())
     return CodedWeights(folder, held, values)
 
 
@@ -241,9 +244,8 @@ def _check_algos(modules: Iterable[Coded]) -> None:
         if m.algo not in ALGOS or (m.is_smoothed and m.algo not in _SMOOTHED):
             wrong[m.algo].append(m.name)
     for algo, names in wrong.items():
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise MappingError(
-            f"{', '.join(names[:_MOST_NAMED])}{more}: {algo} is no format of legacy TensorRT-LLM"
+            f"{listed(names)}: {algo} is no format of legacy TensorRT-LLM"
             + (", with inputs multiplied by factors first" if algo in ALGOS else ""),
             tensor=names[0],
             hint=f"the nearest recipe is {_NEAREST.get(algo, 'fp8')}; newer TensorRT-LLM loads the "

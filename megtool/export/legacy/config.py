@@ -124,7 +124,9 @@ def quantization_of(
         return out, None
     if len(different) == 1:
         out |= json.loads(next(iter(different)))
-        kept = [*(n for n, s in said.items() if not s), *dict.fromkeys(routers)]
+        kept = {*(n for n, s in said.items() if not s), *routers}
+        if "lm_head" not in said:  # the table of embeddings, which engines multiply by as by a head
+            kept.add("lm_head")
         out["exclude_modules"] = sorted(kept)
         return out, None
     out["quant_algo"] = MIXED

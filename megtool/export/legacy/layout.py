@@ -18,7 +18,10 @@ FAMILIES: Mapping[str, str] = {
 }
 """Families that are written, by the names of their files in converters/."""
 
-_SCALINGS = ("linear", "dynamic", "llama3", "yarn")
+_SCALINGS = ("linear", "llama3")
+"""Those that the models of 1.x compute (layers/attention.py, `create_attention_const_params`): the
+frequencies of any other kind they multiply by its factor, where the model divides."""
+
 _MOST_RANKS = 1024
 
 
@@ -39,8 +42,9 @@ def check_family(name: str | None, config: ModelConfig) -> None:
     kind = (config.rope_scaling or {}).get("rope_type")
     if kind is not None and kind not in _SCALINGS:
         raise MappingError(
-            f"rotary embedding is scaled as {kind!r}, which legacy {FAMILIES[name]} does not know",
-            hint=f"known: {', '.join(_SCALINGS)}; newer TensorRT-LLM: --to trtllm",
+            f"rotary embedding is scaled as {kind!r}, which legacy {FAMILIES[name]} does not "
+            "compute",
+            hint=f"it does: {', '.join(_SCALINGS)}; newer TensorRT-LLM: --to trtllm",
         )
     if config.moe_layers and len(config.moe_layers) < config.num_layers:
         raise MappingError(

@@ -14,12 +14,14 @@ import numpy as np
 
 from megtool.checkpoint.feed import Region, Taking
 from megtool.checkpoint.plan import Fill
+from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
+from megtool.dtypes import DType
+from megtool.dtypes import dtype as named_dtype
 from megtool.export.legacy.ranks import Box
 from megtool.packing.floats import single
-from megtool.quant.writing.given import bits_of, hash_of
-from megtool.quant.writing.stored import in_dtype
+from megtool.quant.writing.given import hash_of
 from megtool.tensors.box import Boxes, numel
 from megtool.tensors.relation import Placement, narrow, pieces, refine
 from megtool.tensors.sharded import GlobalTensor
@@ -91,10 +93,11 @@ def _named(p: Placement, name: str) -> Placement:
 class PlusOne:
     """Gammas stored around zero as engines multiply by them: one added, in float32, rounded once.
 
-    All ranks of a stage hold the same.
+    `dtype` is the type in which they are taken: their own. All ranks of a stage hold the same.
     """
 
     placement: Placement
+    dtype: DType
     tensors: tuple[GlobalTensor, ...]
 
     @property
@@ -116,19 +119,22 @@ class PlusOne:
 
     @property
     def facts(self) -> bytes:
-        """The type they are rounded to."""
-        return hash_of("plus one", self.tensors[0].dtype.name)
+        """The type they are taken in, and the one they are rounded to."""
+        return hash_of("1 + w", self.dtype.name, self.tensors[0].dtype.name)
 
     @property
     def uses_torch(self) -> bool:
-        """Rounding takes it."""
-        return True
+        """Numpy casts to these types."""
+        return False
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         dtype = self.tensors[0].dtype
-        with taking.run(self.placement, dtype) as run:
-            found = single(run.read(0, numel(self.placement.shape)), dtype.name)
-        bits = bits_of(in_dtype((found + np.float32(1)).astype(np.float32), dtype), dtype)
+        with taking.run(self.placement, self.dtype) as run:
+            found = single(run.read(0, numel(self.placement.shape)), self.dtype.name)
+        made = np.empty(found.shape, f"<u{dtype.itemsize}")
+        sums = np.asarray(found + np.float32(1), np.float32)
+        if lost := cast(sums, named_dtype("float32"), made, dtype):
+            taking.overflowed[self.placement.stored] += lost
         for number in range(len(self.tensors)):
-            yield number, (0,), bits
+            yield number, (0,), made

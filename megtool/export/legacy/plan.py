@@ -15,7 +15,7 @@ from megtool.checkpoint.plan import Dropped
 from megtool.config import ModelConfig
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
-from megtool.errors import MappingError
+from megtool.errors import MappingError, listed
 from megtool.export.legacy.coded_tensors import coded_tensors
 from megtool.export.legacy.coded_weights import CodedWeights
 from megtool.export.legacy.config import Module, config_json, quantization_of
@@ -28,10 +28,10 @@ from megtool.tensors.relation import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 _F32 = named_dtype("float32")
+_SIXTEEN = ("bfloat16", "float16")
 _KV_ALGOS = ("FP8", "INT8")
 _AWQ = ("W4A16_AWQ", "W4A8_AWQ")
 _AWQ_ROWS = 64  # engines want so many rows of the head at once (ModelOpt pads to them too)
-_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ class Model:
     """What is exported: its family by name, its configuration, where its canonical tensors lie
     (`held`) and how large they are; `architecture` is what its config.json calls it.
 
-    `algo` is a format the engine is to make of plain weights itself, when it loads them.
+    `algo` is a format the engine is to make of plain weights itself, when it loads them: of all
+    that config.json does not exclude.
     """
 
     family: str | None
@@ -79,7 +80,8 @@ def plan_legacy(
 ) -> LegacyPlan:
     """Plan the checkpoint of `model`, whose tensors lie in `catalogue`.
 
-    `weights` are its quantised ones. `reasons` say why stored tensors are left out.
+    `weights` are its quantised ones (with `model.algo`, those that an engine is to quantise and are
+    plain in `catalogue`). `reasons` say why stored tensors are left out.
 
     Raises:
         MappingError: no legacy model computes it, or a format is none of legacy engines.
@@ -117,7 +119,7 @@ class _Planning:
             tp=tp,
             pp=pp,
             vocab_multiple=_AWQ_ROWS if algos & set(_AWQ) else 1,
-            needs=weights.needs() if weights else (),
+            needs=weights.needs() if weights and not self.model.algo else (),
         )
         # Engines have one table for both where they find no head; stages far apart cannot.
         shares = config.tied_embeddings and self.model.family == "gemma" and pp == 1
@@ -127,12 +129,15 @@ class _Planning:
         kv_algo = self._caches(cut, keeps_cache_scales)
         for canonical, tensors in self.gammas.items():
             placement = self._whole(canonical)
-            self.feeds.append(PlusOne(placement=placement, tensors=tuple(tensors)))
+            own = self.catalogue[placement.stored].dtype
+            taken = own if own.name in _SIXTEEN else _F32
+            self.feeds.append(PlusOne(placement=placement, dtype=taken, tensors=tuple(tensors)))
         if self.given:
             self.feeds.append(Given(values=tuple(self.given)))
         said, quant_cfg = quantization_of(self.modules, self.routers, kv_algo)
         if self.model.algo:
-            said["quant_algo"] = self.model.algo
+            # Engines hold these patterns against names of modules, and of weights.
+            said["exclude_modules"] = [f"{n}*" for n in said.get("exclude_modules", ())]
         small = {
             "config.json": config_json(
                 str(self.model.family),
@@ -146,7 +151,7 @@ class _Planning:
         if quant_cfg is not None:
             small["quant_cfg.json"] = quant_cfg
         self._note(cut)
-        coded = len(weights.held) if weights else 0
+        coded = len(weights.held) if weights and not self.model.algo else 0
         changed = len(weights.requantised) if weights else 0
         linear = {b for b in self.used if b.endswith(".weight") and len(self.model.shapes[b]) == 2}
         return LegacyPlan(
@@ -170,7 +175,7 @@ class _Planning:
             self.modules.append(Module(rank=tensor.rank, name=tensor.module, coded=coded))
         if tensor.is_router:
             self.routers.append(tensor.module)
-        if coded is not None and self.weights is not None:
+        if coded is not None and self.weights is not None and not self.model.algo:
             _check_filled(tensor)
             made = coded_tensors(tensor, coded, self.weights, self.dtype)
             self.filed += made.filed
@@ -245,10 +250,8 @@ class _Planning:
         """Every weight has a place."""
         left = [n for n in self.model.held if ":" not in n and n not in self.used]
         if left:
-            more = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
             raise MappingError(
-                f"{', '.join(left[:_MOST_NAMED])}{more}: legacy TensorRT-LLM's {self.model.family} "
-                "has no such tensors",
+                f"{listed(left)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
                 tensor=left[0],
                 hint="newer TensorRT-LLM loads Hugging Face folders: --to trtllm",
             )

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from megtool.export.lint import config_rules, module_rules, scale_rules, schemes, size_rules
+from megtool.export.lint import (
+    cache_rules,
+    compressed_layout,
+    config_rules,
+    model_rules,
+    module_rules,
+    scale_rules,
+    schemes,
+    size_rules,
+    value_rules,
+)
 from megtool.export.lint.rules import Rule
 
 RULES: tuple[Rule, ...] = (
     *config_rules.RULES,
+    *cache_rules.RULES,
     *schemes.RULES,
+    *compressed_layout.RULES,
+    *model_rules.RULES,
     *module_rules.RULES,
     *scale_rules.RULES,
+    *value_rules.RULES,
     *size_rules.RULES,
 )

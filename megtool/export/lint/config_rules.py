@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megtool.checkpoint.formats.quantised import QUANT_FILE
 from megtool.export.lint import sources as at
 from megtool.export.lint.rules import Fault, Rule, View, lines_for
 from megtool.export.lint.subject import Subject, faults_of
-from megtool.export.lint.tables import ARCHITECTURES, KEYS, METHODS
+from megtool.export.lint.tables import ARCHITECTURES, KEYS, METHODS, MODELOPT_METHODS
 from megtool.quant.proofs.declared import Declared
-from megtool.quant.proofs.folder import CACHE_SCALES
 from megtool.quant.proofs.metadata_checks import check_agreement
-from megtool.quant.recipes.formats import FORMATS, KV_BITS
+from megtool.quant.recipes.formats import FORMATS, SPELLED
 
 _CONFIG = "config.json"
-_SPELLED_LOW = "fp8_pb_wo"
 """What TensorRT-LLM compares byte by byte where others have capitals."""
 
 
@@ -34,24 +32,6 @@ def read_first(subject: Subject, view: View) -> Declared | None:
     if view.engine == "trtllm":
         return subject.beside or subject.inline
     return subject.inline or subject.beside
-
-
-def cache_algo(subject: Subject, view: View) -> str:
-    """The KV cache that the engine reads out of the file it goes by.
-
-    vLLM and TensorRT-LLM know `kv_cache_scheme` of eight-bit floats alone in config.json.
-    """
-    declared = read_first(subject, view)
-    if declared is None:
-        scheme = subject.said.get("kv_cache_scheme")
-        eight = isinstance(scheme, dict) and scheme.get("num_bits") == 8
-        return "FP8" if eight and isinstance(scheme, dict) else ""
-    if declared is subject.beside or (view.engine == "sglang" and declared.kv_algo):
-        return declared.kv_algo
-    scheme = subject.said.get("kv_cache_scheme")
-    if isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float":
-        return "FP8"
-    return ""
 
 
 def _files(subject: Subject, view: View) -> Iterator[Fault]:
@@ -84,9 +64,17 @@ def _method(subject: Subject, view: View) -> Iterator[Fault]:
         coded = [one.name for one in subject.coded()]
         if coded:
             text = f"says nothing of quantisation, and {coded[0]} holds codes"
-            yield Fault(module=_CONFIG, text=text + _more(coded))
+            yield Fault(module=_CONFIG, text=text + more(coded))
         return
     lines = [m for m in METHODS if m.engine == view.engine and m.form == subject.form]
+    spelled = str(subject.said.get("quant_method", "")).lower()
+    if lines and view.engine not in MODELOPT_METHODS.get(spelled, (view.engine,)):
+        yield Fault(
+            module=_CONFIG,
+            text=f"quant_method {spelled!r} is none of this engine's",
+            severity="warning",
+            hint="write modelopt, which all engines know",
+        )
     if not lines:
         known = sorted({m.form for m in METHODS if m.engine == view.engine})
         text = f"quant_method {subject.said.get('quant_method')!r} is not loaded"
@@ -101,6 +89,11 @@ def _method(subject: Subject, view: View) -> Iterator[Fault]:
 
 
 def _agreement(subject: Subject, view: View) -> Iterator[Fault]:
+    if subject.beside is not None and subject.form not in ("", "modelopt"):
+        text = f"is there, and config.json says that the folder is {subject.form}"
+        softly = view.engine != "trtllm"
+        yield Fault(module=QUANT_FILE, text=text, severity="warning" if softly else None)
+        return
     if subject.beside is None or subject.inline is None:
         return
     for found in check_agreement(subject.beside, subject.inline):
@@ -156,7 +149,7 @@ def _algo(subject: Subject, view: View) -> Iterator[Fault]:
             mine = [x.name for x in experts if declared.algo_of(x.name) == algo]
             if mine:
                 text = f"{algo} is loaded for dense modules alone, and is that of {mine[0]}"
-                yield Fault(module=declared.where, text=text + _more(mine))
+                yield Fault(module=declared.where, text=text + more(mine))
 
 
 def _spelling(subject: Subject, view: View) -> Iterator[Fault]:
@@ -170,8 +163,8 @@ def _spelling(subject: Subject, view: View) -> Iterator[Fault]:
     if isinstance(listed, dict):
         entries += [e.get("quant_algo") for e in listed.values() if isinstance(e, dict)]
     for algo in dict.fromkeys(e for e in entries if isinstance(e, str)):
-        if algo.upper() == _SPELLED_LOW.upper():
-            right = _SPELLED_LOW if view.engine == "trtllm" else algo
+        if (spelled := SPELLED.get(algo.upper())) is not None:
+            right = spelled if view.engine == "trtllm" else algo
         else:
             right = algo.upper()
         if algo != right:
@@ -191,68 +184,23 @@ def _mixed(subject: Subject, view: View) -> Iterator[Fault]:
     if odd:
         known = f"it mixes {', '.join(sorted(mixes))}" if mixes else "it mixes no formats"
         yield Fault(module=declared.where, text=f"{', '.join(odd)} in a mixed model", hint=known)
+
+
+def _listed(subject: Subject, view: View) -> Iterator[Fault]:
+    declared = read_first(subject, view)
     names = subject.folder.modules
     lost = [
         n
-        for n in declared.layers
+        for n in (declared.layers if declared is not None else ())
         if n not in names and not any(m.startswith(n + ".") for m in names)
     ]
-    if lost:
+    if declared is not None and lost:
         text = f"{lost[0]} is in quantized_layers, and in no file"
-        yield Fault(module=declared.where, text=text + _more(lost))
+        yield Fault(module=declared.where, text=text + more(lost))
 
 
-def _cache(subject: Subject, view: View) -> Iterator[Fault]:
-    if subject.form != "modelopt":
-        scheme = subject.said.get("kv_cache_scheme")
-        if subject.form != "compressed-tensors" or scheme is None:
-            return
-        eight = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type"))
-        if eight != (8, "float"):
-            yield Fault(module=_CONFIG, text=f"kv_cache_scheme {scheme} is not of 8-bit floats")
-        return
-    said = {d.kv_algo for d in (subject.inline, subject.beside) if d is not None and d.kv_algo}
-    known = sorted({a for s in view.target.lines("kv") for a in s.algos})
-    for algo in sorted(said):
-        if algo not in known:
-            hint = "known: " + ", ".join(known)
-            what = "not loaded" if algo in KV_BITS else "unknown"
-            yield Fault(module=_CONFIG, text=f"a KV cache in {algo} is {what}", hint=hint)
-        elif cache_algo(subject, view) != algo:
-            yield Fault(
-                module=_CONFIG,
-                text=f"a KV cache in {algo} is said where it is not read",
-                severity="warning",
-                hint="kv_cache_scheme of config.json must say it; or choose the KV cache when "
-                "the engine starts",
-            )
-
-
-def _cache_scales(subject: Subject, view: View) -> Iterator[Fault]:
-    algo = cache_algo(subject, view)
-    held = [n for n in subject.folder.tensors if n.rpartition(".")[2] in CACHE_SCALES]
-    if algo and not held:
-        yield Fault(
-            module=_CONFIG, text=f"a KV cache in {algo}, and no k_scale or v_scale is there"
-        )
-    if held and not algo and (subject.form != "modelopt" or not _said_anywhere(subject)):
-        text = f"{held[0]} is there, and no file says that the KV cache is quantised"
-        yield Fault(module=_CONFIG, text=text + _more(held))
-    lacks = sorted(
-        {n.rpartition(".")[0].replace(".k_proj", "").replace(".v_proj", "") for n in held}
-    )
-    for attention in lacks:
-        mine = {n.rpartition(".")[2] for n in held if n.startswith(attention + ".")}
-        if missing := [s for s in CACHE_SCALES if s not in mine]:
-            text = f"has {', '.join(sorted(mine))}, and no {', '.join(missing)}"
-            yield Fault(module=attention, text=text)
-
-
-def _said_anywhere(subject: Subject) -> bool:
-    return any(d is not None and d.kv_algo for d in (subject.inline, subject.beside))
-
-
-def _more(names: list[str]) -> str:
+def more(names: Sequence[str]) -> str:
+    """How many more there are than the first, in brackets."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -303,7 +251,6 @@ RULES = (
     ),
     Rule(
         id="config-agree",
-        forms=("modelopt",),
         sources={
             "vllm": at.VLLM_FILES,
             "sglang": at.SGLANG_LOADING,
@@ -354,24 +301,11 @@ RULES = (
         check=_mixed,
     ),
     Rule(
-        id="kv-cache",
-        forms=("modelopt", "compressed-tensors"),
-        sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_COMPRESSED},
-        meaning="the loader stops, or keeps keys and values in another type",
-        hint="choose another KV cache",
-        check=_cache,
-    ),
-    Rule(
-        id="kv-scales",
-        severity="warning",
-        forms=("modelopt", "compressed-tensors"),
-        sources={
-            "vllm": at.VLLM_LOADING,
-            "sglang": at.SGLANG_LOADING,
-            "trtllm": at.TRTLLM_LINEAR,
-        },
-        meaning="engines take 1 where there is no scale, and leave scales out that are not said",
-        hint="calibrate the KV cache, or leave it unquantised",
-        check=_cache_scales,
+        id="mixed-names",
+        forms=("modelopt",),
+        sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_CONFIG},
+        meaning="the engine waits for scales that never come, or looks the layer up in vain",
+        hint="list what is quantised, and nothing else",
+        check=_listed,
     ),
 )

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from megtool.export.lint import sources as at
 from megtool.export.lint.subject import shards_of
+from megtool.quant.recipes.compressed_targets import EXPRESSION, means
 
 Patterns = Sequence[str]
 
@@ -71,9 +72,9 @@ def _as_regex(pattern: str) -> str:
     return pattern.replace(".", r"\.").replace("*", ".*")
 
 
-def _full(pattern: str, name: str) -> bool:
+def _full(expression: str, name: str) -> bool:
     try:
-        return re.fullmatch(_as_regex(pattern), name) is not None
+        return re.fullmatch(expression, name) is not None
     except re.error:
         return False
 
@@ -81,13 +82,14 @@ def _full(pattern: str, name: str) -> bool:
 def _sglang(unit: str, patterns: Patterns) -> bool:
     if not unit.endswith(".experts") and _exactly(unit, patterns):
         return True
-    return any(_full(p, name) for p in patterns for name in (unit, *unit.split(".")))
+    names = (unit, *unit.split("."))
+    return any(_full(_as_regex(p), name) for p in patterns for name in names)
 
 
 def _sglang_05(unit: str, patterns: Patterns) -> bool:
     if unit.endswith(".experts"):
         return False
-    return unit in patterns or any(_full(p, unit) for p in patterns)
+    return unit in patterns or any(_full(_as_regex(p), unit) for p in patterns)
 
 
 def _sglang_substring(unit: str, patterns: Patterns) -> bool:
@@ -101,7 +103,7 @@ def _candidates(unit: str) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _sorted_out(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Plain names, which are looked up, and patterns, which have to be tried one by one."""
-    wild = tuple(p for p in patterns if p.startswith("re:") or any(c in p for c in "*?["))
+    wild = tuple(p for p in patterns if p.startswith(EXPRESSION) or any(c in p for c in "*?["))
     return frozenset(patterns) - frozenset(wild), wild
 
 
@@ -124,8 +126,8 @@ def _trtllm(unit: str, patterns: Patterns) -> bool:
 
 
 def _one(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return _expression(re.fullmatch, pattern[3:], name)
+    if pattern.startswith(EXPRESSION):
+        return _full(pattern.removeprefix(EXPRESSION), name)
     if fnmatchcase(name, pattern):
         return True
     return pattern.endswith(".*") and fnmatchcase(name, pattern[:-2])
@@ -135,29 +137,15 @@ def _trtllm_fp8(unit: str, patterns: Patterns) -> bool:
     return _trtllm(unit, [*patterns, "*kv_b_proj*", "*k_b_proj*", "*eh_proj"])
 
 
-def _expression(match: Callable[[str, str], object], pattern: str, name: str) -> bool:
-    try:
-        return match(pattern, name) is not None
-    except re.error:
-        return False
-
-
-def equal_or_regex(name: str, pattern: str) -> bool:
-    """compressed-tensors' own way: the name itself, or `re:` and a pattern for its beginning."""
-    if pattern.startswith("re:"):
-        return _expression(re.match, pattern[3:], name)
-    return name == pattern
-
-
 def _compressed(unit: str, patterns: Patterns) -> bool:
     names = shards_of(unit)
     if unit.endswith(".experts"):
         names = tuple(f"{unit}.0.{last}" for last in ("gate_proj", "up_proj", "down_proj"))
-        if not any(equal_or_regex(n, p) for n in names for p in patterns):
+        if not any(means(p, n) for n in names for p in patterns):
             names = tuple(f"{unit}.0.{last}" for last in ("w1", "w2", "w3"))
     if unit in patterns or not names:
-        return any(equal_or_regex(unit, p) for p in patterns)
-    found = [any(equal_or_regex(n, p) for p in patterns) for n in names]
+        return any(means(p, unit) for p in patterns)
+    found = [any(means(p, n) for p in patterns) for n in names]
     if any(found) != all(found):
         raise MixedError
     return all(found)

@@ -12,7 +12,7 @@ from megtool.export.lint.subject import Linear, Subject
 from megtool.export.lint.tables import PAIRS
 from megtool.quant.proofs.folder import CACHE_SCALES, Folder
 from megtool.quant.proofs.metadata_checks import STORED, scale_shape
-from megtool.quant.proofs.scale_checks import SCALE_NAMES, check_values
+from megtool.quant.proofs.scale_checks import APART, SCALE_NAMES, check_values
 from megtool.quant.recipes.formats import FORMATS
 from megtool.tensors.box import numel
 
@@ -23,6 +23,8 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _TYPES = {"float32": _FLOATS, "uint8": ("uint8", "float8_e8m0fnu")}
 _PLACEHOLDER = {"W4A16_NVFP4": ("input_scale",)}
 """Scales that loaders take and throw away."""
+_OF_OTHERS = ("weight_scale_inv", "weight_global_scale", "input_global_scale")
+"""Scales of DeepSeek's and compressed-tensors' folders, which no format of ModelOpt's has."""
 
 
 def _needed(subject: Subject, view: View) -> Iterator[Fault]:
@@ -40,6 +42,10 @@ def _extra(subject: Subject, view: View) -> Iterator[Fault]:
         allowed = {"weight_scale_2": form.second, "input_scale": form.inputs}
         for last, has in allowed.items():
             if last in one.tensors and not has and last not in _PLACEHOLDER.get(algo, ()):
+                yield Fault(module=one.name, text=f"has {last}, which {algo} has not")
+        never = (*_OF_OTHERS, *(() if FORMATS[algo].smooths else ("pre_quant_scale",)))
+        for last in never:
+            if last in one.tensors:
                 yield Fault(module=one.name, text=f"has {last}, which {algo} has not")
     known = {one.name for one in subject.coded()}
     for module, tensors in subject.folder.modules.items():
@@ -91,12 +97,11 @@ def _group(subject: Subject, view: View, one: Linear, algo: str) -> int:
 
 
 def _values(subject: Subject, view: View) -> Iterator[Fault]:
-    folder = subject.folder
-    for module, tensors in folder.modules.items():
+    for module, tensors in subject.folder.modules.items():
         for last, t in tensors.items():
             if last not in (*SCALE_NAMES, *CACHE_SCALES) or numel(t.shape) > MOST:
                 continue
-            for found in check_values(module, last, t, folder.numbers(t)):
+            for found in check_values(module, last, t, subject.numbers(t)):
                 yield Fault(module=module, text=found.text, severity=found.severity)
 
 
@@ -139,6 +144,8 @@ def _siblings(subject: Subject, view: View) -> Iterator[Fault]:
         for last in ("weight_scale_2", "weight_global_scale"):
             if told := _apart(subject.folder, modules, last):
                 yield Fault(module=unit, text=told)
+        if told := _far_apart(subject, modules):
+            yield Fault(module=unit, text=told)
 
 
 def _inputs(subject: Subject, view: View) -> Iterator[Fault]:
@@ -147,7 +154,7 @@ def _inputs(subject: Subject, view: View) -> Iterator[Fault]:
             continue
         for last in ("input_scale", "input_global_scale"):
             if told := _apart(subject.folder, modules, last):
-                seconds = "weight_scale_2" in modules[0].tensors
+                seconds = {"weight_scale_2", "weight_global_scale"} & modules[0].tensors.keys()
                 yield Fault(module=unit, text=told, severity="error" if seconds else None)
 
 
@@ -164,6 +171,23 @@ def _pairs(subject: Subject, view: View) -> Iterator[Fault]:
                 for last in ("weight_scale_2", "weight_global_scale"):
                     if len(both) == 2 and (told := _apart(subject.folder, both, last)):
                         yield Fault(module=f"{unit}.{number}", text=told)
+                if told := _far_apart(subject, both):
+                    yield Fault(module=f"{unit}.{number}", text=told)
+
+
+def _far_apart(subject: Subject, modules: Sequence[Linear]) -> str:
+    """Scales of whole FP8 matrices that are joined, so far apart that under the larger one all
+    codes of the other come to zero or next to it; empty where they are not."""
+    found: dict[str, float] = {}
+    for m in modules:
+        t = m.tensors.get("weight_scale")
+        if m.algo == "FP8" and t is not None and numel(t.shape) == 1:
+            value = subject.numbers(t).first
+            if 0 < value < float("inf"):
+                found[m.last] = value
+    if len(found) < 2 or max(found.values()) <= APART * min(found.values()):
+        return ""
+    return "weight_scale is far apart: " + ", ".join(f"{n} {v:.6g}" for n, v in found.items())
 
 
 def _apart(folder: Folder, modules: Sequence[Linear], last: str) -> str:

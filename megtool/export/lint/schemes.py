@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.export.lint import sources as at
-from megtool.export.lint.matching import equal_or_regex
 from megtool.export.lint.rules import Fault, Rule, View, lines_for
 from megtool.export.lint.scheme_table import PER_GROUP_FORMATS, SCHEMES
 from megtool.export.lint.subject import Linear, Subject
+from megtool.quant.recipes.compressed_targets import means
 
 Said = Mapping[str, Any]
 _CONFIG = "config.json"
@@ -34,12 +34,16 @@ def groups_of(said: Said) -> dict[str, Said]:
 
 def targeted(said: Said, one: Linear) -> Said | None:
     """The first group whose targets name a module, or the class it has in engines."""
+    return group_of(said, one.name, classes=one.last != "lm_head")
+
+
+def group_of(said: Said, module: str, *, classes: bool = True) -> Said | None:
+    """The first group whose targets name a module; or all that are linear, with `classes` (so the
+    library itself takes it, for which an output layer is as linear as others)."""
     for group in groups_of(said).values():
         targets = group.get("targets")
         for target in map(str, targets) if isinstance(targets, list) else ():
-            if equal_or_regex(one.name, target):
-                return group
-            if target.lower() == "linear" and one.last != "lm_head":
+            if means(target, module) or (classes and target.lower() == "linear"):
                 return group
     return None
 
@@ -110,7 +114,7 @@ def _targets(subject: Subject, view: View) -> Iterator[Fault]:
     names = [one.name for one in subject.linear]
     for name, group in groups.items():
         for target in group.get("targets") or ():
-            if not any(equal_or_regex(n, str(target)) for n in names):
+            if not any(means(str(target), n) for n in names):
                 yield Fault(module=f"{_CONFIG}: {name}", text=f"target {target!r} names no module")
 
 

@@ -8,7 +8,7 @@ from megtool.export.lint import sources as at
 from megtool.export.lint.module_rules import left_alone
 from megtool.export.lint.rules import Fault, Rule, View
 from megtool.export.lint.subject import Linear, Subject, shards_of
-from megtool.export.lint.tables import LIMITS, ROWS, SPLIT, Limit
+from megtool.export.lint.tables import COLUMNS, LIMITS, ROWS, SPLIT, Limit
 
 
 def _divides(subject: Subject, view: View) -> Iterator[Fault]:
@@ -39,6 +39,27 @@ def _beyond(one: Linear, line: Limit, tp: int) -> str:
         return ""
     whole = f" ({size} over {tp} ranks)" if cut else ""
     return f"{part} {line.dimension}{whole} are no multiple of {of}, as {one.algo} needs"
+
+
+_TILE = (128, 4)
+"""Rows and scales of NVFP4 in a tile of the kernels' own order of scales."""
+
+
+def _unpadded(subject: Subject, view: View) -> Iterator[Fault]:
+    """Releases that reorder scales without the padding that their tiles need."""
+    if view.target.has("main"):
+        return
+    skipped = left_alone(subject, view)
+    for unit, modules in subject.units().items():
+        fp4 = [m for m in modules if m.algo == "NVFP4"]
+        if len(fp4) < len(modules) or modules[0].expert is not None or unit in skipped:
+            continue
+        cut = view.tp if (side := SPLIT.get(modules[0].last)) is not None else 1
+        rows = sum(m.shape[0] for m in modules) // (cut if side == ROWS else 1)
+        scales = modules[0].shape[1] // (cut if side == COLUMNS else 1) // 16
+        if rows % _TILE[0] or scales % _TILE[1]:
+            text = f"has {rows} rows and {scales} scales a row: no multiples of 128 and of 4"
+            yield Fault(module=unit, text=text)
 
 
 def _ranks(subject: Subject, view: View) -> Iterator[Fault]:
@@ -73,6 +94,16 @@ RULES = (
         meaning="the loader stops, or a block would lie on two ranks",
         hint="fewer ranks, smaller groups, or leave the module unquantised",
         check=_divides,
+    ),
+    Rule(
+        id="padding",
+        severity="warning",
+        forms=("modelopt",),
+        sources={"sglang": at.SGLANG_MODELOPT_2025},
+        meaning="releases of 2025 stop as they put the scales into their kernels' order; later "
+        "sources pad them",
+        hint="take a newer release, or leave the module unquantised",
+        check=_unpadded,
     ),
     Rule(
         id="tensor-parallel",

@@ -9,14 +9,23 @@ from math import ceil
 from typing import Any
 
 from megtool.checkpoint.formats.quantised import QUANT_FILE
-from megtool.export.lint.tables import APART, EMBEDDINGS, FUSED, ROUTERS
+from megtool.export.lint.model_check import ModelFaults, check_model
+from megtool.export.lint.tables import APART, EMBEDDINGS, FUSED, MODELOPT_METHODS, ROUTERS
 from megtool.quant.proofs.declared import Declared, in_config, in_quant_file
-from megtool.quant.proofs.folder import Folder, StoredTensor
+from megtool.quant.proofs.folder import CACHE_SCALES, Folder, Numbers, StoredTensor
+from megtool.quant.proofs.scale_checks import SCALE_NAMES
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<last>[^.]+)")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _E4M3, _E8M0 = ("float8_e4m3fn", "float8_e5m2"), ("uint8", "float8_e8m0fnu")
 _CODES = (*_E4M3, "int8", "uint8", "int32")
+
+_BESIDE = (
+    *(*SCALE_NAMES, *CACHE_SCALES, "q_scale", "prob_scale"),
+    *("weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point", "input_zero_point"),
+    *("k_zero_point", "v_zero_point", "k_bias", "v_bias"),
+)
+"""What lies beside weights, and is no weight of a model's."""
 
 Shape = tuple[int, int]
 
@@ -57,7 +66,8 @@ class Subject:
     `form` is `modelopt`, `compressed-tensors`, `fp8`, `mxfp4`, "" where nothing is said of
     quantisation, or whatever else `quant_method` says. `inline` and `beside` are what config.json
     and hf_quant_config.json say, `stacked` weights of experts in one tensor, `embeddings` those
-    that hold codes.
+    that hold codes. `model` is what the model's own family has against the weights, None where
+    none is known.
     """
 
     folder: Folder
@@ -68,6 +78,14 @@ class Subject:
     linear: list[Linear] = field(default_factory=list)
     stacked: list[StoredTensor] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
+    model: ModelFaults | None = None
+    _numbers: dict[str, Numbers] = field(default_factory=dict)
+
+    def numbers(self, tensor: StoredTensor) -> Numbers:
+        """What the values of a scale are; each is read once, however many rules ask."""
+        if tensor.name not in self._numbers:
+            self._numbers[tensor.name] = self.folder.numbers(tensor)
+        return self._numbers[tensor.name]
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -93,7 +111,7 @@ def read_subject(folder: Folder) -> Subject:
     said = folder.quantisation or {}
     form = str(said.get("quant_method", "")).lower().replace("_tensors", "-tensors")
     beside = in_quant_file(folder)
-    if form.startswith("modelopt") or (not form and beside is not None):
+    if form in MODELOPT_METHODS or (not form and beside is not None):
         form = "modelopt"
     out = Subject(folder=folder, form=form, said=said, inline=in_config(folder), beside=beside)
     for name, tensors in folder.modules.items():
@@ -109,7 +127,23 @@ def read_subject(folder: Folder) -> Subject:
                 out.embeddings.append(name)
         elif codes.dtype in (*_CODES, *_FLOATS):
             out.linear.append(_linear(folder, name, codes, tensors))
+    out.model = _checked(out)
     return out
+
+
+def _checked(subject: Subject) -> ModelFaults | None:
+    """The weights against the model's family, where all of them lie in tensors of their own."""
+    if subject.form == "mxfp4" or any(t.dtype in _CODES for t in subject.stacked):
+        return None
+    weights = {f"{one.name}.weight": one.shape for one in subject.coded()}
+    plain = {
+        n: t.shape
+        for n, t in subject.folder.tensors.items()
+        if n not in weights and n.rpartition(".")[2] not in _BESIDE
+    }
+    named = (*weights.items(), *plain.items())
+    held = [(n, shape) for n, shape in named if not set(n.split(".")) & set(APART)]
+    return check_model(subject.folder.config or {}, held)
 
 
 def _linear(

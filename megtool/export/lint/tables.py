@@ -58,6 +58,17 @@ class Method:
     source: str
 
 
+MODELOPT_METHODS: Mapping[str, tuple[str, ...]] = {
+    "modelopt": ENGINES,
+    "modelopt_fp4": ("vllm", "sglang"),
+    "modelopt_mixed": ("vllm", "sglang"),
+    "modelopt_fp8": ("sglang",),
+    "modelopt_mxfp8": ("vllm",),
+}
+"""Spellings of ModelOpt's `quant_method`, and the engines that have it in their tables of methods
+(vLLM's and SGLang's `layers/quantization/__init__.py`, TensorRT-LLM's `_torch/model_config.py`);
+`modelopt` alone is known to all."""
+
 METHODS = (
     Method(engine="vllm", since="0.9.0", form="modelopt", source=at.VLLM_MODELOPT),
     Method(engine="vllm", since="0.9.0", form="compressed-tensors", source=at.VLLM_COMPRESSED),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.digest import crc32c
+from megtool.checkpoint.digest import crc32c, refuse_constant
 from megtool.checkpoint.formats.safetensors_header import (
     SafetensorsEntry,
     encode_header,
@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     try:
         size = path.stat().st_size
         header = read_header(path, size)
-        said = json.loads(header.metadata[_KEY], parse_constant=_refuse)
+        said = json.loads(header.metadata[_KEY], parse_constant=refuse_constant)
         digests, facts = said["crc32c"], said["facts"]
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
@@ -109,7 +109,3 @@ def crc_of(array: Array) -> int:
         return crc32c(flat.data)
     parts = [crc32c(flat[i : i + _STEP].data) for i in range(0, flat.nbytes, _STEP)]
     return crc32c(np.array(parts, "<u4").tobytes())
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")

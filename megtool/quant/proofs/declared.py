@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megtool.quant.proofs.folder import Folder
+from megtool.quant.recipes.formats import UNSMOOTHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +98,10 @@ def _declared(where: str, said: Mapping[str, Any], exclude: Any) -> Declared:
     )
 
 
-_SMOOTHED = {"NVFP4_AWQ": "NVFP4"}
-
-
 def _algo(value: Any) -> str:
     """In capitals; names that only add that columns are scaled are those of the plain formats."""
     name = value.upper() if isinstance(value, str) else ""
-    return _SMOOTHED.get(name, name)
+    return UNSMOOTHED.get(name, name)
 
 
 def _size(value: Any) -> int | None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
 from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint
+from megtool.checkpoint.formats.trtllm_legacy import refuse_legacy
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
@@ -151,7 +152,9 @@ def open_folder(path: Path) -> Folder:
 
     Raises:
         FormatError: there are no safetensors, or a header cannot be trusted.
+        UsageError: it is a legacy TensorRT-LLM checkpoint.
     """
+    refuse_legacy(path, [p.name for p in path.glob("*.safetensors")])
     out = Folder(path=path)
     out.config = _json(path / "config.json", out)
     out.quant = _json(path / QUANT_FILE, out)

@@ -83,7 +83,7 @@ def check_metadata(
             "vLLM and SGLang take codes for weights",
         )
     for declared in said:
-        yield from _layers(folder, declared, linear, names)
+        yield from _layers(folder, declared)
     rows: Counter[str] = Counter()  # of stored modules, in which several may lie
     for d in linear:
         rows[names.get(d.module.name, d.module.name)] += d.module.shape[0]
@@ -126,9 +126,7 @@ def check_agreement(beside: Declared, inline: Declared) -> Iterator[Finding]:
 _MAY_BE_UNSAID = ("group_size", "pre_quant_scale")
 
 
-def _layers(
-    folder: Folder, declared: Declared, linear: Sequence[Decision], names: Mapping[str, str]
-) -> Iterator[Finding]:
+def _layers(folder: Folder, declared: Declared) -> Iterator[Finding]:
     """`quantized_layers` lists what is quantised, and nothing else."""
     if declared.algo == "MIXED_PRECISION" and not declared.layers:
         yield error(

@@ -8,12 +8,11 @@ from typing import Any
 from megtool.quant.proofs.declared import Declared
 from megtool.quant.proofs.findings import Finding, error
 from megtool.quant.proofs.folder import Folder
-from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED, UNSMOOTHED
 from megtool.quant.recipes.match import Decision
 from megtool.quant.treatment import INPUTS
-from megtool.quant.writing.hf_config import MIXED, SMOOTHED
+from megtool.quant.writing.hf_config import MIXED
 
-_PLAIN: Mapping[str, str] = {smoothed: plain for plain, smoothed in SMOOTHED.items()}
 _BESIDE, _INLINE = "hf_quant_config.json", "config.json"
 
 
@@ -102,11 +101,11 @@ def _names(
     for name, one in _entries(value):
         algo = one.get("quant_algo")
         algo = algo.upper() if isinstance(algo, str) else ""
-        if algo not in SMOOTHED and algo not in _PLAIN:
+        if algo not in SMOOTHED and algo not in UNSMOOTHED:
             continue
         inside = {m for m in quantised if not name or m == name or m.startswith(f"{name}.")}
         held = inside & smoothed
-        plain = _PLAIN.get(algo, algo)
+        plain = UNSMOOTHED.get(algo, algo)
         due = SMOOTHED[plain] if held else plain
         if algo != due:
             yield error(
@@ -161,7 +160,7 @@ def _contradiction(value: Mapping[str, Any], group: Any) -> str:
         if one is None:
             return f"{target}, which is not in quantized_layers"
         algo = str(one.get("quant_algo")).upper()
-        algo = _PLAIN.get(algo, algo)
+        algo = UNSMOOTHED.get(algo, algo)
         if algo not in FORMATS:
             continue  # told where formats are held against tensors
         form = FORMATS[algo]

@@ -38,9 +38,9 @@ def check_scales(
                 numbers = folder.numbers(tensor)
                 yield from check_values(module, last, tensor, numbers)
                 if numbers.count == 1 and numbers.largest:
-                    alike[f"{_without_numbers(module)} {last}"].append((module, numbers))
+                    alike[f"{without_numbers(module)} {last}"].append((module, numbers))
     for role, some in alike.items():
-        yield from _apart_from_layers(role.rpartition(" ")[2], some)
+        yield from apart_from_layers(role.rpartition(" ")[2], some)
     yield from check_siblings(folder, decisions, names)
 
 
@@ -121,7 +121,7 @@ def _small(module: str, last: str, tensor: StoredTensor, n: Numbers) -> Iterator
             )
 
 
-def _apart_from_layers(last: str, some: Sequence[tuple[str, Numbers]]) -> Iterator[Finding]:
+def apart_from_layers(last: str, some: Sequence[tuple[str, Numbers]]) -> Iterator[Finding]:
     """Single scales against those of the same module in other layers and experts."""
     if len(some) < 3:
         return
@@ -138,7 +138,8 @@ def _apart_from_layers(last: str, some: Sequence[tuple[str, Numbers]]) -> Iterat
             )
 
 
-def _without_numbers(module: str) -> str:
+def without_numbers(module: str) -> str:
+    """The name that a module has in all layers and experts alike."""
     return ".".join("#" if p.isdecimal() else p for p in module.split("."))
 
 

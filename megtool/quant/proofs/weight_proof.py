@@ -75,7 +75,8 @@ class Sums:
     `num_bounded` elements were held against half a step; `num_wrong` of them are off by more than
     that, the first at `first_wrong` (row, column), and `num_clipped` are so only because they lie
     beyond the largest code. `worst_row` is the one with the largest error against its size,
-    `largest` the largest magnitude of the source, its columns as they were rounded.
+    `lost_row` that among rows which are further off than twice what rounding takes them, where that
+    is known; `largest` the largest magnitude of the source, its columns as they were rounded.
     """
 
     count: int = 0
@@ -92,6 +93,8 @@ class Sums:
     first_wrong: tuple[int, int] | None = None
     worst_row: int = -1
     worst_row_error: float = 0.0
+    lost_row: int = -1
+    lost_row_error: float = 0.0
 
     def merge(self, other: Sums) -> None:
         """Take in other elements."""
@@ -107,6 +110,9 @@ class Sums:
         mine = (self.worst_row_error, -self.worst_row)
         if (other.worst_row_error, -other.worst_row) > mine and other.worst_row >= 0:
             self.worst_row, self.worst_row_error = other.worst_row, other.worst_row_error
+        mine = (self.lost_row_error, -self.lost_row)
+        if (other.lost_row_error, -other.lost_row) > mine and other.lost_row >= 0:
+            self.lost_row, self.lost_row_error = other.lost_row, other.lost_row_error
 
     @property
     def sqnr_db(self) -> float:
@@ -290,23 +296,57 @@ def _measured(job: Job, source: Reader, written: Reader, steps: _Steps | None) -
         return out
     first = job.start // columns
     size, gap = np.abs(x).reshape(-1, columns), apart.reshape(-1, columns)
-    _rows(out, size, gap, first)
-    if steps is not None:
+    ratio = _rows(out, size, gap, first)
+    if steps is None:
+        out.lost_row, out.lost_row_error = out.worst_row, out.worst_row_error
+    else:
         with np.errstate(all="ignore"):
             step = np.abs(steps.step(first, first + len(size), columns))
+        _lost(out, steps.kind, size, gap, step, ratio, first)
         slack = SLACK if gammas is None else FOLDED_SLACK
         _bounded(out, steps.kind, size, gap, step, slack, first)
     return out
 
 
-def _rows(out: Sums, size: Floats, gap: Floats, first: int) -> None:
-    """The row that is furthest off."""
+def _rows(out: Sums, size: Floats, gap: Floats, first: int) -> Floats:
+    """The row that is furthest off; of each how far, against its size."""
     square = np.einsum("ij,ij->i", size, size)
     error = np.einsum("ij,ij->i", gap, gap)
     ratio = np.sqrt(np.divide(error, square, out=np.zeros_like(error), where=square > 0))
     if ratio.size:
         worst = int(ratio.argmax())
         out.worst_row, out.worst_row_error = first + worst, float(ratio[worst])
+    return np.asarray(ratio, np.float32)
+
+
+_SUSPECT = 0.05
+"""A row that is off by less, against its size, is not looked at for what rounding explains."""
+
+_BEYOND = 2.0
+"""Codes that are chosen for outputs (GPTQ), or clipped, are off by more than the nearest ones, yet
+by less than so many half steps a row; a row of zeros, or another row, is off by five and more."""
+
+
+def _lost(
+    out: Sums, kind: str, size: Floats, gap: Floats, step: Floats, ratio: Floats, first: int
+) -> None:
+    """The row that is furthest off of those that rounding does not explain.
+
+    A row of small numbers under the scale of a whole matrix may round to zeros, and be off by all
+    of its size: that is what the format does to it.
+    """
+    rows = np.flatnonzero(ratio > _SUSPECT)
+    if not rows.size:
+        return
+    size, gap = size[rows], gap[rows]
+    step = np.broadcast_to(step, (len(ratio), step.shape[1]))[rows]
+    steps = half_step(kind, size, np.broadcast_to(step, size.shape))
+    due = np.einsum("ij,ij->i", steps, steps)
+    error = np.einsum("ij,ij->i", gap, gap)
+    far = np.where(error > np.float32(_BEYOND**2) * due, ratio[rows], np.float32(0))
+    worst = int(far.argmax())
+    if far[worst] > 0:
+        out.lost_row, out.lost_row_error = first + int(rows[worst]), float(far[worst])
 
 
 def _bounded(

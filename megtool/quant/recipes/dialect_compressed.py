@@ -17,6 +17,7 @@ from megtool.quant.recipes.compressed_arguments import (
     check_values,
     told,
 )
+from megtool.quant.recipes.compressed_targets import EXPRESSION
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.recipe import Recipe, check_keys
@@ -140,8 +141,8 @@ def _targets(node: Node, format_: str, label: str, problems: Problems) -> list[R
     out = []
     for text in texts(node, label, problems):
         condition: Condition
-        if text.startswith("re:"):
-            held = compiled([text.removeprefix("re:")], node.line, problems)
+        if text.startswith(EXPRESSION):
+            held = compiled([text.removeprefix(EXPRESSION)], node.line, problems)
             condition = Regex(held, "hf", prefix=True)
         elif text in _CLASSES:
             condition = OfKind((_CLASSES[text],))

@@ -184,6 +184,17 @@ _LIST = (
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.algo: f for f in _LIST})
 """By `quant_algo`; MXFP4 is `mxfp4` and FP8_PB_WO `fp8_pb_wo` in files ModelOpt writes."""
 
+SPELLED: Mapping[str, str] = MappingProxyType({"FP8_PB_WO": "fp8_pb_wo"})
+"""Algorithms that files call otherwise than in capitals: TensorRT-LLM compares these bytes, and
+vLLM folds them."""
+
+SMOOTHED: Mapping[str, str] = MappingProxyType({"NVFP4": "NVFP4_AWQ"})
+"""Algorithms that have another name where inputs are to be divided by columns' factors first: a
+loader that does not know it must not load the rest."""
+
+UNSMOOTHED: Mapping[str, str] = MappingProxyType({s: plain for plain, s in SMOOTHED.items()})
+"""The plain formats of those names."""
+
 KV_BITS: Mapping[str, float] = MappingProxyType({"FP8": 8.0, "NVFP4": 4.5})
 """Bits an element of the KV cache, by `kv_cache_quant_algo`; NVFP4 has a byte for every 16."""
 

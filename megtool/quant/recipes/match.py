@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megtool.errors import listed
 from megtool.quant.recipes.algorithm import CHOOSING, idle
 from megtool.quant.recipes.formats import KV_BITS, SMOOTHING, Format, largest_group
 from megtool.quant.recipes.modelopt_quantizers import decide_by_quantizers
@@ -93,7 +94,7 @@ def match(
             for what, hint in dangling(rule.condition, modules):
                 told_of = f" of {rule.label!r}" if rule.label != what else ""
                 problems.add(rule.line, f"{what}{told_of} matches nothing in this model", hint)
-        if told := _without_effect(recipe, i, matches[i], decides[i], modules, holding):
+        if told := _without_effect(recipe, i, matches[i], decides[i], holding):
             if recipe.strict:
                 if rule.line not in faulty:  # what it asks for is no condition: told already
                     problems.add(rule.line, *told)
@@ -158,10 +159,10 @@ def _by_rules(
                 + (", or take a format for weights alone" if _suits_otherwise(module) else ""),
             )
         return _decision(recipe, module, None, (chosen,), f"{found.label} does not suit {what}")
-    return _decision(recipe, module, found, (chosen,), _why(rule, module))
+    return _decision(recipe, module, found, (chosen,), _why(rule))
 
 
-def _why(rule: Rule, module: Module) -> str:
+def _why(rule: Rule) -> str:
     return rule.why or rule.condition.words()
 
 
@@ -222,7 +223,6 @@ def _without_effect(
     number: int,
     matches: int,
     decides: int,
-    modules: Sequence[Module],
     holding: Sequence[Sequence[bool]],
 ) -> tuple[str, str] | None:
     """What to say of a rule that decides nothing; None where that is right."""
@@ -274,11 +274,11 @@ def _check_groups(
             wrong[f.name, "odd"].append(m)
     for (name, what), modules in wrong.items():
         f, first = formats[name], modules[0]
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        named = listed([m.name for m in modules], 1)
         if what == "odd":
             problems.add(
                 f.line,
-                f"{f.algo} packs two rows a byte, and {first.name}{more} have {first.shape[0]}",
+                f"{f.algo} packs two rows a byte, and {named} have {first.shape[0]}",
                 "keep them with a rule of their own",
             )
             continue
@@ -289,7 +289,6 @@ def _check_groups(
             hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
         problems.add(
             f.line,
-            f"group size {f.group_size} of {f.algo} does not divide the {size} {what} of "
-            f"{first.name}{more}",
+            f"group size {f.group_size} of {f.algo} does not divide the {size} {what} of {named}",
             hint,
         )

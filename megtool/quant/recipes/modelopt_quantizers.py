@@ -112,7 +112,7 @@ def _decide(
     second = found.get(parts[1], (None, False, -1))
     numbers = tuple(dict.fromkeys(n for n in (first[2], second[2]) if n >= 0))
     why = " and ".join(f"{p} by entry {found[p][2] + 1}" for p in parts[:2] if p in found)
-    _check_faults(module, found, recipe, problems)
+    _check_faults(found, recipe, problems)
     if not (first[1] or second[1]):
         return None, numbers, f"switched off: {why}"
     groups: list[int] = []
@@ -148,7 +148,6 @@ def _decide(
 
 
 def _check_faults(
-    module: Module,
     found: Mapping[str, tuple[Any, bool, int]],
     recipe: Recipe,
     problems: Problems,

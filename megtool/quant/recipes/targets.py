@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megtool.errors import UsageError
-from megtool.quant.recipes.formats import FORMATS, SMOOTHING, Format
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SMOOTHING, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.writing.hf_config import SMOOTHED
 
 _NEWEST = (9999,)
 
@@ -134,6 +133,22 @@ class Target:
         """Whether this is version `since` or a later one; the newest where none is given."""
         return _order(since) <= (_order(self.version) if self.version else _NEWEST)
 
+    @property
+    def unknown(self) -> str:
+        """What to say of a release that is newer than all that have lines; "" where it is not."""
+        newest = _newest(self.engine)
+        if not self.version or _order(self.version) == _NEWEST:
+            return ""
+        if _order(self.version)[:2] <= _order(newest)[:2]:
+            return ""
+        return f"{self.name} is newer than {newest}, the last that is known: its rules are taken"
+
+    @property
+    def newest_source(self) -> str:
+        """Where the last release with lines of its own is described."""
+        newest = _newest(self.engine)
+        return next(s.source for s in TABLE if (s.engine, s.since) == (self.engine, newest))
+
     def lines(self, what: str) -> list[Support]:
         """The lines of the table that hold for this version."""
         return [
@@ -150,14 +165,28 @@ def read_target(text: str) -> Target:
     engine, _, version = text.partition("@")
     if engine not in ENGINES:
         raise UsageError(f"unknown engine {engine!r}", hint="known: " + ", ".join(ENGINES))
-    if "@" in text and version != "main" and not re.match(r"\d+(\.\d+)*", version):
+    if "@" in text and version != "main" and not re.fullmatch(_VERSION, version):
         raise UsageError(f"version {version!r} of {engine}", hint="such as 0.16.0, or main")
     first = min((s.since for s in TABLE if s.engine == engine), key=_order)
     if version and _order(version) < _order(first):
         raise UsageError(
             f"nothing is known about {engine} {version}", hint=f"{first} is the first version"
         )
+    newest = _newest(engine)
+    if version and version != "main" and _order(version)[0] > _order(newest)[0]:
+        raise UsageError(
+            f"nothing is known about {engine} {version}",
+            hint=f"{newest} is the last version that is known; {engine}@main is newest",
+        )
     return Target(engine=engine, version=version)
+
+
+_VERSION = r"\d+(\.\d+)*((a|b|rc|\.?post|\.?dev)\d+)?(\+[\w.]+)?"
+
+
+def _newest(engine: str) -> str:
+    """The newest release with a line of its own."""
+    return max((s.since for s in TABLE if s.engine == engine and s.since != "main"), key=_order)
 
 
 def _order(version: str) -> tuple[int, ...]:

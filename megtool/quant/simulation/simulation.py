@@ -173,18 +173,44 @@ class Simulation:
             return
         for name in [n for n in self._made if decoder.get_parameter(n) is not self._made[n][0]]:
             del self._made[name]  # let go of by who loads on demand
-        rounded = {name: decoder.get_parameter(name).detach().clone() for name in names}
         own = {name: decoder.get_parameter(name) for name in names}
+        rounded = self.rounded(layer)
+        for name in names:
+            replaced(decoder, name, rounded[name])
+            self._made[name] = decoder.get_parameter(name), own[name]
+
+    @property
+    def taps(self) -> Sequence[tuple[Place, Callable[..., Any]]]:
+        """What rounds inputs and caches, and where."""
+        return self._taps
+
+    @property
+    def layers(self) -> tuple[int | None, ...]:
+        """The layers whose weights are rounded; None is the head."""
+        return tuple(self._modules)
+
+    @torch.no_grad()
+    def rounded(self, layer: int | None) -> dict[str, Tensor]:
+        """The parameters of a layer that hold rounded weights, as they are with them; the decoder
+        has to hold its own."""
+        modules = self._modules[layer]
+        out = {
+            name: self._decoder.get_parameter(name).detach().clone()
+            for name in self._views.parameters(modules)
+        }
         for module in modules:
             held, treatment = self._views.read(module), self._settlement.treatments[module]
             if self._folded:
                 weight = run_weight(held, treatment)
             else:
                 weight = fake_weight(held, treatment, dtype=self._dtype, as_run=True)
-            self._views.write(module, weight, rounded)
-        for name in names:
-            replaced(decoder, name, rounded[name])
-            self._made[name] = decoder.get_parameter(name), own[name]
+            self._views.write(module, weight, out)
+        return out
+
+    def weight(self, module: str) -> Tensor | None:
+        """A module's whole weight, as the decoder holds it; None where it is another rank's."""
+        has = hasattr(self, "_views") and module in self._views.parts
+        return self._views.read(module) if has else None
 
     def _find_taps(self, points: Sequence[Point]) -> None:
         inputs: dict[tuple[int, str], list[tuple[Place, Rounding]]] = defaultdict(list)

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megtool.config import ModelConfig
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.convert.dialects import write_side
 from megtool.convert.local import Seat, local_side, local_tensors
@@ -56,7 +57,7 @@ class WeightViews:
         self.parts: dict[str, Part] = {}
         if not wanted:
             return
-        side = _side(decoder, {_layer(n) for n in wanted})
+        side = canonical_side(config, {_layer(n) for n in wanted})
         for name in sorted(wanted - set(side.canonical)):
             raise MappingError(f"the model has no weight {name!r}", tensor=name)
         target = write_side(
@@ -126,9 +127,9 @@ def _layer(name: str) -> str:
     return parts[1] if parts[0] == "layers" else ""
 
 
-def _side(decoder: Decoder, layers: Collection[str]) -> Side:
-    """The canonical tensors of some layers, each stored as it is."""
-    config = replace(decoder.config, num_mtp_layers=0)
+def canonical_side(config: ModelConfig, layers: Collection[str]) -> Side:
+    """The canonical tensors of some layers (`""`: those outside of them), each stored as it is."""
+    config = replace(config, num_mtp_layers=0)
     model = Model(config, VOCABULARY)
     kind = named("float32")
     canonical = {

@@ -15,17 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool import __version__
-from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SPELLED, UNSMOOTHED
 
 MIXED = "MIXED_PRECISION"
-
-SPELLED: Mapping[str, str] = {"FP8_PB_WO": "fp8_pb_wo"}
-"""Algorithms that files call otherwise than in capitals: TensorRT-LLM compares these bytes, and
-vLLM folds them."""
-
-SMOOTHED: Mapping[str, str] = {"NVFP4": "NVFP4_AWQ"}
-"""Algorithms that have another name where inputs are to be divided by columns' factors first: a
-loader that does not know it must not load the rest."""
 
 PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__version__}"}
 """Engines recognise the file by the producer's name; the version is the one whose form it has."""
@@ -143,8 +135,7 @@ _INPUT_BITS = {"FP8": 8, "NVFP4": 4, "INT8": 8, "MXFP8": 8, "MXFP4": 4}
 
 def _scheme(algo: str, group: int) -> dict[str, Any]:
     """Weights and inputs of a format."""
-    plain = next((k for k, v in {**SPELLED, **SMOOTHED}.items() if v == algo), algo)
-    form = FORMATS[plain]
+    form = FORMATS[UNSMOOTHED.get(algo, algo).upper()]
     kind = "int" if form.weights.startswith("INT") else "float"
     weights: dict[str, Any] = {"dynamic": False, "num_bits": form.bits, "type": kind}
     if form.scaling == "channel":

@@ -116,11 +116,8 @@ def held_of(
             known = second_scale(form.algo, amax)
         elif part.role == SCALE and not part.shape:
             known = np.asarray(modelopt_scale(np.asarray(amax, np.float32), E4M3), np.float32)
-        # Powers of two are bytes to the loaders of MX formats.
-        kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
-        held = GlobalTensor(
-            name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=named_dtype(kind)
-        )
+        kind = named_dtype(stored_type(part.dtype))
+        held = GlobalTensor(name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=kind)
         out.append(Held(tensor=held, part=part, value=known))
     if form.algo in SECONDS and all(h.part and h.part.role != SCALE_2 for h in out):
         out.append(_given(f"{name}.{NAMES[SCALE_2]}", second_scale(form.algo, amax)))
@@ -131,6 +128,11 @@ def held_of(
         tensor = GlobalTensor(name=f"{name}.{COLUMNS_SCALE}", shape=columns.shape, dtype=dtype)
         out.append(Held(tensor=tensor, value=factors))
     return out
+
+
+def stored_type(dtype: str) -> str:
+    """The type that a part is stored as: powers of two are bytes to the loaders of MX formats."""
+    return "uint8" if dtype == "float8_e8m0fnu" else dtype
 
 
 def caches_of(attention: str, cache: Cache) -> list[Held]:

@@ -19,21 +19,21 @@ import pytest
 import torch
 
 from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers.extra_products import join, mixed, split, unmixed
 from megtool.checkpoint.containers.extra_state import (
     ExtraState,
     at_release,
     bytes_tensor,
     decode,
     is_empty,
-    join,
     merge,
     raw_bytes,
     release_of,
-    split,
     to_tree,
     with_length,
 )
 from megtool.errors import FormatError
+from megtool.packing.delayed import KINDS
 from tests.checkpoint.containers.te_payloads import DELAYED_2_4, DELAYED_2_20, MXFP8_2_4
 
 RECIPES = "transformer_engine.common.recipe"
@@ -179,7 +179,7 @@ def test_states_that_real_recipes_were_pickled_in() -> None:
     assert flat.recipe_name == "MXFP8BlockScaling"
     parts = split(flat, 2)
     assert parts is not None
-    assert join(parts) == flat
+    assert join(parts, "blocked") == flat
 
 
 def test_only_what_transformer_engine_pickles_is_named() -> None:
@@ -195,21 +195,83 @@ def test_only_what_transformer_engine_pickles_is_named() -> None:
         }
 
 
-def test_products_are_told_apart_as_megatron_does(recipes: ModuleType) -> None:
-    given = state(3, recipe=recipes.DelayedScaling(amax_history_len=4))
-    held = found(pickle.dumps(given))
-    parts = split(held, 3)
-    assert parts is not None
-    for k, part in enumerate(parts):
-        mine = given["scale_fwd"].view(3, -1)[:, k]
-        assert np.array_equal(part.tensors["scale_fwd"], mine)
-        history = given["amax_history_fwd"].view(4, 3, -1)[:, :, k]
-        assert np.array_equal(part.tensors["amax_history_fwd"], history)
-    whole = join(parts)
-    assert whole is not None
-    assert whole.facts == held.facts
-    assert all(np.array_equal(whole.tensors[n], t) for n, t in held.tensors.items())
+def trained(gemms: int, columns: str, seed: int = 0) -> dict[str, Any]:
+    """A state in which outputs and gradients of inputs were never quantised, as in all runs."""
+    out = state(gemms, seed=seed)
+    for d, kinds in (("fwd", 3), ("bwd", 2)):
+        at = torch.arange(kinds * gemms)
+        idle = (at % kinds if columns == "interleaved" else at // gemms) == kinds - 1
+        out[f"amax_history_{d}"][:, idle], out[f"scale_{d}"][idle] = 0, 1
+    return out
+
+
+@pytest.mark.parametrize("gemms", [2, 3, 4, 8])
+def test_products_are_told_apart_as_transformer_engine_lays_them_out(gemms: int) -> None:
+    """Up to 2.2 kind after kind, since 2.3 product after product; nothing but the data says so."""
+    for columns in ("blocked", "interleaved"):
+        given = trained(gemms, columns)
+        held = found(pickle.dumps(given))
+        assert held.columns == columns
+        parts = split(held, gemms)
+        assert parts is not None
+        for k, part in enumerate(parts):
+            mine = {"blocked": given["scale_fwd"].view(3, -1)[:, k],
+                    "interleaved": given["scale_fwd"].view(-1, 3)[k]}[columns]  # fmt: skip
+            assert np.array_equal(part.tensors["scale_fwd"], mine)
+            history = given["amax_history_bwd"].view(4, 2, -1)[:, :, k]
+            if columns == "interleaved":
+                history = given["amax_history_bwd"].view(4, -1, 2)[:, k]
+            assert np.array_equal(part.tensors["amax_history_bwd"], history)
+        whole = join(parts, "interleaved" if columns == "interleaved" else "blocked")
+        assert whole is not None
+        assert whole.facts == held.facts
+        assert all(np.array_equal(whole.tensors[n], t) for n, t in held.tensors.items())
+        assert split(held, gemms + 1) is None
+
+
+@pytest.mark.parametrize("gemms", [2, 3, 4, 7])
+def test_what_megatron_splits_as_if_blocked_is_put_right(gemms: int) -> None:
+    """`TEGroupedLinear._split_extra_state` takes `view(3, -1)[:, k]`, whatever the release."""
+    given = trained(gemms, "interleaved")
+    saved_parts = []
+    for k in range(gemms):
+        part = {f"scale_{d}": given[f"scale_{d}"].view(n, -1)[:, k] for d, n in KINDS.items()}
+        part |= {f"amax_history_{d}": given[f"amax_history_{d}"].view(4, n, -1)[..., k]
+                 for d, n in KINDS.items()}  # fmt: skip
+        part["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": 1}
+        saved_parts.append(found(pickle.dumps(part)))
+    right = unmixed(saved_parts)
+    assert right is not None
+    assert right[1] == "interleaved"
+    own = split(found(pickle.dumps(given)), gemms)
+    assert own is not None
+    for a, b in zip(right[0], own, strict=True):
+        assert a is not None
+        assert all(np.array_equal(a.tensors[n], t) for n, t in b.tensors.items())
+    again = mixed(own)
+    assert again is not None
+    for a, b in zip(again, saved_parts, strict=True):
+        assert all(np.array_equal(a.tensors[n], t) for n, t in b.tensors.items())
+    sound = unmixed(own)
+    assert sound is not None
+    assert (sound[0], sound[1]) == (own, "blocked")
+
+
+def test_what_does_not_tell_its_columns(recipes: ModuleType) -> None:
+    """States in which all columns are in use: the recipe's fields name few releases."""
+    odd = state(2, recipe=recipes.DelayedScaling(amax_history_len=4))
+    held = found(pickle.dumps(odd))
+    assert held.columns is None
     assert split(held, 2) is None
+    assert unmixed(split(held, 2, "blocked") or []) is None
+    for field, columns in (("interval", "blocked"), ("backward_override", "interleaved")):
+        recipe = recipes.DelayedScaling(amax_history_len=4)
+        vars(recipe)[field] = None
+        assert found(pickle.dumps(odd | {"recipe": recipe})).columns == columns
+    assert found(saved(state(2))).columns == "blocked"  # 1.x has no other
+    nothing = {n: torch.zeros_like(t) if "amax" in n else torch.ones_like(t)
+               for n, t in state(2).items() if isinstance(t, torch.Tensor)}  # fmt: skip
+    assert len(split(found(pickle.dumps(nothing)), 2) or ()) == 2
 
 
 def test_products_that_megatron_itself_split(recipes: ModuleType) -> None:
@@ -223,9 +285,9 @@ def test_products_that_megatron_itself_split(recipes: ModuleType) -> None:
 
 
 def test_a_product_without_a_state_gets_one_that_saw_nothing() -> None:
-    parts = split(found(pickle.dumps(state(2))), 2)
+    parts = split(found(pickle.dumps(trained(2, "blocked"))), 2)
     assert parts is not None
-    whole = join([None, parts[1]])
+    whole = join([None, parts[1]], "blocked")
     assert whole is not None
     assert whole.num_gemms == 2
     assert whole.tensors["scale_fwd"].reshape(3, 2)[:, 0].tolist() == [1, 1, 1]
@@ -234,7 +296,7 @@ def test_a_product_without_a_state_gets_one_that_saw_nothing() -> None:
 
 def test_histories_of_other_lengths_are_brought_to_the_longest() -> None:
     one, other = found(pickle.dumps(state(1))), found(pickle.dumps(state(1, length=8)))
-    whole = join([one, other])
+    whole = join([one, other], "blocked")
     assert whole is not None
     assert whole.tensors["amax_history_fwd"].shape == (8, 6)
 

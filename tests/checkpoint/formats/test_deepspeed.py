@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
 from tests.checkpoint.formats import zero_folders as saved
+from tests.checkpoint.reads import contents
 
 SHAPES = {"emb.weight": (7, 3), "a.weight": (3, 5), "a.bias": (5,), "n.weight": (1,), "b.w": (2, 3)}
 
@@ -25,11 +24,6 @@ SHAPES = {"emb.weight": (7, 3), "a.weight": (3, 5), "a.bias": (5,), "n.weight": 
 def model(shapes: dict[str, tuple[int, ...]] = SHAPES) -> saved.Weights:
     torch.manual_seed(1)
     return {n: torch.randn(s).to(torch.bfloat16) for n, s in shapes.items()}
-
-
-def contents(catalogue: Catalogue) -> dict[str, np.ndarray]:
-    with Reader(catalogue, Files()) as reader:
-        return {t.name: reader.stored(t.name).read() for t in catalogue.tensors}
 
 
 def check(catalogue: Catalogue, weights: saved.Weights, states: dict[str, saved.Weights]) -> None:

@@ -17,6 +17,7 @@ from megtool.checkpoint.formats.gguf_header import read_header
 from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
 from megtool.errors import FormatError, UsageError
 from megtool.packing.gguf import decode
+from tests.checkpoint.reads import read_so_far
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +119,6 @@ def test_a_real_tensor_decodes(smollm2):
 
 def test_opening_reads_the_header_only(smollm2):
     start = read_header(smollm2, smollm2.stat().st_size).start
-
-    def read_so_far():
-        text = Path("/proc/self/io").read_text()
-        return int(text.split("rchar:")[1].split()[0])
 
     before = read_so_far()
     open_checkpoint(smollm2)

@@ -20,6 +20,7 @@ from megtool.checkpoint.formats.safetensors import INDEX, lay_out, open_checkpoi
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor
+from tests.checkpoint.reads import read_so_far
 
 
 def contents(catalogue):
@@ -139,10 +140,6 @@ def test_opening_reads_headers_only(tmp_path):
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({f"t{i}": torch.zeros(1 << 20) for i in range(8)}, path)
     open_checkpoint(tmp_path)
-
-    def read_so_far():
-        text = Path("/proc/self/io").read_text()
-        return int(text.split("rchar:")[1].split()[0])
 
     before = read_so_far()
     open_checkpoint(tmp_path)

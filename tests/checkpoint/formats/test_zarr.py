@@ -15,10 +15,10 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.formats import detect_format, open_checkpoint
 from megtool.checkpoint.formats.zarr_layout import TRUE_DTYPE
-from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.cells import Readers
 from megtool.errors import CheckpointError, FormatError, SourceChangedError
+from tests.checkpoint.reads import contents
 
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("numcodecs")
@@ -36,14 +36,9 @@ def numbers(shape, kind="float32", seed=0):
     return raw.view(kind).reshape(shape)
 
 
-def read(catalogue: Catalogue) -> dict[str, np.ndarray]:
-    with Reader(catalogue, Files()) as reader:
-        return {t.name: reader.stored(t.name).read() for t in catalogue.tensors}
-
-
 def check(root: Path, wanted: dict[str, np.ndarray]) -> Catalogue:
     found = open_checkpoint(root)
-    held = read(found)
+    held = contents(found)
     assert held.keys() == wanted.keys()
     for name, array in wanted.items():
         assert held[name].shape == array.shape
@@ -127,7 +122,7 @@ def test_raw_chunks_are_extents_and_encoded_ones_cells(tmp_path):
     found = check(tmp_path, wanted)
     some = found.select(lambda n: n != "sharded")
     assert cells(some) == 9
-    assert {n: x.tobytes() for n, x in read(some).items()} == {
+    assert {n: x.tobytes() for n, x in contents(some).items()} == {
         n: x.tobytes() for n, x in wanted.items() if n != "sharded"
     }
 
@@ -336,7 +331,7 @@ def test_a_damaged_cell_is_named(sharded):
     file.write_bytes(file.read_bytes()[:-30] + b"damaged" * 10)
     found = open_checkpoint(sharded)
     with pytest.raises(FormatError, match="cannot be decoded") as e:
-        read(found)
+        contents(found)
     assert e.value.tensor == "zst"
 
 
@@ -383,7 +378,7 @@ def test_flipped_bytes_never_crash(sharded, data):
     value = data.draw(st.integers(0, 255))
     file.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
     try:
-        read(open_checkpoint(sharded))
+        contents(open_checkpoint(sharded))
     except CheckpointError:
         pass
     finally:

@@ -63,6 +63,25 @@ def test_bits_are_those_of_torch(source: str, target: str) -> None:
         np.testing.assert_array_equal(found[nan], want[nan])
 
 
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float64", "float8_e8m0fnu"])
+def test_numbers_that_become_infinite_are_counted(source: str) -> None:
+    """65520 is the first that float16 rounds up to infinity; what was no number is not counted."""
+    kind = getattr(torch, source)
+    values = [1.0, 65504.0, 65519.0, 65520.0, -1e5, np.inf, np.nan, 2.0**100]
+    given = (
+        torch.tensor(values * 9).abs().to(kind)
+        if "e8m0" in source
+        else torch.tensor(values * 9, dtype=kind)
+    )
+    want = given.to(torch.float16).isinf() & given.double().isfinite()
+    raw = given.view(torch.uint8).numpy().view(dtype(source).view)
+    assert want.any()
+    assert cast(raw, dtype(source), np.empty(len(raw), np.float16), dtype("float16")) == want.sum()
+    for wide in {"float32", "bfloat16"} - {source}:
+        other = np.empty(len(raw), dtype(wide).view)
+        assert cast(raw, dtype(source), other, dtype(wide)) == 0
+
+
 @pytest.mark.parametrize("size", [0, 1, 3, 1 << 15, (1 << 15) + 1])
 def test_tiles_of_any_shape_are_cast(size: int) -> None:
     values = np.linspace(-3, 3, 2 * size, dtype=np.float32).reshape(2, size)

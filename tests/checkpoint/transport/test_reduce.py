@@ -21,7 +21,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.summary import summarise
 from megtool.checkpoint.transport.worker import SLOTS
 from megtool.errors import CoverageError, MappingError
-from tests.checkpoint.test_copy import LAYOUTS, in_kind, place, tensors
+from tests.checkpoint.test_copy import LAYOUTS, in_kind, laid_out, place
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -51,7 +51,7 @@ class Mean:
         sources = []
         for number, (layout, own) in enumerate(zip(layouts, kinds, strict=True)):
             at = place(layout, names, rows, cols)
-            catalogue = self._lay_out(rng, f"source{number}", at, own)
+            catalogue = laid_out(raw, folder / f"source{number}", rng, at, own)
             held = {t.name: np.zeros(t.shape, t.dtype.view) for t in catalogue.tensors}
             for name, p in at.items():
                 floats = generator.standard_normal((rows, cols)).astype(np.float32)
@@ -63,7 +63,7 @@ class Mean:
             sources.append(Source(catalogue=catalogue, placements=at))
         self.wanted = {n: in_kind(x, kind, wide.name) for n, x in sums.items()}
         to = place(here, names, rows, cols)
-        target = self._lay_out(rng, "tree", to, kind)
+        target = laid_out(raw, folder / "tree", rng, to, kind)
         self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
         for name, p in to.items():
             raw.put(p, self.wanted[name], self.reference[p.stored])
@@ -73,11 +73,6 @@ class Mean:
     def planned(self, shares: list[float]) -> Plan:
         destination = self.raw.destination(self.target, small={}, last={"done": b"1"})
         return build(self.sources, destination, self.to, shares=shares)
-
-    def _lay_out(self, rng: random.Random, name: str, placements: Any, kind: str) -> Any:
-        found = tensors(placements, kind)
-        grids = [self.raw.random_grid(rng, t.shape, 3) for t in found]
-        return self.raw.lay_out(self.folder / name, found, grids, align=rng.choice([1, 8]))
 
     def stage(self) -> Stage:
         return Stage(self.folder / "out", files=Files(), fingerprint=self.plan.fingerprint)

@@ -73,12 +73,11 @@ def logits(folder: Path) -> torch.Tensor:
 def test_there_and_back(made: dict[str, Path], tmp_path: Path, recipe: str) -> None:
     """ModelOpt's folder as compressed-tensors, and again: the same bytes and config."""
     first = of(made, recipe)
-    if recipe == "kv_fp8":
-        with pytest.raises(UsageError, match="not quantised"):
-            quiet(first, tmp_path / "ct", to="compressed-tensors")
-        return
     there = quiet(first, tmp_path / "ct", to="compressed-tensors")
-    assert (there.exact, there.requantised) == (14, 0)
+    assert (there.exact, there.requantised) == (0 if recipe == "kv_fp8" else 14, 0)
+    assert there.kv_algo == json.loads((first / "hf_quant_config.json").read_text())[
+        "quantization"
+    ].get("kv_cache_quant_algo")
     quiet(tmp_path / "ct", tmp_path / "back", to="unified")
     want, got = tensors(first), tensors(tmp_path / "back")
     assert sorted(got) == sorted(want)
@@ -171,6 +170,22 @@ def test_for_an_engine(made: dict[str, Path], tmp_path: Path, engine: str) -> No
     config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert config["quantization"]["quant_algo"] == "FP8"
     assert torch.equal(logits(tmp_path / "out"), logits(of(made, "fp8")))
+
+
+def test_a_cache_alone(made: dict[str, Path], tmp_path: Path) -> None:
+    """A folder whose KV cache alone is quantised keeps it, or says that it goes."""
+    first, out = of(made, "kv_fp8"), tmp_path / "out"
+    report = quiet(first, out, to="unified")
+    assert (report.kv_algo, report.algo) == ("FP8", "")
+    assert tensors(out).keys() == tensors(first).keys()
+    assert (out / "config.json").read_bytes() == (first / "config.json").read_bytes()
+    with pytest.raises(MappingError, match="nothing but the KV cache is quantised"):
+        quiet(first, tmp_path / "vllm", to="vllm")
+    with pytest.raises(MappingError, match="has no KV cache in NVFP4"):
+        quiet(of(made, "kv_nvfp4"), tmp_path / "ct", to="compressed-tensors")
+    report = quiet(first, tmp_path / "hf", to="hf")
+    assert any("scales of inputs and of the KV cache are left out" in n for n in report.notes)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
 
 
 def test_decoded(made: dict[str, Path], tmp_path: Path) -> None:

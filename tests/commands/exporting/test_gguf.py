@@ -258,6 +258,17 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(MappingError, "norm_topk_prob", "--to hf")
     source = gguf_models.save(tmp_path / "gemma", "gemma2", query_pre_attn_scalar=128)
     refused(MappingError, "query_pre_attn_scalar")
+    source = gguf_models.save(tmp_path / "exact", "gemma2", hidden_activation="gelu")
+    refused(MappingError, "GELU by tanh", "--to hf")
+    source = gguf_models.save(tmp_path / "exact3", "gemma3", hidden_activation="gelu")
+    refused(MappingError, "GELU by tanh", "--to hf")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        source = gguf_models.save(tmp_path / cap, "gemma2", **{cap: None})
+        refused(MappingError, "caps scores at 50 and logits at 30", "--to hf")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+    yarn |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+    source = gguf_models.save(tmp_path / "yarn", "llama", rope_parameters=yarn)
+    refused(MappingError, "'yarn' with a ramp that is not rounded", "linear, yarn")
     from megtool.packing import gguf as packing
 
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -289,6 +300,23 @@ def test_nan_is_refused_with_its_name(tmp_path: Path) -> None:
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_numbers_too_large_for_f16(tmp_path: Path) -> None:
+    """Refused as f16 itself, and as what blocks fall back on; written as bf16."""
+    from safetensors.torch import load_file, save_file
+
+    source = gguf_models.save(tmp_path / "hf", "llama", intermediate_size=80)
+    held = load_file(source / "model.safetensors")
+    held["model.layers.1.mlp.down_proj.weight"][3, 5] = -1e5
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("f16", "q8_0"):
+        with pytest.raises(FormatError, match=r"65504.*down_proj.weight \(1\)") as told:
+            export_gguf(source, tmp_path / "m.gguf", kind=kind)
+        assert told.value.tensor == "model.layers.1.mlp.down_proj.weight"
+        assert "--kind bf16" in (told.value.hint or "")
+        assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+    export_gguf(source, tmp_path / "m.gguf", kind="bf16")
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -311,6 +339,67 @@ def test_llama3_factors(tmp_path: Path) -> None:
     assert len(set(factors.tolist())) > 2
     reshard(tmp_path / "m.gguf", tmp_path / "back", to="hf")
     assert torch.equal(_logits(tmp_path / "back"), _logits(source))
+
+
+def _without_our_key(source: Path, to: Path, **replaced: np.ndarray) -> Path:
+    """The file as llama.cpp's converter writes it: the factors alone say how rope is scaled."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(to, reader.get_field("general.architecture").contents())
+    for key, field in reader.fields.items():
+        own = key.startswith("GGUF.") or key in ("general.architecture", "megtool.rope_scaling")
+        if own:
+            continue
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(key, field.contents())
+        else:
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for t in reader.tensors:
+        data = replaced.get(t.name.replace(".", "_"), t.data)
+        writer.add_tensor(t.name, data, raw_dtype=t.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_llama3_scaling_of_factors_alone(tmp_path: Path, name: str) -> None:
+    """Files of llama.cpp's converter: the scaling is found by its factors, to every target."""
+    source = gguf_models.save(tmp_path / "hf", name, rope_parameters=LLAMA3)
+    export_gguf(source, tmp_path / "m.gguf", kind="f32")
+    theirs = _without_our_key(tmp_path / "m.gguf", tmp_path / "theirs.gguf")
+    export_gguf(theirs, tmp_path / "again.gguf", kind="f32")
+    want, found = (_read(tmp_path / f"{n}.gguf")["rope_freqs.weight"] for n in ("m", "again"))
+    assert (want.data == found.data).all()
+    reshard(theirs, tmp_path / "back", to="hf")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {**config["rope_scaling"], "rope_theta": config["rope_theta"]} == LLAMA3
+    odd = np.linspace(1, 3, 8, dtype=np.float32) ** 2
+    wrong = _without_our_key(tmp_path / "m.gguf", tmp_path / "odd.gguf", rope_freqs_weight=odd)
+    with pytest.raises(MappingError, match="no llama3 scaling") as told:
+        export_gguf(wrong, tmp_path / "no.gguf")
+    assert "--like" in (told.value.hint or "")
+    export_gguf(wrong, tmp_path / "like.gguf", kind="f32", like=source)
+    assert (_read(tmp_path / "like.gguf")["rope_freqs.weight"].data == want.data).all()
+
+
+def test_longrope_of_factors_alone(tmp_path: Path) -> None:
+    short, long = [1.0 + i / 10 for i in range(8)], [2.0 + i / 3 for i in range(8)]
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling |= {"original_max_position_embeddings": 32}
+    source = gguf_models.save(tmp_path / "hf", "phi3")
+    _edit(source, rope_parameters=None, rope_theta=1e4, rope_scaling=scaling)
+    for more in ({}, {"attention_factor": 1.5}):
+        _edit(source, rope_scaling=scaling | more)
+        export_gguf(source, tmp_path / "m.gguf", kind="f32", overwrite=True)
+        _without_our_key(tmp_path / "m.gguf", tmp_path / "theirs.gguf")
+        reshard(tmp_path / "theirs.gguf", tmp_path / "back", to="hf", overwrite=True)
+        found = json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"]
+        for key in ("short_factor", "long_factor"):
+            np.testing.assert_allclose(found.pop(key), scaling[key], rtol=1e-6)
+        rest = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+        assert found == rest | more
 
 
 def test_longrope_factors(tmp_path: Path) -> None:

@@ -22,12 +22,6 @@ LINEAR = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-POINTS = {
-    "linear_qkv": "attn.qkv",
-    "linear_proj": "attn.o",
-    "linear_fc1": "mlp.fc1",
-    "linear_fc2": "mlp.down",
-}
 PARTS = {
     "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "linear_proj": ("self_attn.o_proj",),
@@ -47,16 +41,26 @@ def input_of(layer: int, name: str) -> np.float32:
 
 
 def state(
-    top_input: float, top_weight: float, *, steps: int = STEPS, gemms: int = 1
+    top_input: float,
+    top_weight: float,
+    *,
+    steps: int = STEPS,
+    gemms: int = 1,
+    columns: str = "blocked",
 ) -> dict[str, Any]:
-    """A state as training leaves it: no step under way, scales of the maxima, no output used."""
+    """A state as training leaves it: no step under way, scales of the maxima, no output used.
+
+    Transformer Engine lays several products out in `columns` that are blocked up to release 2.2,
+    and interleaved since.
+    """
     out: dict[str, Any] = {}
     made = torch.Generator().manual_seed(int(top_input * 1000))
     for d, tops, largest in (
         ("fwd", (top_input, top_weight, 0.0), 448.0),
         ("bwd", (2.0**-12, 0.0), 57344.0),
     ):
-        ones = torch.tensor([t for t in tops for _ in range(gemms)])
+        every = [t for t in tops for _ in range(gemms)]
+        ones = torch.tensor(list(tops) * gemms if columns == "interleaved" else every)
         history = ones * (torch.rand(steps, len(ones), generator=made) / 2 + 0.25)
         history[0] = 0
         history[steps // 2] = ones

@@ -122,7 +122,8 @@ def test_refusals(tmp_path: Path) -> None:
         derive_amax(hf, tmp_path / "there")
 
 
-def test_each_expert_has_its_own(tmp_path: Path, materialize: Any) -> None:
+@pytest.mark.parametrize("columns", ["blocked", "interleaved"])
+def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any) -> None:
     from megtool.quant.calibration.artefact import Artefact
 
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
@@ -135,8 +136,9 @@ def test_each_expert_has_its_own(tmp_path: Path, materialize: Any) -> None:
         ep = int(name.split("_")[-1])
         for layer in range(4):
             for key in (FC1.format(layer), FC1.format(layer).replace("fc1", "fc2")):
-                held = state(1.0, 1.0, gemms=2)
-                held["amax_history_fwd"][4, :2] = torch.tensor([1.0, 2.0]) + 10 * ep + layer
+                held = state(1.0, 1.0, gemms=2, columns=columns)
+                inputs = [0, 3] if columns == "interleaved" else [0, 1]
+                held["amax_history_fwd"][4, inputs] = torch.tensor([1.0, 2.0]) + 10 * ep + layer
                 model[key] = packed(held)
 
     edit_iteration(tmp_path / "ep2", own)
@@ -148,6 +150,10 @@ def test_each_expert_has_its_own(tmp_path: Path, materialize: Any) -> None:
         for part in ("fc1", "down"):
             at = f"layers.3.mlp.experts.{expert}.{part}"
             assert set(found[at].amax.tolist()) == {want + 3}
+    reshard(tmp_path / "ep2", tmp_path / "td", to="torch_dist", ep=2, dp=2, fsync=False)
+    derive_amax(tmp_path / "td", tmp_path / "again")
+    other = Artefact.load(tmp_path / "again").statistics
+    assert all(np.array_equal(s.amax, other[name].amax) for name, s in found.items())
 
 
 def stacked(folder: Path, *, stale: int | None = None) -> Path:

@@ -254,3 +254,44 @@ def test_refusals(ranks: Path, tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="hostile"):
             act()
     assert not (tmp_path / "out").exists()
+
+
+def test_what_fix_leaves_is_said(ranks: Path, tmp_path: Path) -> None:
+    """Weights say what their scales have to be; of inputs that saw nothing, nothing does."""
+
+    def put(model: dict[str, Any], _: str) -> None:
+        held = state(1.5, amax_of(model, FC1.format(1)))
+        held["amax_history_fwd"][:, 0], held["scale_fwd"][0] = 0, 1
+        model[f"{FC1.format(1)}._extra_state"] = packed(held)
+        model[f"{FC2.format(1)}._extra_state"] = packed(state(1.5, BEGIN))
+
+    edit_ranks(ranks, put)
+    text = "\n".join(inspect_amax(ranks).lines())
+    assert "2 things are wrong" in text
+    assert "`megtool amax fix` puts right what follows from weights and histories: 1 of" in text
+    assert "1 follow from neither (zeros)" in text
+    fix_amax(ranks, tmp_path / "fixed", fsync=False)
+    again = inspect_amax(tmp_path / "fixed")
+    assert again.exit_status == 7
+    text = "\n".join(again.lines())
+    assert "puts right" not in text
+    assert "1 follow from neither (zeros)" in text
+
+
+@pytest.mark.parametrize(
+    ("times", "kind", "status"), [(1.5, None, 0), (6.0, "loose", 0), (9.0, "stale", 7)]
+)
+def test_a_scale_made_for_more_is_said_and_for_much_more_is_stale(
+    times: float, kind: str | None, status: int, ranks: Path, tmp_path: Path
+) -> None:
+    def put(model: dict[str, Any], _: str) -> None:
+        held = state(1.5, times * amax_of(model, FC1.format(1)))
+        model[f"{FC1.format(1)}._extra_state"] = packed(held)
+
+    edit_ranks(ranks, put)
+    found = inspect_amax(ranks)
+    assert found.exit_status == status
+    assert kinds(ranks) == ({FC1.format(1): {kind}} if kind else {})
+    fixed = fix_amax(ranks, tmp_path / "fixed", fsync=False)
+    assert fixed.amax is not None
+    assert fixed.amax.rebuilt == (status == 7)

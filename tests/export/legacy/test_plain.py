@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megtool.commands.exporting.legacy import export_legacy
 from megtool.commands.reshard import reshard
 from tests.commands.tiny_llama import tensors
+from tests.export import gguf_models
 from tests.export.legacy import models
 from tests.export.legacy.joined import config_of, joined, ranks_of
 
@@ -112,6 +114,24 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert torch.equal(found["lm_head.weight"], found["embed_tokens.weight"].float())
     c = config_of(tmp_path / "out")
     assert (c["dtype"], c["share_embedding_table"]) == ("float16", False)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_gammas_are_rounded_once(tmp_path: Path, kind: str) -> None:
+    """Gemma's, of float32: one is added before they are rounded, not after."""
+    source = gguf_models.save(tmp_path / "hf", "gemma")
+    export_legacy(source, tmp_path / "out", dtype=kind, fsync=False)
+    found, want = ranks_of(tmp_path / "out")[0], load_file(source / "model.safetensors")
+    stored = {"input_layernorm": "input_layernorm", "post_layernorm": "post_attention_layernorm"}
+    names = {"transformer.ln_f": "model.norm"}
+    for layer in range(2):
+        names |= {
+            f"transformer.layers.{layer}.{a}": f"model.layers.{layer}.{b}"
+            for a, b in stored.items()
+        }
+    for name, own in names.items():
+        gamma = want[f"{own}.weight"]
+        assert torch.equal(found[f"{name}.weight"], (gamma + 1).to(getattr(torch, kind))), name
 
 
 def test_no_larger_than_it_was(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.exporting.legacy import export_legacy
 from megtool.commands.opened import open_model
 from megtool.dtypes import dtype
+from megtool.errors import MappingError
 from megtool.packing.floats import single
 from tests.export.legacy import models
 from tests.export.legacy.joined import config_of, joined, ranks_of
@@ -242,3 +243,28 @@ def test_weights_that_engines_quantise_themselves(tmp_path: Path) -> None:
     found, want = joined(tmp_path / "out"), decoded_source(made.path)
     for name, tensor in want.items():
         assert torch.equal(found[name].float(), tensor.bfloat16().float()), name
+
+
+def test_what_engines_quantise_themselves_and_what_they_leave(tmp_path: Path) -> None:
+    """Kept modules are excluded, by patterns that fit names of weights too; caches have scales."""
+    source = models.llama(tmp_path / "hf")
+    algos = {f"layers.0.mlp.{n}": "" for n in ("gate", "up", "down")} | {"": "W8A16"}
+    made = quantise(source, tmp_path / "q", algos=algos)
+    report = export_legacy(made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True)
+    assert (report.algo, report.kv_algo) == ("W8A16", "FP8")
+    said = config_of(tmp_path / "out")["quantization"]
+    kept = [f"transformer.layers.0.mlp.{n}*" for n in ("fc", "gate", "proj")]
+    assert said == {
+        "quant_algo": "W8A16",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head*", *kept],
+    }
+    for rank in ranks_of(tmp_path / "out"):
+        for layer in range(4):
+            at = f"transformer.layers.{layer}.attention"
+            found = [float(rank[f"{at}.{n}_cache_scaling_factor"]) for n in ("k", "v", "kv")]
+            assert found == pytest.approx([3 / 448, 5 / 448, 5 / 448])
+    algos = {"attn.q": "", "": "W8A16"}
+    made = quantise(source, tmp_path / "mixed", algos=algos)
+    with pytest.raises(MappingError, match=r"attn\.q is not quantised and .*attn\.k is W8A16"):
+        export_legacy(made.path, tmp_path / "other")

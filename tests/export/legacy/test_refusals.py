@@ -11,6 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megtool.commands.exporting.legacy import export_legacy
+from megtool.commands.inspect import inspect
+from megtool.commands.lint import lint
+from megtool.commands.verify import verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from tests.commands import tiny_llama
 from tests.export.legacy import models
@@ -65,18 +68,41 @@ def test_families(tmp_path: Path) -> None:
     )
 
 
-def test_rotary_scaling(tmp_path: Path) -> None:
-    source = models.llama(
-        tmp_path / "hf",
-        rope_scaling={
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 16,
-            "long_factor": [2.0] * 16,
-            "original_max_position_embeddings": 32,
-        },
-    )
+@pytest.mark.parametrize("kind", ["longrope", "yarn", "dynamic"])
+def test_rotary_scaling(tmp_path: Path, kind: str) -> None:
+    """Engines would multiply frequencies by the factor of a kind they do not know."""
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    source = models.llama(tmp_path / "hf", rope_scaling=scaling)
     work = lambda: export_legacy(source, tmp_path / "out")  # noqa: E731
-    refused(MappingError, work, "longrope", "llama3")
+    refused(MappingError, work, kind, "linear, llama3", "--to trtllm")
+
+
+def test_numbers_too_large_for_float16(tmp_path: Path) -> None:
+    source = models.llama(tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"][0, :2] = 1e5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    work = lambda: export_legacy(source, tmp_path / "out", tp=4, dtype="float16")  # noqa: E731
+    told = refused(FormatError, work, "2 numbers of 1 tensor", "k_proj.weight (2)", "bfloat16")
+    assert told.tensor == "model.layers.0.self_attn.k_proj.weight"
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+    export_legacy(source, tmp_path / "out", tp=4, fsync=False)
+
+
+@pytest.mark.parametrize("command", [inspect, verify, lint])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_was_written_is_not_read(
+    tmp_path: Path, command: Callable[[Path], Any], ranks: int
+) -> None:
+    """Not taken for two checkpoints in one folder, or for a broken folder of Hugging Face."""
+    source = models.llama(tmp_path / "hf")
+    export_legacy(source, tmp_path / "out", tp=ranks, fsync=False)
+    work = lambda: command(tmp_path / "out")  # noqa: E731
+    refused(UsageError, work, "a legacy TensorRT-LLM checkpoint", "trtllm-build")
+    if command is verify:
+        refused(UsageError, lambda: verify(source, tmp_path / "out"), "a legacy TensorRT-LLM")
 
 
 @pytest.mark.parametrize(("algo", "nearest"), [("W4A16_NVFP4", "int4_awq"), ("MXFP8", "fp8")])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.commands.lint import lint
+from megtool.errors import UsageError
 from megtool.export.lint.all_rules import RULES
 from tests.export.lint.compressed_folder import compress, deepseek
 from tests.quant import tiny_models
@@ -45,6 +46,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
     quantise(dense, at / "mixed", algos=mixed)
     quantise(moe, at / "experts", algos="NVFP4")
+    odd = randomised(tiny_models.llama(at / "odd", hidden_size=192, intermediate_size=208))
+    quantise(odd, at / "odd sizes", algos="NVFP4")
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     deepseek(dense, at / "deepseek")
@@ -149,7 +152,33 @@ def split(s: dict[str, Any]) -> None:
     s["quantized_layers"][UP]["quant_algo"] = "FP8"
 
 
+def changed(name: str, work: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return tensors(lambda t: t.update({name: work(t[name])}))
+
+
+def without(module: str) -> Change:
+    """A module is nowhere, with all that lies beside it."""
+    return tensors(lambda t: [t.pop(n) for n in [*t] if n.startswith(module + ".")])
+
+
+def written(name: str, value: dict[str, Any]) -> Change:
+    return lambda folder: (folder / name).write_text(json.dumps(value)) and None
+
+
+def listed(module: str) -> Change:
+    """One more module that is said to be quantised, in both files."""
+
+    def work(s: dict[str, Any]) -> None:
+        s["quantized_layers"][module] = {"quant_algo": "NVFP4", "group_size": 16}
+
+    return both(inline(work), beside(work))
+
+
 NAN = torch.tensor(float("nan"))
+ATTENTION = "model.layers.1.self_attn"
+FP9 = "modelopt_fp9"
+QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
 KEPT = ["lm_head", "model.layers.1.self_attn*"]
 
 BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
@@ -192,6 +221,38 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     ("mixed", "not of SGLang", "mixed", lambda f: None, ("sglang",)),
     ("mixed", "before it could", "mixed", lambda f: None, ("vllm@0.16.0", "trtllm@1.0.0")),
     ("mixed", "lists nothing", "mixed", said({"quantized_layers": {}}), ALL),
+    (
+        "mixed-names",
+        "a stranger",
+        "mixed",
+        listed("model.layers.9.mlp.up_proj"),
+        ("vllm", "trtllm"),
+    ),
+    ("method", "ModelOpt's, unheard of", "fp8", inline(lambda s: s.update(quant_method=FP9)), ALL),
+    (
+        "config-agree",
+        "of another form",
+        "ct fp8",
+        written("hf_quant_config.json", QUANT),
+        ("trtllm",),
+    ),
+    ("kv-scales-half", "no key's", "fp8", drop(f"{ATTENTION}.k_proj.k_scale"), ("vllm",)),
+    ("kv-scale-shape", "two", "fp8", put(f"{ATTENTION}.k_proj.k_scale", torch.ones(2)), ALL),
+    ("kv-bias", "affine", "fp8", put(f"{ATTENTION}.v_proj.v_bias", torch.ones(128)), ALL),
+    ("tensors-missing", "a norm", "fp8", drop("model.norm.weight"), ALL),
+    ("tensors-missing", "a part of a fused one", "nvfp4", without(f"{ATTENTION}.v_proj"), ALL),
+    ("tensors-missing", "a layer", "fp8", config(lambda c: c.update(num_hidden_layers=5)), ALL),
+    ("tensors-missing", "of compressed ones", "ct nvfp4", without(DOWN), ALL),
+    ("tensors-missing", "of the plain", "llama", drop("lm_head.weight"), ALL),
+    ("sizes-said", "heads", "fp8", config(lambda c: c.update(num_key_value_heads=1)), ALL),
+    ("sizes-said", "vocabulary", "fp8", config(lambda c: c.update(vocab_size=200)), ALL),
+    ("sizes-said", "a layer too many", "fp8", config(lambda c: c.update(num_hidden_layers=3)), ALL),
+    ("layout", "type", "ct nvfp4", changed(f"{DOWN}.weight_scale", lambda t: t.float()), ALL),
+    ("layout", "shape", "ct nvfp4", changed(f"{DOWN}.weight_scale", lambda t: t[:, :8]), ALL),
+    ("layout", "strategy", "ct fp8", group(strategy="tensor"), ALL),
+    ("layout", "bits", "ct nvfp4", group(num_bits=8), ALL),
+    ("layout", "groups", "ct int4", group(group_size=32), ALL),
+    ("layout", "two numbers", "ct nvfp4", put(f"{DOWN}.weight_global_scale", torch.ones(2)), ALL),
     ("kv-cache", "unknown", "fp8", beside(lambda s: s.update(kv_cache_quant_algo="INT8")), ALL),
     (
         "kv-cache",
@@ -267,6 +328,24 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
         put("lm_head.weight_scale", torch.tensor(1.0)),
         ("vllm", "sglang"),
     ),
+    *(
+        (
+            "scale-extra",
+            f"another form's {last}",
+            "nvfp4",
+            put(f"{DOWN}.{last}", torch.tensor(1.0)),
+            ("vllm", "sglang"),
+        )
+        for last in ("weight_scale_inv", "weight_global_scale")
+    ),
+    (
+        "scale-extra",
+        "columns",
+        "fp8",
+        put(f"{DOWN}.pre_quant_scale", torch.ones(256)),
+        ("vllm", "sglang"),
+    ),
+    ("siblings", "FP8, inverted", "fp8", changed(f"{UP}.weight_scale", lambda t: 1 / t), ALL),
     (
         "type",
         "bytes for FP8",
@@ -338,6 +417,7 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
 
 LOADED_BY = {
     "fp8": ALL,
+    "odd sizes": ALL,
     "plain kv": ALL,
     "nvfp4": ALL,
     "awq": ("trtllm",),
@@ -387,7 +467,42 @@ SOFT: list[tuple[str, str, Change, tuple[str, ...]]] = [
         both(said({"kv_cache_quant_algo": "NVFP4"}), inline(lambda s: s.pop("kv_cache_scheme"))),
         ("vllm",),
     ),
-    ("kv-scales", "fp8", tensors(lambda t: [t.pop(n) for n in [*t] if n.endswith("v_scale")]), ALL),
+    (
+        "kv-scales-half",
+        "fp8",
+        tensors(lambda t: [t.pop(n) for n in [*t] if n.endswith("v_scale")]),
+        ALL,
+    ),
+    (
+        "kv-scales-half",
+        "fp8",
+        drop(f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale"),
+        ALL,
+    ),
+    (
+        "kv-scales",
+        "fp8",
+        tensors(lambda t: [t.pop(n) for n in [*t] if n[-7:] in ("k_scale", "v_scale")]),
+        ALL,
+    ),
+    ("method", "fp8", inline(lambda s: s.update(quant_method="modelopt_fp8")), ("vllm", "trtllm")),
+    ("method", "fp8", inline(lambda s: s.update(quant_method="modelopt_fp4")), ("trtllm",)),
+    ("config-agree", "ct fp8", written("hf_quant_config.json", QUANT), ("vllm", "sglang")),
+    ("tensors-unknown", "fp8", put("model.layers.0.mlp.odd.weight", torch.ones(3)), ALL),
+    ("tensors-missing", "fp8", both(UNHEARD_OF, without(f"{ATTENTION}.v_proj")), ALL),
+    (
+        "tensors-missing",
+        "fp8",
+        both(UNHEARD_OF, config(lambda c: c.update(num_hidden_layers=5))),
+        ALL,
+    ),
+    ("scale-range", "fp8", changed(f"{DOWN}.input_scale", lambda t: t * 1e6), ALL),
+    ("scale-range", "fp8", put(f"{DOWN}.weight_scale", torch.tensor(1e-30)), ALL),
+    ("scale-range", "nvfp4", changed(f"{DOWN}.weight_scale_2", lambda t: 1 / t), ALL),
+    ("scale-range", "ct nvfp4", changed(f"{DOWN}.weight_global_scale", lambda t: 1 / t), ALL),
+    ("scale-range", "ct nvfp4", changed(f"{DOWN}.input_global_scale", lambda t: 1 / t), ALL),
+    ("scale-outlier", "fp8", changed(f"{DOWN}.input_scale", lambda t: t / 5000), ALL),
+    ("padding", "odd sizes", lambda f: None, ("sglang@0.5",)),
     ("kv-scales", "plain kv", put(f"{Q[:-6]}k_proj.k_scale", torch.tensor(0.1)), ALL),
     ("input-siblings", "fp8", put(f"{Q}.input_scale", torch.tensor(0.5)), ALL),
 ]
@@ -425,3 +540,39 @@ def test_ranks(made: Path, base: str, tp: int, engines: tuple[str, ...], rule: s
 def test_all_rules_are_tested() -> None:
     told = {r for r, *_ in BREAKS} | {r for r, *_ in SOFT} | {"divides", "tensor-parallel"}
     assert told == {rule.id for rule in RULES}
+
+
+def test_releases_that_are_not_known(made: Path) -> None:
+    report = lint(made / "fp8", target=["vllm@0.99.1", "vllm@0.16.0", "sglang"])
+    assert [(f.rule, f.severity, f.target) for f in report.findings] == [
+        ("version", "warning", "vllm 0.99.1")
+    ]
+    assert "newer than 0.16.0, the last that is known" in report.findings[0].message
+    assert report.exit_status == 0
+    for text in ("vllm@banana", "vllm@0.16.0xyz", "vllm@", "vllm@0.1", "vllm@99", "nothing@1"):
+        with pytest.raises(UsageError):
+            lint(made / "fp8", target=text)
+
+
+def test_scales_where_vllm_has_them_are_whole(made: Path, tmp_path: Path) -> None:
+    def move(t: Tensors) -> None:
+        t[f"{ATTENTION}.attn.k_scale"] = t.pop(f"{ATTENTION}.k_proj.k_scale")
+
+    shutil.copytree(made / "fp8", tmp_path / "moved")
+    tensors(move)(tmp_path / "moved")
+    assert lint(tmp_path / "moved", target="vllm").findings == ()
+
+
+def test_codes_of_four_bits_in_a_byte_each(made: Path, tmp_path: Path) -> None:
+    """compressed-tensors' `int-quantized` with fewer bits than a byte has (W4A8)."""
+
+    def unpack(t: Tensors) -> None:
+        for name in [n for n in t if n.endswith(".weight_packed")]:
+            module = name.removesuffix(".weight_packed")
+            rows, columns = t.pop(f"{module}.weight_shape").tolist()
+            t.pop(name)
+            t[f"{module}.weight"] = torch.zeros(rows, columns, dtype=torch.int8)
+
+    shutil.copytree(made / "ct int4", tmp_path / "x")
+    both(tensors(unpack), inline(lambda s: s.update(format="int-quantized")))(tmp_path / "x")
+    assert "layout" not in {f.rule for f in lint(tmp_path / "x").findings}

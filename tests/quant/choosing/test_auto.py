@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from megtool.commands.decided import Decided, decide
 from megtool.errors import CalibrationError, FormatError, RecipeError, UsageError
-from megtool.inference.load import Source, load
+from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.points import Point, list_points
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.choosing.auto import Choice, choose
 from megtool.quant.choosing.sensitivities import Sensitivities
@@ -31,6 +30,7 @@ from megtool.quant.recipes.targets import read_target
 from megtool.quant.settle import settle
 from megtool.quant.simulation.simulation import Simulation
 from tests.quant import tiny_models
+from tests.quant.loaded import points_of, source_of
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +62,6 @@ def decided(folder: Path) -> Decided:
 def batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
-
-
-def points_of(decided: Decided) -> tuple[Point, ...]:
-    config = decided.opened.side.config
-    assert config is not None
-    return list_points(decided.modules.modules, config)
-
-
-def source_of(decided: Decided) -> Source:
-    opened = decided.opened
-    return Source(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
 
 
 def measured(decided: Decided, batches: list[Batch], **more: object) -> Sensitivities:

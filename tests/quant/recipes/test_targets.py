@@ -132,7 +132,9 @@ def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
     assert problems.found == []
 
 
-@pytest.mark.parametrize("text", ["vlm", "vllm@", "vllm@new", "trtllm@0.5"])
+@pytest.mark.parametrize(
+    "text", ["vlm", "vllm@", "vllm@new", "trtllm@0.5", "vllm@9.9", "vllm@0.9banana"]
+)
 def test_targets_that_are_none(text: str) -> None:
     with pytest.raises(UsageError):
         read_target(text)

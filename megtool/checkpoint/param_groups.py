@@ -1,0 +1,167 @@
+"""Groups: the optimizer's param groups, step and loss scale, which every format keeps elsewhere.
+
+Megatron keeps them in the common state (`fully_reshardable`, and optimizers that are not
+distributed), in one object per data-parallel group (`dp_reshardable`), or in every rank's
+`model_optim_rng.pt` (legacy). Expert parameters spread over ranks have an optimizer of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickled import references
+from megtool.checkpoint.facts import object_value
+
+FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
+SHARDING = "param_state_sharding_type"
+OBJECT = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
+)
+_SMALL = ("optimizer", "grad_scaler")
+
+Inner = dict[str, Any]
+"""What one optimizer of a chain keeps beside its tensors: `optimizer` and perhaps `grad_scaler`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The small state of every optimizer of a chain, the dense one first."""
+
+    chain: tuple[Inner, ...]
+
+    def for_chain(self, length: int) -> list[Inner]:
+        """The state for a chain of another length.
+
+        Two become one by leaving out the experts', whose settings are the same; one becomes two by
+        marking a copy of its groups as expert-parallel.
+        """
+        if length <= len(self.chain):
+            return [dict(c) for c in self.chain[:length]]
+        last = self.chain[-1]
+        experts = {**last, "optimizer": _of_experts(last.get("optimizer"))}
+        return [dict(c) for c in self.chain] + [experts] * (length - len(self.chain))
+
+
+def read_groups(catalogue: Catalogue) -> Groups | None:
+    """The optimizer's small state, wherever the checkpoint keeps it; None if it has none."""
+    chain = _from_objects(catalogue) or _from_common(catalogue)
+    return Groups(chain=tuple(_settled(c) for c in chain)) if chain else None
+
+
+def is_group_object(name: str) -> bool:
+    """The object is a part of the optimizer's small state, or sizes that follow from the layout."""
+    match = OBJECT.fullmatch(name)
+    return match is not None and match[3] != "param_state"
+
+
+def in_common(inner: Sequence[Inner], kind: str | None) -> Any:
+    """What stands under `optimizer` in Megatron's common state.
+
+    `kind` is the optimizer's sharding type; with `dp_reshardable` nothing but that stands there.
+    """
+    parts: list[dict[str, Any]] = []
+    for one in inner:
+        part = {} if kind == BY_DP else {k: one[k] for k in one if k != SHARDING}
+        parts.append(part if kind is None else {**part, SHARDING: kind})
+    return parts[0] if len(parts) == 1 else dict(enumerate(parts))
+
+
+def saving_args(kind: str) -> dict[str, Any]:
+    """Megatron's args that say how the state of a distributed optimizer was saved."""
+    return {
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": kind == FULLY,
+    }
+
+
+def content_of(old: Any, kind: str) -> dict[str, Any]:
+    """The common state's `content_metadata`, as core 0.14 and later write it, for state of `kind`.
+
+    `old` is what the source had there.
+    """
+    return {
+        "singleton_local_shards": False,
+        **(old if isinstance(old, dict) else {}),
+        "distrib_optim_sharding_type": kind,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _from_objects(catalogue: Catalogue) -> list[Inner]:
+    """One object per data-parallel group; all of a chain are alike, so the first will do."""
+    found: dict[int, dict[str, str]] = {}
+    for name in catalogue.objects:
+        match = OBJECT.fullmatch(name)
+        if match and match[3] in _SMALL:
+            found.setdefault(int(match[1] or 0), {}).setdefault(match[3], name)
+    return [
+        {key: object_value(catalogue, catalogue.objects[name]) for key, name in names.items()}
+        for _, names in sorted(found.items())
+    ]
+
+
+def _from_common(catalogue: Catalogue) -> list[Inner]:
+    common = catalogue.metadata.get("common")
+    held = common.get("optimizer") if isinstance(common, dict) else None
+    if isinstance(held, dict) and held and all(isinstance(k, int) for k in held):
+        held = [held[k] for k in sorted(held)]
+    parts = held if isinstance(held, list) else [held]
+    out = []
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("optimizer"), dict):
+            out.append({k: v for k, v in part.items() if k in _SMALL})
+    return out
+
+
+def _settled(inner: Inner) -> Inner:
+    """The small state with its step in the param groups, and without what numbers parameters.
+
+    An optimizer that is not distributed keeps a step as a tensor, for each parameter or for all.
+    """
+    held = inner["optimizer"]
+    groups = held.get("param_groups")
+    if not isinstance(groups, list):
+        return inner
+    step = _step(held.get("state"))
+    settled = []
+    for group in groups:
+        kept = {k: v for k, v in group.items() if k != "params"} if isinstance(group, dict) else {}
+        if step is not None:
+            kept.setdefault("step", step)
+        settled.append(kept)
+    rest = {k: v for k, v in held.items() if k != "state"}
+    return {**inner, "optimizer": {**rest, "param_groups": settled}}
+
+
+def _step(state: Any) -> float | None:
+    """The step among an optimizer's per-parameter state, as a number."""
+    if not isinstance(state, dict):
+        return None
+    first = next((v for v in state.values() if isinstance(v, dict)), {})
+    found = state.get("common_step", first.get("step"))
+    if isinstance(found, int | float):
+        return float(found)
+    for held in references(found):
+        kinds = {"FloatStorage": "<f4", "DoubleStorage": "<f8", "LongStorage": "<i8"}
+        kind = kinds.get(getattr(held.id[1], "qualname", ""))
+        if kind is not None and held.data:
+            return float(np.frombuffer(held.data, kind)[0])
+    return None
+
+
+def _of_experts(inner: Any) -> Any:
+    """Param groups of the experts' own optimizer, made of the dense one's."""
+    if not isinstance(inner, Mapping):
+        return inner
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list):
+        return inner
+    marked = [{**g, "is_expert_parallel": True} if isinstance(g, dict) else g for g in groups]
+    decayed = [g for g in marked if not isinstance(g, dict) or g.get("wd_mult") != 0.0]
+    return {**inner, "param_groups": decayed or marked}

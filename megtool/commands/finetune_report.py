@@ -1,0 +1,168 @@
+"""Reports of `finetune`: what a run has come to, or what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megtool.log import format_bytes
+from megtool.train.log import clock
+
+_REASONS = {
+    "done": "all steps are done",
+    "patience": "evaluations no longer get better",
+    "signal": "SIGTERM; the same command goes on",
+    "time": "--exit-duration-in-mins; the same command goes on",
+}
+
+
+def said_layout(sizes: Mapping[str, int]) -> str:
+    """A layout as the flags say it: `tp=2 dp=4`; one process has none."""
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetunePlan:
+    """What a run would do. Bytes are those of the rank with most parameters."""
+
+    source: str
+    destination: str
+    format: str
+    family: str | None
+    goes_on_from: str | None
+    layout: Mapping[str, int]
+    dtype: str
+    num_parameters: int
+    rank_parameters: int
+    rank_trained: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    samples: int
+    eval_samples: int
+    counts: Mapping[str, int]
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    num_microbatches: int
+    tokens_per_step: int
+    train_iters: int
+    exit_status: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        out = asdict(self)
+        del out["exit_status"]
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """What a person reads."""
+        yield f"{self.source} ({self.format}) -> {self.destination}"
+        yield f"  family      {self.family or 'not named'}"
+        if self.goes_on_from:
+            yield f"  goes on     from {self.goes_on_from}"
+        yield f"  layout      {said_layout(self.layout)}, {self.dtype}"
+        yield (
+            f"  parameters  {self.num_parameters / 1e6:,.1f} M, on a rank "
+            f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trained / 1e6:,.1f} M learn"
+        )
+        total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        yield (
+            f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}, "
+            f"gradients {format_bytes(self.gradient_bytes)}, "
+            f"optimizer {format_bytes(self.optimizer_bytes)}, and activations"
+        )
+        yield f"  data        {self.samples:,} rows of {self.seq_length:,} tokens{_counts(self)}"
+        yield (
+            f"  step        {self.tokens_per_step:,} tokens: {self.global_batch_size:,} rows, "
+            f"{self.micro_batch_size:,} at once, {self.num_microbatches:,} times a rank"
+        )
+        yield f"  steps       {self.train_iters:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneReport:
+    """What a run has come to. `seconds` and `tokens` are of this call, from the first step on.
+
+    Losses are in nats per token; `evaluations` are (step, loss). `saved` is the newest iteration in
+    `destination`, `hf` the folder of the exported model, `adapter` that of LoRA's.
+    """
+
+    source: str
+    destination: str
+    format: str
+    family: str | None
+    device: str
+    dtype: str
+    layout: Mapping[str, int]
+    num_parameters: int
+    train_iters: int
+    begun_at: int
+    iteration: int
+    reason: str
+    saved: int | None
+    tokens: int
+    seconds: float
+    stall_seconds: float
+    skipped: int
+    first_loss: float | None
+    last_loss: float | None
+    evaluations: tuple[tuple[int, float], ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+    plot: str | None = None
+    hf: str | None = None
+    adapter: str | None = None
+    exit_status: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        out = asdict(self)
+        del out["exit_status"]
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """What a person reads."""
+        yield f"{self.source} ({self.format}) -> {self.destination}"
+        yield f"  family      {self.family or 'not named'}"
+        yield f"  layout      {said_layout(self.layout)}, {self.dtype} on {self.device}"
+        begun = f", from {self.begun_at:,} on" if self.begun_at else ""
+        yield (
+            f"  steps       {self.iteration:,} of {self.train_iters:,}{begun}: "
+            f"{_REASONS[self.reason]}"
+        )
+        if self.first_loss is not None and self.last_loss is not None:
+            skipped = f", {self.skipped:,} steps skipped" if self.skipped else ""
+            yield f"  loss        {self.first_loss:.4f} -> {self.last_loss:.4f}{skipped}"
+        if self.evaluations:
+            at, best = min(self.evaluations, key=lambda e: e[1])
+            yield (
+                f"  evaluation  {self.evaluations[0][1]:.4f} -> {self.evaluations[-1][1]:.4f}, "
+                f"best {best:.4f} at step {at:,}"
+            )
+        if counted := _counts(self):
+            yield f"  data        {counted.removeprefix(', ')}"
+        if self.seconds and self.tokens:
+            yield (
+                f"  speed       {self.tokens / self.seconds:,.1f} tokens/s, "
+                f"{clock(self.seconds)} in all, {self.stall_seconds:.1f} s of it for checkpoints"
+            )
+        yield f"  memory      {format_bytes(self.peak_bytes)} at most"
+        if self.saved is not None:
+            yield f"  saved       iteration {self.saved:,}"
+        if self.plot:
+            yield f"  curve       {self.plot}"
+        if self.hf:
+            yield f"  model       {self.hf}"
+        if self.adapter:
+            yield f"  adapter     {self.adapter}"
+
+
+def _counts(report: FinetunePlan | FinetuneReport) -> str:
+    """What has become of samples that did not fit, where there were any."""
+    return "".join(
+        f", {n:,} {name.replace('_', ' ')}"
+        for name, n in report.counts.items()
+        if n and name in ("truncated", "split", "skipped")
+    )

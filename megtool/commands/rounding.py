@@ -1,0 +1,87 @@
+"""Rounding: what becomes of a model by a recipe, for training that is to know of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.commands.decided import decide
+from megtool.commands.quantizing.job import Calibrating, Job, Writing
+from megtool.commands.quantizing.samples import Wanted
+from megtool.commands.quantizing.settling import check_given, settled
+from megtool.commands.running import Manner
+from megtool.errors import CalibrationError, UsageError
+from megtool.log import Progress, silent
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.points import Point
+    from megtool.quant.treatment import Settlement
+
+
+def settle_for_training(
+    source: Path,
+    recipe: str,
+    calibration: Path | None = None,
+    *,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: Path | None = None,
+    progress: Progress = silent,
+) -> tuple[tuple[Point, ...], Settlement]:
+    """The points of the model in `source`, and what `megtool quantize` would do there.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, or for this model.
+        CalibrationError: it needs a calibration and there is none, or one of another model.
+        UsageError: it leaves formats to be chosen.
+    """
+    decided = decide(source, recipe, iteration=iteration, family=family, like=like)
+    job = Job(
+        decided=decided,
+        destination=source,
+        recipe=recipe,
+        bits=None,
+        group_size=0,
+        began=time.monotonic(),
+        manner=Manner(),
+        calibrating=Calibrating(
+            wanted=Wanted(),
+            tokenizer=None,
+            unseen=None,
+            route_all=False,
+            resident=False,
+            spill=False,
+            backend="megtool",
+            given=() if calibration is None else (calibration,),
+            keep=None,
+            only=False,
+            work=None,
+        ),
+        writing=Writing(
+            memory_bytes=0,
+            max_shard_bytes=None,
+            overwrite=False,
+            fsync=False,
+            evaluate=None,
+            evaluate_tokens=0,
+            page=None,
+        ),
+    )
+    if any(d.choices for d in job.decisions):
+        raise UsageError(
+            f"--qat {recipe}, which chooses formats by what they cost",
+            hint="a recipe that says each module's format",
+        )
+    if job.asks_data and calibration is None:
+        raise CalibrationError(
+            f"recipe {decided.recipe.name} needs to know the model's inputs",
+            hint=f"megtool quantize {source} FILE --recipe {recipe} --calibrate-only makes a FILE "
+            "for --calibration",
+        )
+    if not job.asks_data:
+        check_given(job)
+    found = settled(job, None, progress)
+    if found is None:
+        raise CalibrationError(f"recipe {decided.recipe.name} settled nothing")
+    return job.points, found.settlement

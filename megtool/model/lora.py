@@ -1,0 +1,224 @@
+"""LoRA: low-rank matrices that learn beside the frozen linear layers of attention and MLP.
+
+A layer `y = W x + b` becomes `y = W x + b + alpha / rank * B A x` (Hu et al., 2021). A fused layer
+(queries, keys and values; gate and up) has one A, and the rows of its B lie as those of its weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+from megtool.model.decoder import Decoder
+from megtool.model.linear import ColumnLinear, RowLinear, column_product
+from megtool.model.parameters import mark
+from megtool.parallel.collectives import reduce_from, reduce_scatter_rows
+from megtool.parallel.groups import ALONE, Group
+
+ROLES = {
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "fc1": "mlp.linear_fc1",
+    "fc2": "mlp.linear_fc2",
+}
+"""Where the linear layers of a role are in a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Which layers get adapters, by role, and how large those are.
+
+    `seed` decides about the A matrices, which do not depend on the layout.
+
+    Raises:
+        UsageError: a value is out of its range, or there is no such role.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    roles: tuple[str, ...] = tuple(ROLES)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"LoRA of rank {self.rank}", hint="1 or more")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"LoRA dropout {self.dropout}", hint="at least 0 and below 1")
+        if not self.roles:
+            raise UsageError("LoRA for no layer", hint=f"of {', '.join(ROLES)}")
+        for role in self.roles:
+            if role not in ROLES:
+                raise UsageError(f"LoRA for {role!r}", hint=f"of {', '.join(ROLES)}")
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by."""
+        return self.alpha / self.rank
+
+
+class Adapter(nn.Module):
+    """What LoRA adds to a layer: `lora_A` `[rank, in]` and `lora_B` `[out, rank]`, of this rank.
+
+    Of a column-parallel layer B is cut as its rows are, of a row-parallel one A as its columns;
+    the other matrix is whole on all ranks. Between the two, the ranks exchange `[T, rank]`.
+    Dropout leaves out the same inputs at every tp size, where torch's generators are in the same
+    state on all tp ranks.
+    """
+
+    def __init__(self, linear: ColumnLinear | RowLinear, settings: LoraSettings) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = linear.group, linear.sequence_parallel
+        self.is_column = isinstance(linear, ColumnLinear)
+        self.scale, self.dropout = settings.scale, settings.dropout
+        weight, whole = linear.weight, self.sequence_parallel
+        out, inner = weight.shape
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+
+        column = self.is_column
+        self.lora_A = mark(
+            new(settings.rank, inner),
+            split_dim=None if column else 1,
+            partial=column and whole,
+        )
+        self.lora_B = mark(
+            new(out, settings.rank),
+            split_dim=0 if column else None,
+            partial=not column and whole,
+        )
+
+    @torch.no_grad()
+    def reset(self, seed: int, name: str) -> None:
+        """Begin anew: B is zero, A as PEFT draws it, by `seed` and the layer's `name` alone."""
+        rank, inner = self.lora_A.shape
+        whole = inner if self.is_column else inner * self.group.size
+        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
+        bound = 1 / math.sqrt(whole)  # kaiming_uniform_(a=sqrt(5))
+        drawn = torch.empty(rank, whole)
+        drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+        begin = 0 if self.is_column else self.group.rank * inner
+        self.lora_A.copy_(drawn[:, begin : begin + inner])
+        self.lora_B.zero_()
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """What is added to the layer's output, in its rows and columns of this rank."""
+        x_TI = self._dropped(x_TI)
+        h_TR = F.linear(x_TI, self.lora_A) * self.scale
+        if self.is_column:
+            return column_product(h_TR, self.lora_B, None, self.group, self.sequence_parallel)
+        if self.group.size > 1:
+            if self.sequence_parallel:
+                h_TR = reduce_scatter_rows(h_TR, self.group)
+            else:
+                h_TR = reduce_from(h_TR, self.group)
+        return F.linear(h_TR, self.lora_B)
+
+    def delta(self) -> Tensor:
+        """What the layer's weight becomes larger by, float32, of this rank."""
+        return self.lora_B.detach().float() @ self.lora_A.detach().float() * self.scale
+
+    def _dropped(self, x_TI: Tensor) -> Tensor:
+        """Inputs without those that are left out; drawn for all ranks' rows and columns."""
+        if not self.training or not self.dropout:
+            return x_TI
+        rows, columns = ALONE, ALONE
+        if self.is_column and self.sequence_parallel:
+            rows = self.group
+        elif not self.is_column:
+            columns = self.group
+        kept = _own(_drawn(x_TI, rows, columns, 1 - self.dropout), x_TI, rows, columns)
+        return x_TI * kept.to(x_TI.dtype).mul_(1 / (1 - self.dropout))
+
+    def extra_repr(self) -> str:
+        """Shapes of this rank, for people."""
+        return f"rank={self.lora_A.shape[0]}, scale={self.scale:g}, dropout={self.dropout:g}"
+
+
+def _drawn(x_TI: Tensor, rows: Group, columns: Group, share: float) -> Tensor:
+    shape = (x_TI.shape[0] * rows.size, x_TI.shape[1] * columns.size)
+    return torch.empty(shape, dtype=torch.bool, device=x_TI.device).bernoulli_(share)
+
+
+def _own(whole: Tensor, x_TI: Tensor, rows: Group, columns: Group) -> Tensor:
+    if rows.size == columns.size == 1:
+        return whole
+    t, i = x_TI.shape
+    return whole[rows.rank * t :][:t, columns.rank * i :][:, :i].clone()
+
+
+def check_roles(config: ModelConfig, roles: Sequence[str]) -> None:
+    """Refuse adapters where a model has no such layer.
+
+    Raises:
+        UsageError: experts, which take none, or latent attention, which has no fused layer.
+    """
+    refused: dict[str, str] = {}
+    if config.moe_layers:
+        refused |= dict.fromkeys(("fc1", "fc2"), "experts")
+    if config.kv_lora_rank:
+        refused["qkv"] = "latent attention"
+    left = ",".join(r for r in ROLES if r not in refused)
+    for role in roles:
+        if role in refused:
+            raise UsageError(
+                f"LoRA for {role}, and {refused[role]} of this model takes no adapters",
+                hint=f"--lora-target {left}",
+            )
+
+
+def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
+    """Freeze a model and put adapters beside its linear layers; returns their elements here.
+
+    To be called when the weights are loaded: adapters have their type and device.
+
+    Raises:
+        UsageError: the model has no layers of a role.
+    """
+    check_roles(stages[0].config, settings.roles)
+    added = 0
+    for decoder in stages:
+        decoder.requires_grad_(False)
+        for number in decoder.stage.layers:
+            for role in settings.roles:
+                name = f"decoder.layers.{number}.{ROLES[role]}"
+                linear = decoder.get_submodule(name)
+                if not isinstance(linear, ColumnLinear | RowLinear):
+                    raise UsageError(f"LoRA for {name}, which is no linear layer of its own")
+                adapter = Adapter(linear, settings)
+                adapter.reset(settings.seed, name)
+                adapter.train(linear.training)
+                linear.adapter = adapter
+                added += adapter.lora_A.numel() + adapter.lora_B.numel()
+    return added
+
+
+def adapters_of(decoder: Decoder) -> Iterator[tuple[str, ColumnLinear | RowLinear, Adapter]]:
+    """The layers that have adapters, by Megatron's names."""
+    for name, module in decoder.named_modules():
+        if isinstance(module, ColumnLinear | RowLinear) and isinstance(module.adapter, Adapter):
+            yield name, module, module.adapter
+
+
+def merged_weight(linear: ColumnLinear | RowLinear, adapter: Adapter) -> Tensor:
+    """The weight with its adapter's part in it, rounded once to the weight's type."""
+    weight = linear.weight.detach()
+    return (weight.float() + adapter.delta()).to(weight.dtype)
+
+
+@torch.no_grad()
+def merge(stages: Sequence[Decoder]) -> None:
+    """Put adapters into the weights, and take them away."""
+    for decoder in stages:
+        for _, linear, adapter in list(adapters_of(decoder)):
+            linear.weight.copy_(merged_weight(linear, adapter))
+            linear.adapter = None

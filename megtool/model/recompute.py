@@ -1,0 +1,102 @@
+"""Recompute: layers whose inner values are not kept for the backward pass but computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from megtool.errors import UsageError
+from megtool.model.decoder import Decoder
+
+Granularity = Literal["full", "selective"]
+
+# What is dear to compute, and is kept by "selective": products of matrices, and attention.
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def recompute(
+    stages: Decoder | Sequence[Decoder], granularity: Granularity, num_layers: int | None = None
+) -> int:
+    """Compute the first `num_layers` layers of each stage (default: all) again when going back.
+
+    "full" keeps a layer's input alone; "selective" also what its matrix products and attention
+    gave, so that only norms, rotations and activations are computed twice. Values and gradients
+    stay what they were, bit for bit. Of a decoder that is not in training mode, or without
+    gradients, nothing changes. Returns how many layers it is.
+
+    Raises:
+        UsageError: there is no such granularity, or fewer than one layer.
+    """
+    if granularity not in ("full", "selective"):
+        raise UsageError(f"recompute {granularity!r}", hint="full or selective")
+    if num_layers is not None and num_layers < 1:
+        raise UsageError(f"recompute of {num_layers} layers", hint="1 or more")
+    chosen: list[nn.Module] = []
+    for decoder in [stages] if isinstance(stages, Decoder) else stages:
+        chosen += [decoder.decoder.layers[str(n)] for n in decoder.stage.layers[:num_layers]]
+    for layer in chosen:
+        layer.forward = _Again(layer, layer.forward, granularity)
+    return len(chosen)
+
+
+class _Again:
+    """A layer's forward pass that is run a second time in the backward pass."""
+
+    def __init__(
+        self, layer: nn.Module, forward: Callable[..., Tensor], granularity: Granularity
+    ) -> None:
+        self._layer, self._forward = layer, forward
+        self._contexts: Any = _both if granularity == "full" else _kept_products
+
+    def __call__(self, x_TH: Tensor, frame: Any) -> Tensor:
+        if not (self._layer.training and torch.is_grad_enabled()):
+            return self._forward(x_TH, frame)
+        out: Tensor = checkpoint(
+            self._forward,
+            x_TH,
+            frame,
+            use_reentrant=False,
+            context_fn=self._contexts,
+            determinism_check="none",
+        )
+        return out
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _both() -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _kept_products() -> Contexts:
+    make: Callable[[Any], Contexts] = create_selective_checkpoint_contexts
+    return make(_policy)
+
+
+def _policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,1 @@
+"""Training: finetuning a checkpoint, saved and resumed in every layout."""

@@ -1,0 +1,194 @@
+"""Adapters as whole matrices of canonical modules, whatever the ranks of a run hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import CheckpointError
+from megtool.model.decoder import Decoder
+from megtool.model.lora import adapters_of
+from megtool.optim.state import StatePiece
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.groups import Group
+from megtool.quant.simulation.views import WeightViews
+from megtool.tensors.relation import Placement
+
+T = TypeVar("T")
+A, B = "lora_A", "lora_B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A matrix of an adapter on this rank: rows (of B) or columns (of A) `here` are those `there`
+    of the whole matrix `name`, of `shape`; `is_cut`: other tp ranks have the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    here: Tensor
+    there: Tensor
+    is_cut: bool
+
+
+class AdapterViews:
+    """Where the adapters of this rank's stages lie in the canonical ones.
+
+    A canonical adapter has an A `[rank, in]` for each fused layer, by Megatron's name of the layer
+    (`decoder.layers.0.self_attention.linear_qkv.lora_A`), and a B `[out, rank]` for each module
+    (`layers.0.attn.q.lora_B`). All ranks make the same calls.
+    """
+
+    def __init__(self, stages: Sequence[Decoder]) -> None:
+        self.groups = stages[0].groups
+        self.spots: dict[str, list[Spot]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for decoder in stages:
+            found = {name: adapter for name, _, adapter in adapters_of(decoder)}
+            modules = [m for name in found for m in modules_of(name, decoder.config)]
+            views = WeightViews(decoder, modules)
+            for name, adapter in found.items():
+                parts = [(m, views.parts[m]) for m in modules_of(name, decoder.config)]
+                own_A, own_B = f"{name}.adapter.{A}", f"{name}.adapter.{B}"
+                self._tensors |= {own_A: adapter.lora_A, own_B: adapter.lora_B}
+                self.spots[own_A], self.spots[own_B] = [], []
+                rank, inner = adapter.lora_A.shape
+                out = adapter.lora_B.shape[0]
+                cut = adapter.group.size > 1
+                columns = [(p.pieces, p.shape[1]) for _, p in parts[:1] if not adapter.is_column]
+                for pieces, width in columns or [((), inner)]:
+                    here, there = lines(pieces, 1) if columns else (torch.arange(inner),) * 2
+                    self.spots[own_A].append(
+                        Spot(
+                            name=f"{name}.{A}",
+                            shape=(rank, width),
+                            dim=1,
+                            here=here,
+                            there=there,
+                            is_cut=cut and not adapter.is_column,
+                        )
+                    )
+                for module, part in parts:
+                    is_rows = adapter.is_column
+                    here, there = lines(part.pieces, 0) if is_rows else (torch.arange(out),) * 2
+                    self.spots[own_B].append(
+                        Spot(
+                            name=f"{module}.{B}",
+                            shape=(part.shape[0], rank),
+                            dim=0,
+                            here=here,
+                            there=there,
+                            is_cut=cut and is_rows,
+                        )
+                    )
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The adapters' own parameters, by name."""
+        return self._tensors
+
+    @torch.no_grad()
+    def whole(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Canonical matrices, on the CPU of every rank, of local ones in the parameters' shapes."""
+        out: dict[str, Tensor] = {}
+        for name, held in local.items():
+            for spot in self.spots[name]:
+                made = torch.zeros(spot.shape, dtype=held.dtype, device=held.device)
+                there, here = spot.there.to(held.device), spot.here.to(held.device)
+                made.index_copy_(spot.dim, there, held.detach().index_select(spot.dim, here))
+                out[spot.name] = (all_sum(made, self.groups.tp) if spot.is_cut else made).cpu()
+        everywhere: dict[str, Tensor] = {}
+        for found in gathered(out, self.groups.pp):
+            everywhere |= found
+        return everywhere
+
+    def local(self, whole: Mapping[str, Tensor], name: str) -> Tensor:
+        """This rank's part of a parameter, out of canonical matrices.
+
+        Raises:
+            CheckpointError: it is not there, or of another shape.
+        """
+        out = torch.empty_like(self._tensors[name], dtype=torch.float32, device="cpu")
+        for spot in self.spots[name]:
+            found = whole.get(spot.name)
+            if found is None or tuple(found.shape) != spot.shape:
+                shape = None if found is None else list(found.shape)
+                raise CheckpointError(
+                    f"the saved adapter has {shape or 'no such matrix'} where the run has "
+                    f"{list(spot.shape)}",
+                    tensor=spot.name,
+                    hint="give the --lora-rank and --lora-target that the run was started with",
+                )
+            rows = found.float().index_select(spot.dim, spot.there)
+            out.index_copy_(spot.dim, spot.here, rows)
+        return out
+
+    def states(self, pieces: Iterable[StatePiece]) -> dict[str, dict[str, Tensor]]:
+        """Canonical matrices of optimizer state, by state: float32 on the CPU of every rank."""
+        mine = [
+            (p.state, p.parameter, p.start, p.tensor.detach().cpu().float())
+            for p in pieces
+            if p.parameter in self._tensors
+        ]
+        local: dict[str, dict[str, Tensor]] = {}
+        for found in gathered(mine, self.groups.replicas):
+            for state, name, start, values in found:
+                shape = self._tensors[name].shape
+                held = local.setdefault(state, {}).setdefault(name, torch.zeros(shape))
+                held.view(-1)[start : start + values.numel()] = values
+        device = self.groups.device
+        out = {}
+        for state in sorted({s for said in gathered(list(local), self.groups.pp) for s in said}):
+            there = local.get(state, {})
+            out[state] = self.whole({n: there[n].to(device) for n in sorted(there)})
+        return out
+
+
+def modules_of(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """The canonical modules that are fused in a linear layer, by Megatron's name of it."""
+    _, _, number, *_, last = name.split(".")
+    attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
+    if last == "linear_qkv":
+        gate = ("gate",) if config.attn_output_gate else ()
+        return tuple(attn + m for m in ("q", *gate, "k", "v"))
+    if last == "linear_proj":
+        return (attn + "o",)
+    if last == "linear_fc1":
+        return (mlp + "gate", mlp + "up") if config.gated else (mlp + "up",)
+    return (mlp + "down",)
+
+
+def lines(pieces: Iterable[tuple[Placement, Placement]], dim: int) -> tuple[Tensor, Tensor]:
+    """Rows (`dim` 0) or columns (1) of what pieces relate: of the first, and of the second."""
+    here, there = [], []
+    for one, other in pieces:
+        axes = [d == dim for d in other.dims]
+        here.append(_line(one, dim, axes))
+        there.append(_line(other, dim, axes))
+    none = torch.empty(0, dtype=torch.int64)
+    return torch.cat(here or [none]), torch.cat(there or [none])
+
+
+def _line(p: Placement, dim: int, axes: Sequence[bool]) -> Tensor:
+    """The positions along a dimension of a stored tensor, over some axes of a view of it."""
+    at = torch.tensor(p.base[dim])
+    for is_axis, size, d, mult in zip(axes, p.shape, p.dims, p.mults, strict=True):
+        if is_axis:
+            steps = torch.arange(size) * (mult if d == dim else 0)
+            at = at.unsqueeze(-1) + steps
+    return at.flatten()
+
+
+def gathered(mine: T, group: Group) -> list[T]:
+    """What every rank of a group says."""
+    if group.handle is None:
+        return [mine]
+    said: list[Any] = [None] * group.size
+    dist.all_gather_object(said, mine, group=group.handle)
+    return said

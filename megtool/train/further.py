@@ -1,0 +1,186 @@
+"""Further: what settings do to a model beside training its weights, as one thing to the loop.
+
+A place for each: FP8, LoRA, quantisation-aware training, and distillation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.convert.families import Family
+from megtool.errors import UsageError
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.lora import LoraSettings
+from megtool.model.pipeline import Objective
+from megtool.parallel.groups import Groups
+from megtool.train.fp8 import Fp8Training
+from megtool.train.lora import Lora
+from megtool.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.points import Point
+    from megtool.quant.treatment import Settlement
+    from megtool.train.distill import Distillation
+    from megtool.train.qat import FakeQuantisation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What is needed beside settings: the model's `family` and where it lies (`base`), for LoRA;
+    what a recipe makes of it, for quantisation-aware training; and a loaded `teacher`."""
+
+    family: Family | None = None
+    base: str = ""
+    rounded: tuple[Sequence[Point], Settlement] | None = None
+    teacher: Decoder | None = None
+    num_microbatches: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Further:
+    """What is done to the stages of this rank. `objective` stands for the decoder's own loss."""
+
+    fp8: Fp8Training | None = None
+    lora: Lora | None = None
+    rounding: FakeQuantisation | None = None
+    teaching: Distillation | None = None
+    objective: Objective | None = None
+    names: Sequence[str] = ()
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Decoder],
+        settings: TrainSettings,
+        groups: Groups,
+        beside: Beside | None = None,
+    ) -> Further:
+        """Change the stages as settings ask, before their optimizer is made; every rank calls it.
+
+        Raises:
+            UsageError: they ask for what cannot be done.
+            MegtoolError: so does what is beside them.
+        """
+        beside = Beside() if beside is None else beside
+        teaching = _teaching(stages, settings, beside)
+        return cls(
+            fp8=_fp8(stages, settings, groups),
+            lora=_lora(stages, settings, beside),
+            rounding=_rounding(stages, beside),
+            teaching=teaching,
+            objective=None if teaching is None else teaching.objective,
+            seed=settings.seed,
+        )
+
+    @contextmanager
+    def around(self, iteration: int, batch: Batch | None) -> Iterator[None]:
+        """While the passes of a step are done, or of an evaluation (`batch` None).
+
+        Weights are then rounded, if they are to be: parameters have to be there.
+        """
+        with ExitStack() as stack:
+            if self.rounding is not None:
+                stack.enter_context(self.rounding.around())
+            if self.teaching is not None:
+                stack.enter_context(self.teaching.around(batch))
+            if batch is not None and self.lora is not None and self.lora.settings.dropout:
+                # By the step alone: a run that goes on leaves out the same.
+                groups = self.lora.stages[0].groups
+                place = f"{self.seed} {iteration} {groups.dp.rank} {groups.pp.rank}"
+                digest = hashlib.sha256(place.encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:7], "little"))
+            yield
+
+    def load(self, catalogue: Catalogue) -> None:
+        """Take from a checkpoint what `objects` has put there."""
+        if self.fp8 is not None:
+            self.fp8.load(catalogue)
+
+    def end_step(self) -> None:
+        """After each step of the optimizer; every rank calls it."""
+        if self.fp8 is not None:
+            self.fp8.end_step()
+
+    def objects(self) -> Mapping[str, bytes]:
+        """What this rank adds to a checkpoint, by `names` of the checkpoint's tensors."""
+        return {} if self.fp8 is None else self.fp8.objects(self.names)
+
+
+def _lora(stages: Sequence[Decoder], settings: TrainSettings, beside: Beside) -> Lora | None:
+    told = lora_settings(settings)
+    if told is None:
+        return None
+    if beside.family is None:
+        raise UsageError(
+            "LoRA of a model of no known family, whose modules have no names in PEFT's form",
+            hint="--family NAME says which",
+        )
+    return Lora(stages, told, beside.family, beside.base)
+
+
+def lora_settings(settings: TrainSettings) -> LoraSettings | None:
+    """What is said of LoRA; None where nothing is.
+
+    Raises:
+        UsageError: there is no such role.
+    """
+    rank = settings.lora_rank
+    if rank is None:
+        return None
+    return LoraSettings(
+        rank=rank,
+        alpha=2.0 * rank if settings.lora_alpha is None else settings.lora_alpha,
+        dropout=settings.lora_dropout,
+        roles=tuple(role.strip() for role in settings.lora_target.split(",")),
+        seed=settings.seed,
+    )
+
+
+def _rounding(stages: Sequence[Decoder], beside: Beside) -> FakeQuantisation | None:
+    if beside.rounded is None:
+        return None
+    from megtool.train.qat import FakeQuantisation
+
+    return FakeQuantisation(stages, *beside.rounded)
+
+
+def _teaching(
+    stages: Sequence[Decoder], settings: TrainSettings, beside: Beside
+) -> Distillation | None:
+    if beside.teacher is None:
+        return None
+    from megtool.train.distill import Distillation
+
+    return Distillation(
+        stages[-1],
+        beside.teacher,
+        num_microbatches=beside.num_microbatches,
+        temperature=settings.distill_temperature,
+        weight=settings.distill_weight,
+    )
+
+
+def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: Groups) -> Fp8Training | None:
+    from megtool.optim.fp8.settings import Fp8Settings
+
+    if settings.fp8_recipe is None:
+        return None
+    told = Fp8Settings(
+        recipe=settings.fp8_recipe,
+        format=settings.fp8_format,
+        amax_history_len=settings.fp8_amax_history_len,
+        amax_compute_algo=settings.fp8_amax_compute_algo,
+        margin=settings.fp8_margin,
+        start_in_bf16=settings.num_layers_at_start_in_bf16,
+        end_in_bf16=settings.num_layers_at_end_in_bf16,
+    )
+    return Fp8Training(stages, told, groups)

@@ -1,0 +1,180 @@
+"""Log of a run: a line of JSON for every step and evaluation, TensorBoard, and lines for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from megtool.errors import MissingPackageError, StorageError
+
+_LOG = logging.getLogger(__name__)
+
+LOG_FILE = "log.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+# In TensorBoard under the names that Megatron gives them.
+_MEGATRON_NAMES = {
+    "loss": "lm loss",
+    "eval_loss": "lm loss validation",
+    "lr": "learning-rate",
+    "grad_norm": "grad-norm",
+    "loss_scale": "loss-scale",
+    "global_batch_size": "batch-size",
+    "num_zeros": "num-zeros",
+    "tokens_per_second": "tokens-per-second",
+}
+
+Line = dict[str, Any]
+
+
+class Board(Protocol):
+    """What TensorBoard's writer is to a log."""
+
+    def add_scalar(self, tag: str, value: float, global_step: int) -> object:
+        """Note a value of a step."""
+
+    def close(self) -> None:
+        """Write what is not yet written."""
+
+
+class RunLog:
+    """The log of a run that is at `iteration`: later lines of an earlier attempt are dropped.
+
+    A line has `iteration` and either `loss` (with `lr`, `grad_norm`, ...) or `eval_loss`; floats
+    are written so that reading gives the same bits. Each line is handed to the system at once. Only
+    rank 0 writes; elsewhere `folder` is None, and nothing happens.
+
+    Raises:
+        StorageError: the log cannot be read or written.
+        MissingPackageError: TensorBoard is asked for, and not there.
+    """
+
+    def __init__(
+        self, folder: Path | None, *, iteration: int = 0, tensorboard: bool = False
+    ) -> None:
+        self._file: TextIO | None = None
+        self._board: Board | None = None
+        self.lines: list[Line] = []
+        if folder is None:
+            return
+        path = folder / LOG_FILE
+        # A run that begins anew has no line yet, not even of its first evaluation.
+        self.lines = [x for x in read_log(path) if x["iteration"] <= iteration and iteration]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f".{LOG_FILE}.new")
+            fresh.write_text("".join(_text(line) for line in self.lines))
+            os.replace(fresh, path)
+            self._file = path.open("a", buffering=1)
+        except OSError as e:
+            raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
+        if tensorboard:
+            self._board = _board(folder / TENSORBOARD_FOLDER, iteration + 1)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._file is None:
+            return
+        self.lines.append(dict(line))
+        try:
+            self._file.write(_text(line))
+        except OSError as e:
+            raise StorageError(f"cannot write: {e.strerror or e}", file=self._file.name) from e
+        if self._board is not None:
+            for name, value in line.items():
+                if name in _MEGATRON_NAMES and isinstance(value, int | float):
+                    self._board.add_scalar(_MEGATRON_NAMES[name], value, line["iteration"])
+
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Iterations and losses of all evaluations so far."""
+        return [(x["iteration"], x["eval_loss"]) for x in self.lines if "eval_loss" in x]
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Iterations and losses of all steps so far."""
+        return [(x["iteration"], x["loss"]) for x in self.lines if "loss" in x]
+
+    def close(self) -> None:
+        """Write what is not yet written, and let go of the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+        self._file = self._board = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_log(path: Path) -> list[Line]:
+    """All whole lines of a log; none where there is no file. What a kill has cut off is left out.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        text = path.read_text() if path.exists() else ""
+    except OSError as e:
+        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
+    return list(_whole(text))
+
+
+def _whole(text: str) -> Iterator[Line]:
+    for row in text.splitlines(keepends=True):
+        try:
+            line = json.loads(row)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("iteration"), int):
+            yield {k: math.nan if v == "nan" else v for k, v in line.items()}
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    plain = {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+    }
+    return json.dumps(plain) + "\n"
+
+
+def _board(folder: Path, begin: int) -> Board:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise MissingPackageError(
+            "--tensorboard needs the tensorboard package", hint="pip install 'megtool[train]'"
+        ) from e
+    return SummaryWriter(str(folder), purge_step=begin)
+
+
+def told(line: Mapping[str, Any], last: int, seconds_left: float | None = None) -> str:
+    """A line of a step or an evaluation, as a person reads it."""
+    where = f"step {line['iteration']:,} of {last:,}"
+    if "eval_loss" in line:
+        return f"{where}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"
+    parts = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.3g}"]
+    if line.get("skipped"):
+        parts.append(f"skipped, loss scale {line['loss_scale']:g}")
+    else:
+        parts.append(f"grad norm {line['grad_norm']:.3g}")
+    parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if seconds_left is not None:
+        parts.append(f"{clock(seconds_left)} left")
+    return f"{where}: {', '.join(parts)}"
+
+
+def clock(seconds: float) -> str:
+    """A duration: 4:05, or 1:02:03."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,261 @@
+"""LoRA in a run: adapters kept in PEFT's form beside merged weights, and taken up again.
+
+An iteration of a LoRA run is a checkpoint of the merged model, and in its folder `adapter/` holds
+the adapter as PEFT has it, with the optimizer's state in a file of our own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.convert.families import Family
+from megtool.errors import CheckpointError, FormatError
+from megtool.model.decoder import Decoder
+from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
+from megtool.parallel.collectives import all_sum
+from megtool.train.adapters import AdapterViews
+from megtool.train.common_state import plain
+from megtool.train.extras import Extras
+from megtool.train.keeping import newest_iteration
+from megtool.train.peft_form import CONFIG_FILE, WEIGHTS_FILE, PeftForm
+from megtool.train.standing import Standing
+from megtool.train.tensor_file import decode, encode
+
+if TYPE_CHECKING:
+    from megtool.optim.optimizer import Optimizer
+    from megtool.train.save import Saver
+
+FOLDER = "adapter"
+STATE_FILE = "training_state.safetensors"
+_WEIGHT = "weight"
+
+
+class Lora:
+    """The adapters of a run, on this rank's stages, which are frozen from now on.
+
+    `base` is where the model lies that they belong to. Every rank makes one, and the same calls.
+
+    Raises:
+        UsageError: the model has no layers of a role.
+        MappingError: its family has no place for them.
+    """
+
+    def __init__(
+        self, stages: Sequence[Decoder], settings: LoraSettings, family: Family, base: str
+    ) -> None:
+        self.stages, self.settings, self.base = stages, settings, base
+        self.config = stages[0].config
+        self.num_elements = add_adapters(stages, settings)
+        self.views = AdapterViews(stages)
+        self._family = family
+        self._print = self._fingerprint()
+
+    @torch.no_grad()
+    def _fingerprint(self) -> float:
+        """A number that the frozen weights decide about, at whatever layout."""
+        device, total = self.stages[0].groups.device, 0.0
+        if self.stages[0].groups.replicas.rank == 0:
+            for decoder in self.stages:
+                for _, linear, _ in adapters_of(decoder):
+                    total += float(linear.weight.double().square().sum())
+        summed = all_sum(torch.tensor(total, dtype=torch.float64, device=device), self._world)
+        return float(summed)
+
+    @property
+    def _world(self) -> Any:
+        return self.stages[0].groups.world
+
+    def merged(self) -> list[Merged]:
+        """The stages as the model without adapters that computes the same."""
+        return [Merged(decoder) for decoder in self.stages]
+
+    def files(self, optimizer: Optimizer | None, standing: Standing) -> dict[str, bytes]:
+        """The adapter's files, by their path in an iteration's folder, on every rank."""
+        weights = self.views.whole(self.views.tensors)
+        linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
+        form = PeftForm(self.config, self._family, sorted(linears))
+        kept = {f"{_WEIGHT}:{n}": t for n, t in weights.items()}
+        facts: dict[str, Any] = {"format": 1, "base": self._print, "optimizer": None}
+        if optimizer is not None:
+            for state, found in self.views.states(optimizer.pieces()).items():
+                kept |= {f"{state}:{n}": t for n, t in found.items()}
+            facts["optimizer"] = plain(optimizer.small_state())
+        facts |= {
+            "iteration": standing.iteration,
+            "consumed_samples": standing.consumed_samples,
+            "num_steps": standing.num_steps,
+        }
+        return {
+            f"{FOLDER}/{WEIGHTS_FILE}": encode(form.tensors(weights), {"format": "pt"}),
+            f"{FOLDER}/{CONFIG_FILE}": form.config(self.settings, self.base),
+            f"{FOLDER}/{STATE_FILE}": encode(kept, {"state": json.dumps(facts)}),
+        }
+
+    def go_on(self, begun: Path, optimizer: Optimizer) -> Standing:
+        """`resume` from an iteration's folder, or the newest iteration of a save folder."""
+        if not (begun / FOLDER).is_dir() and (newest := newest_iteration(begun)) is not None:
+            begun = begun / folder_name(newest)
+        return self.resume(begun, optimizer)
+
+    def place(self, folder: Path, iteration: int | None) -> str | None:
+        """Where a save folder has the adapter of an iteration."""
+        return None if iteration is None else str(folder / folder_name(iteration) / FOLDER)
+
+    @torch.no_grad()
+    def resume(self, iteration_folder: Path, optimizer: Optimizer) -> Standing:
+        """Take up adapters and optimizer state where an iteration left them, bit for bit.
+
+        Raises:
+            CheckpointError: it has no adapter, one of another size, or one of another model.
+        """
+        whole, facts = _read(iteration_folder / FOLDER / STATE_FILE)
+        if abs(facts["base"] - self._print) > 1e-9 * abs(self._print):
+            raise CheckpointError(
+                "the adapter belongs to another model than the one that was given",
+                file=iteration_folder / FOLDER,
+                hint="SRC has to be the model that the run was started with",
+            )
+        by_state: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in whole.items():
+            state, _, rest = name.partition(":")
+            by_state.setdefault(state, {})[rest] = tensor
+        for name, parameter in self.views.tensors.items():
+            parameter.copy_(self.views.local(by_state.get(_WEIGHT, {}), name))
+        optimizer.reload_parameters()
+        if facts["optimizer"] is not None:
+            optimizer.load(lambda state, name: self.views.local(by_state.get(state, {}), name))
+            optimizer.load_small_state(facts["optimizer"])
+        return Standing(
+            iteration=facts["iteration"],
+            consumed_samples=facts["consumed_samples"],
+            num_steps=facts["num_steps"],
+        )
+
+
+class Merged:
+    """A stage with its adapters in its weights, as far as a saver looks at it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.groups = decoder.groups
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Parameters under the names of a model without adapters; merged as they are looked at."""
+        found = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
+        held = self._decoder.state_dict()
+        makers: dict[str, Callable[[], Tensor]] = {}
+        for name, tensor in held.items():
+            if ".adapter." not in name:
+                pair = found.get(name)
+                makers[name] = _made(tensor) if pair is None else _merging(*pair)
+        return _Lazy(makers)
+
+
+def _made(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def _merging(linear: Any, adapter: Any) -> Callable[[], Tensor]:
+    return lambda: merged_weight(linear, adapter)
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for, and not kept."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """One after the other."""
+        return ItemsView(self)
+
+
+class LoraSaver:
+    """A `Saver` of merged weights, without optimizer, that puts the adapter beside them.
+
+    The saver has `optimizer_format` none. Merged weights are made and copied to host memory some at
+    a time: the device never has all of them.
+    """
+
+    def __init__(self, saver: Saver, lora: Lora) -> None:
+        self._saver, self._lora = saver, lora
+
+    def prepare(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> None:
+        """Plan all saves, and take the memory for host copies."""
+        self._saver.prepare(self._stages(), None)
+
+    def save(
+        self,
+        iteration: int,
+        stages: Sequence[Decoder],
+        optimizer: Optimizer | None,
+        extras: Extras,
+        *,
+        asynchronous: bool = False,
+        copy_behind: bool = False,
+    ) -> float:
+        """Save an iteration; see `Saver.save`. Nothing is copied behind passes."""
+        scheduler = extras.scheduler or {}
+        standing = Standing(
+            iteration=iteration,
+            consumed_samples=extras.consumed_train_samples,
+            num_steps=int(scheduler.get("num_steps", extras.consumed_train_samples)),
+        )
+        files = {**extras.files, **self._lora.files(optimizer, standing)}
+        waited = self._saver.save(
+            iteration, self._stages(), None, replace(extras, files=files), asynchronous=True
+        )
+        if not asynchronous:
+            self._saver.finish()
+        return waited
+
+    def wait_for_copy(self) -> float:
+        """Wait until the state may change; returns the seconds of it."""
+        return self._saver.wait_for_copy()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self._saver.check()
+
+    def finish(self) -> None:
+        """Wait until no save is under way."""
+        self._saver.finish()
+
+    def _stages(self) -> Any:
+        return self._lora.merged()
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the facts of a state file.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            "this iteration has no adapter to go on with",
+            file=path,
+            hint="it is no iteration of a LoRA run: give it as SRC to start a new one",
+        )
+    tensors, metadata = decode(path)
+    try:
+        return tensors, json.loads(metadata["state"])
+    except (ValueError, KeyError) as e:
+        raise FormatError(f"no state of an adapter: {e}", file=path) from e

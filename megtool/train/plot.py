@@ -1,0 +1,64 @@
+"""Plot: a run's loss curves as a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megtool.errors import MissingPackageError
+
+PLOT_FILE = "loss.png"
+_SMOOTHED = 0.9
+_MANY = 40
+
+
+def write_plot(
+    path: Path,
+    losses: Sequence[tuple[int, float]],
+    evaluations: Sequence[tuple[int, float]] = (),
+    *,
+    title: str = "",
+) -> None:
+    """Draw the loss of every step, its running mean where there are many, and of evaluations.
+
+    Raises:
+        MissingPackageError: matplotlib is not there.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as e:
+        raise MissingPackageError(
+            "the loss curve needs the matplotlib package", hint="pip install 'megtool[train]'"
+        ) from e
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a screen
+    axes = figure.subplots()
+    many = len(losses) > _MANY
+    if losses:
+        steps, values = zip(*losses, strict=True)
+        axes.plot(steps, values, color="#4c78a8", alpha=0.35 if many else 1, label="loss")
+        if many:
+            axes.plot(steps, smoothed(values), color="#4c78a8", label="loss, running mean")
+    if evaluations:
+        steps, values = zip(*evaluations, strict=True)
+        axes.plot(steps, values, "o-", color="#f58518", label="evaluation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if title:
+        axes.set_title(title)
+    if losses or evaluations:
+        axes.legend()
+    figure.savefig(str(path), format="png")
+
+
+def smoothed(values: Sequence[float], keep: float = _SMOOTHED) -> list[float]:
+    """The running mean with exponentially falling weights, unbiased at the beginning."""
+    out: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        total = keep * total + (1 - keep) * value
+        weight = keep * weight + (1 - keep)
+        out.append(total / weight)
+    return out

@@ -1,0 +1,150 @@
+"""Settings checks: ranges, and options of a training run that exclude or need each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from megtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from megtool.train.settings import TrainSettings
+
+
+def flag(name: str) -> str:
+    """How the command line says a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check(settings: TrainSettings) -> None:
+    """Refuse what no run can do, before anything is opened.
+
+    Raises:
+        UsageError: a value out of its range or of the wrong kind, or two that exclude each other.
+        LayoutError: the parallel sizes do not fit each other.
+    """
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None:
+            _check_kind(field.name, value, hints[field.name], field.metadata["min"])
+    _check_numbers(settings)
+    _check_steps(settings)
+    _check_further(settings)
+    _ = settings.layout
+
+
+def _check_kind(name: str, value: Any, hint: Any, least: float | None) -> None:
+    allowed = get_args(hint)
+    words = [a for part in (hint, *allowed) for a in get_args(part) if isinstance(a, str)]
+    if words and value not in words:
+        raise UsageError(f"{flag(name)} {value!r}", hint=f"one of: {', '.join(words)}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise UsageError(f"{flag(name)} {value}", hint="a finite number")
+        if least is not None and value < least:
+            raise UsageError(f"{flag(name)} {value}", hint=f"{least:g} or more")
+
+
+def _check_numbers(s: TrainSettings) -> None:
+    if (chosen := [n for n in ("bf16", "fp16", "fp32") if getattr(s, n)])[1:]:
+        raise UsageError(
+            f"{flag(chosen[0])} and {flag(chosen[1])}", hint="a model computes in one type"
+        )
+    for name, below in (
+        ("adam_beta1", 1.0),
+        ("adam_beta2", 1.0),
+        ("sgd_momentum", 1.0),
+        ("muon_momentum", 1.0),
+        ("hold_out", 1.0),
+        ("lora_dropout", 1.0),
+    ):
+        if not 0 <= getattr(s, name) < below:
+            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
+    for name in ("distill_weight", "optimizer_offload_fraction"):
+        if not 0 <= getattr(s, name) <= 1:
+            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="from 0 to 1")
+    if s.min_lr > s.lr:
+        raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
+    if s.lr_warmup_init > s.lr:
+        raise UsageError(f"--lr-warmup-init {s.lr_warmup_init} is above --lr {s.lr}")
+    if s.distill_temperature <= 0:
+        raise UsageError(f"--distill-temperature {s.distill_temperature}", hint="above 0")
+    if s.blend is not None:
+        _check_blend(s)
+
+
+def _check_blend(s: TrainSettings) -> None:
+    try:
+        shares = s.shares or ()
+    except ValueError:
+        shares = ()
+    if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
+        raise UsageError(f"--blend {s.blend!r}", hint="positive numbers with commas: 0.7,0.3")
+    if len(shares) != len(s.data):
+        raise UsageError(
+            f"--blend has {len(shares)} shares, and there are {len(s.data)} --data",
+            hint="one share for each --data, in the same order",
+        )
+
+
+def _check_steps(s: TrainSettings) -> None:
+    pairs = (
+        ("train_iters", "epochs"),
+        ("lr_warmup_iters", "lr_warmup_fraction"),
+        ("eval_data", "hold_out"),
+    )
+    for one, other in pairs:
+        if getattr(s, one) and getattr(s, other):
+            raise UsageError(f"{flag(one)} and {flag(other)}", hint="one of them")
+    if s.epochs is not None and s.epochs <= 0:
+        raise UsageError(f"--epochs {s.epochs}", hint="above 0")
+    if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
+        raise UsageError(f"--lr-warmup-fraction {s.lr_warmup_fraction}", hint="from 0 to 1")
+    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None:
+        raise UsageError("--lr-decay-style WSD without --lr-wsd-decay-iters")
+    if s.global_batch_size is not None and s.global_batch_size % s.micro_batch_size:
+        raise UsageError(
+            f"--global-batch-size {s.global_batch_size} is no multiple of "
+            f"--micro-batch-size {s.micro_batch_size}"
+        )
+    if s.patience is not None and not (s.eval_data or s.hold_out):
+        raise UsageError("--patience, and nothing to evaluate on", hint="--eval-data, --hold-out")
+
+
+def _check_further(s: TrainSettings) -> None:
+    needs = (
+        (s.calibration is not None and s.qat is None, "--calibration without --qat"),
+        (s.fp8_param_gather and s.fp8_recipe is None, "--fp8-param-gather without --fp8-recipe"),
+        (
+            s.fp8_param_gather and s.fp8_recipe == "blockwise",
+            "--fp8-param-gather with --fp8-recipe blockwise, whose weights have many scales",
+        ),
+        (
+            s.fp8_param_gather and s.use_distributed_optimizer is False,
+            "--fp8-param-gather without --use-distributed-optimizer",
+        ),
+        (
+            s.recompute_num_layers is not None and s.recompute_granularity is None,
+            "--recompute-num-layers without --recompute-granularity",
+        ),
+        (s.loss_scale is not None and not s.fp16, "--loss-scale without --fp16"),
+        (s.store_param_remainders and bool(s.fp16 or s.fp32), "--store-param-remainders: bf16 has"),
+        (s.qat is not None and s.fp8_recipe is not None, "--qat and --fp8-recipe"),
+        (s.qat is not None and s.lora_rank is not None, "--qat and --lora-rank"),
+        (s.lora_alpha is not None and s.lora_rank is None, "--lora-alpha without --lora-rank"),
+        (bool(s.lora_dropout) and s.lora_rank is None, "--lora-dropout without --lora-rank"),
+        (s.lora_rank is not None and s.fp8_param_gather, "--lora-rank and --fp8-param-gather"),
+        (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16"),
+    )
+    for wrong, said in needs:
+        if wrong:
+            raise UsageError(said.replace(": bf16 has", " needs --bf16"))
+    if s.overlap_param_gather and s.use_distributed_optimizer is False:
+        raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
+    roles = ("qkv", "proj", "fc1", "fc2")
+    if s.lora_rank is not None:
+        for role in s.lora_target.split(","):
+            if role.strip() not in roles:
+                raise UsageError(f"--lora-target {role!r}", hint=f"of {', '.join(roles)}")

@@ -1,0 +1,97 @@
+"""Sizes: what a rank of a run holds, from the model's shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megtool.config import ParallelConfig
+from megtool.inference.weights import Source, decoder_of
+from megtool.model.decoder import Decoder
+from megtool.model.lora import add_adapters
+from megtool.model.pipeline import build_stages
+from megtool.parallel.groups import Group, Groups
+from megtool.train.further import lora_settings
+from megtool.train.plan import freeze
+from megtool.train.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Elements and bytes of the rank that holds most; activations are not in it."""
+
+    parameters: int
+    trained: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dtype: str) -> Sizes:
+    """What the largest stage of a model takes on each of its ranks.
+
+    Raises:
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+        MappingError: it is no decoder.
+    """
+    config, _ = decoder_of(source)
+    kind: torch.dtype = getattr(torch, dtype)
+    found = []
+    for stage in range(layout.pp):
+        stages = build_stages(
+            config,
+            seated(layout, stage),
+            dtype=kind,
+            sequence_parallel=settings.sequence_parallel,
+        )
+        freeze(stages, settings.freeze)
+        if (lora := lora_settings(settings)) is not None:
+            add_adapters(stages, lora)
+        found.append(_sizes(stages, settings, layout, kind))
+    return max(found, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
+
+
+def seated(layout: ParallelConfig, stage: int) -> Groups:
+    """The groups of the first rank of a stage, without processes: for shapes alone."""
+
+    def group(size: int, rank: int = 0) -> Group:
+        return Group(ranks=tuple(range(size)), rank=rank)
+
+    groups = Groups.alone("meta")
+    return replace(
+        groups,
+        parallel=layout,
+        tp=group(layout.tp),
+        pp=group(layout.pp, stage),
+        dp=group(layout.dp),
+        ep=group(layout.ep),
+        etp=group(layout.etp),
+        expert_dp=group(layout.expert_dp),
+        replicas=group(layout.dp * layout.cp),
+        ends=group(min(2, layout.pp)),
+    )
+
+
+def _sizes(
+    stages: list[Decoder], settings: TrainSettings, layout: ParallelConfig, dtype: torch.dtype
+) -> Sizes:
+    parameters = [p for stage in stages for p in stage.parameters()]
+    trained = [p for p in parameters if p.requires_grad]
+    moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer]
+    each = moments * (2 if settings.exp_avg_dtype == "bf16" else 4)
+    if dtype != torch.float32:
+        each += 2 if settings.store_param_remainders else 4
+    shared = settings.use_distributed_optimizer
+    optimizer = 0.0
+    for p in trained:
+        replicas = layout.dp * layout.cp if getattr(p, "allreduce", True) else layout.expert_dp
+        optimizer += p.numel() * each / (1 if shared is False else replicas)
+    narrow = settings.grad_reduce_in_bf16
+    return Sizes(
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in trained),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        gradient_bytes=sum(p.numel() * (p.element_size() if narrow else 4) for p in trained),
+        optimizer_bytes=round(optimizer),
+    )

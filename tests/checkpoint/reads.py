@@ -1,0 +1,23 @@
+"""Reads: all tensors of a checkpoint as they are stored, and how much was read for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+
+
+def contents(catalogue: Catalogue) -> dict[str, np.ndarray]:
+    """Every stored tensor, in memory of its own."""
+    with Reader(catalogue, Files()) as reader:
+        return {t.name: reader.stored(t.name).read().copy() for t in catalogue.tensors}
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read from files."""
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("rchar:")[1].split()[0])

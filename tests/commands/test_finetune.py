@@ -1,0 +1,241 @@
+"""Finetune, end to end on one process: what it leaves, how it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.cli import main
+from megtool.commands.finetune import finetune
+from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.generate import generate
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.errors import (
+    DestinationError,
+    FormatError,
+    LayoutError,
+    TrainingError,
+    UsageError,
+)
+from megtool.train.log import read_log
+from tests.inference import tiny_text
+
+TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "text.jsonl"
+    rows = [{"text": f"{n} {TEXT * (1 + n % 3)}"} for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def tune(model: Path, folder: Path, data: Path | str, **more: Any) -> FinetuneReport:
+    options = {
+        "seq_length": 32,
+        "train_iters": 6,
+        "global_batch_size": 2,
+        "lr": 1e-3,
+        "threads": 1,
+        "fsync": False,
+    } | more
+    report = finetune(model, folder, data=[str(data)], **options)
+    assert isinstance(report, FinetuneReport)
+    return report
+
+
+def curve(folder: Path) -> list[tuple[Any, ...]]:
+    keys = ("iteration", "loss", "eval_loss", "grad_norm", "lr", "consumed_samples")
+    return [tuple(x.get(k) for k in keys) for x in read_log(folder / "log.jsonl")]
+
+
+def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> None:
+    report = tune(model, tmp_path / "out", data, hold_out=0.1, eval_interval=3, save_interval=3)
+    out = tmp_path / "out"
+    assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert {p.name for p in out.glob("iter_*")} == {"iter_0000003", "iter_0000006"}
+    lines = read_log(out / "log.jsonl")
+    assert [x["iteration"] for x in lines if "loss" in x] == [1, 2, 3, 4, 5, 6]
+    assert [n for n, _ in report.evaluations] == [0, 3, 6]
+    assert report.evaluations[-1][1] < report.evaluations[0][1]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (report.reason, report.saved, report.iteration) == ("done", 6, 6)
+    assert report.last_loss == lines[-2]["loss"]
+    assert verify(out).exit_status == 0
+    assert generate(out, prompt=["When"], max_new_tokens=2).to_json()["answers"]
+
+
+def test_the_same_command_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
+    more = {"hold_out": 0.1, "eval_interval": 2, "save_interval": 2}
+    tune(model, tmp_path / "ref", data, **more)
+    first = tune(model, tmp_path / "out", data, **more, exit_duration_in_mins=1e-9)
+    assert (first.reason, first.iteration, first.saved) == ("time", 1, 1)
+    second = tune(model, tmp_path / "out", data, **more)
+    assert (second.begun_at, second.iteration) == (1, 6)
+    assert curve(tmp_path / "out") == curve(tmp_path / "ref")
+    assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0  # moments too
+    third = tune(model, tmp_path / "out", data, **more)
+    assert (third.begun_at, third.tokens) == (6, 0)
+
+
+def test_a_run_goes_on_from_a_resharded_checkpoint(model, data, tmp_path) -> None:
+    tune(model, tmp_path / "ref", data, save_interval=3)
+    reshard(tmp_path / "ref/iter_0000003", tmp_path / "other", to="torch_dist", pp=2, dp=2)
+    report = tune(model, tmp_path / "out", data, load=tmp_path / "other")
+    assert report.begun_at == 3
+    assert curve(tmp_path / "out") == curve(tmp_path / "ref")[3:]
+
+
+def test_only_so_many_checkpoints_are_kept(model, data, tmp_path) -> None:
+    tune(model, tmp_path / "out", data, save_interval=1, keep=2)
+    assert len(list((tmp_path / "out").glob("iter_*"))) <= 3
+    assert (tmp_path / "out/iter_0000006").is_dir()
+
+
+def test_the_model_is_exported_and_transformers_gives_the_same_loss(model, data, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from megtool.commands.evaluate import evaluate
+
+    report = tune(model, tmp_path / "out", data, to="hf")
+    assert report.hf == str(tmp_path / "out/hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(report.hf, dtype=torch.float32)
+    ids = torch.tensor([list(TEXT[:60].encode())])
+    with torch.no_grad():
+        expected = theirs(ids, labels=ids).loss.item()
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT[:60]}))
+    ours = evaluate(tmp_path / "out", data=tmp_path / "text.jsonl", window=64)
+    tokens = transformers.AutoTokenizer.from_pretrained(report.hf)(TEXT[:60]).input_ids
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        expected = theirs(ids, labels=ids).loss.item()
+    assert ours.to_json()["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_plan_writes_nothing(model, data, tmp_path, capsys) -> None:
+    plan = finetune(model, tmp_path / "out", data=[str(data)], seq_length=32, dry_run=True, tp=2)
+    assert isinstance(plan, FinetunePlan)
+    assert not (tmp_path / "out").exists()
+    assert plan.layout["tp"] == 2
+    assert plan.num_parameters > plan.rank_parameters > plan.num_parameters / 2
+    assert plan.optimizer_bytes == 8 * plan.rank_trained  # float32: the weights are the masters
+    assert plan.tokens_per_step == 32
+    assert plan.train_iters == plan.samples
+    shown = "\n".join(plan.lines())
+    assert "tp=2" in shown
+    assert json.loads(json.dumps(plan.to_json()))["train_iters"] == plan.train_iters
+
+
+def test_the_command_line_reads_a_yaml(model, data, tmp_path, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {data}\nseq-length: 32\ntrain-iters: 9\nlr: 1e-3\nthreads: 1\n")
+    out = str(tmp_path / "out")
+    status = main(
+        ["finetune", str(model), out, "--config", str(file), "--train-iters", "2", "--json", "-q"]
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["iteration"], told["saved"]) == (0, 2, 2)
+
+
+def test_another_model_or_other_data_are_refused(model, data, tmp_path) -> None:
+    out = tmp_path / "out"
+    tune(model, out, data, train_iters=2)
+    other = tiny_text.save(tmp_path / "other", intermediate_size=64)
+    with pytest.raises(TrainingError, match="another model: ffn_hidden_size was 48, and is 64"):
+        tune(other, out, data)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 20)
+    with pytest.raises(TrainingError, match="has another data"):
+        tune(model, out, text)
+    with pytest.raises(TrainingError, match="seq_length was 32, and is 16"):
+        tune(model, out, data, seq_length=16)
+    with pytest.raises(DestinationError, match="iteration 2 of a run lies there"):
+        tune(model, out, data, resume=False)
+    assert curve(out)[-1][0] == 2
+    tune(model, out, data, train_iters=3)  # nothing is lost
+
+
+def test_a_folder_of_something_else_is_left_alone(model, data, tmp_path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").write_text("years of work")
+    with pytest.raises(DestinationError, match="no run of `megtool finetune`"):
+        tune(model, tmp_path / "out", data)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ('{"text": "one"}\n{"text": \n', FormatError, "line 2: no JSON"),
+        ("", FormatError, "nothing to learn"),
+    ],
+)
+def test_bad_data_is_one_clear_error(text, kind, message, model, tmp_path) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text(text)
+    with pytest.raises(kind, match=message):
+        tune(model, tmp_path / "out", file)
+    assert not list((tmp_path / "out").glob("iter_*"))
+
+
+def test_long_samples_are_split_truncated_or_refused_and_counted(model, data, tmp_path) -> None:
+    counts = {
+        long: tune(model, tmp_path / long, data, long=long, packing=False, train_iters=1).counts
+        for long in ("split", "truncate")
+    }
+    assert counts["split"]["split"] == counts["truncate"]["truncated"] == 20
+    with pytest.raises(FormatError, match="a row has 32"):
+        tune(model, tmp_path / "error", data, long="error", packing=False)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_loaded(model, data, tmp_path) -> None:
+    with pytest.raises(LayoutError, match="--tp 2 needs 2 processes, and this is one"):
+        tune(model, tmp_path / "out", data, tp=2)
+    with pytest.raises(UsageError, match="the model has 128 positions"):
+        tune(model, tmp_path / "out", data, seq_length=256)
+    with pytest.raises(UsageError, match="nothing to learn from"):
+        finetune(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("iter_*"))
+
+
+def test_a_loss_turned_nan_keeps_the_last_good_checkpoint(model, data, tmp_path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(TrainingError) as caught:
+        tune(model, out, data, lr=1e30, clip_grad=0.0, save_interval=1, lr_warmup_iters=2)
+    assert caught.value.tensor
+    good = int((out / "latest_checkpointed_iteration.txt").read_text())
+    assert f"iteration {good} is the last good checkpoint" in (caught.value.hint or "")
+    assert verify(out).exit_status == 0
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
+    command = [sys.executable, "-m", "megtool", "finetune", str(model)]
+    options = ["--data", str(data), "--seq-length", "32", "--train-iters", "40", "--lr", "1e-3"]
+    options += ["--global-batch-size", "2", "--save-interval", "5", "--threads", "1", "-q"]
+    options += ["--hold-out", "0.1", "--eval-interval", "10"]
+    subprocess.run([*command, tmp_path / "ref", *options], check=True)
+    with subprocess.Popen([*command, tmp_path / "out", *options]) as run:
+        while len(read_log(tmp_path / "out/log.jsonl")) < 18 and run.poll() is None:
+            time.sleep(0.002)
+        os.kill(run.pid, signal.SIGKILL)
+    assert run.returncode == -signal.SIGKILL
+    subprocess.run([*command, tmp_path / "out", *options], check=True)
+    assert curve(tmp_path / "out") == curve(tmp_path / "ref")
+    assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

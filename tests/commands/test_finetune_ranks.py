@@ -1,0 +1,131 @@
+"""Finetune on several processes: the same curve at every layout, and from one layout to another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.commands.finetune import finetune
+from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.verify import verify
+from megtool.errors import MegtoolError
+from megtool.train.log import read_log
+from tests.gloo_world import run_world
+from tests.inference import tiny_text
+
+STEPS = 20
+
+
+def tune(model: str, folder: str, data: str, **more: Any) -> FinetuneReport:
+    """A run of 20 steps on this rank."""
+    options = {
+        "seq_length": 16,
+        "train_iters": STEPS,
+        "global_batch_size": 4,
+        "micro_batch_size": 1,
+        "hold_out": 0.1,
+        "eval_interval": 10,
+        "lr": 1e-3,
+        "threads": 1,
+        "fsync": False,
+    } | more
+    report = finetune(model, folder, data=[data], **options)
+    assert isinstance(report, FinetuneReport)
+    return report
+
+
+def on_rank(rank: int, size: int, *args: Any) -> Any:
+    """What `tune` reports, or what it raises."""
+    *places, more = args
+    try:
+        return tune(*places, **more)
+    except MegtoolError as e:
+        return type(e).__name__, str(e)
+
+
+def curve(folder: Path) -> list[float]:
+    return [x.get("loss", x.get("eval_loss")) for x in read_log(folder / "log.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """A model, a text, and the run of one process."""
+    place = tmp_path_factory.mktemp("made")
+    model = tiny_text.save(place / "model", num_hidden_layers=4)
+    (place / "text.txt").write_text("Prudence, indeed, will dictate that Governments long. " * 30)
+    tune(str(model), str(place / "ref"), str(place / "text.txt"), save_interval=10)
+    return str(model), str(place / "text.txt"), place / "ref"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2},
+        {"dp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
+    model, data, ref = made
+    reports = run_world(on_rank, 2, model, str(tmp_path / "out"), data, layout)
+    assert [r.reason for r in reports] == ["done", "done"]
+    assert curve(tmp_path / "out") == pytest.approx(curve(ref), abs=1e-5)
+    assert verify(tmp_path / "out", ref, atol=1e-4).exit_status == 0
+
+
+@pytest.mark.slow
+def test_four_replicas_draw_the_curve_of_one(made, tmp_path) -> None:
+    model, data, ref = made
+    run_world(on_rank, 4, model, str(tmp_path / "out"), data, {"dp": 4})
+    assert curve(tmp_path / "out") == pytest.approx(curve(ref), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_run_goes_on_at_another_layout(layout, made, tmp_path) -> None:
+    model, data, ref = made
+    out = tmp_path / "out"
+    shutil.copytree(ref, out)
+    shutil.rmtree(out / "iter_0000020")
+    (out / "latest_checkpointed_iteration.txt").write_text("10")
+    reports = run_world(on_rank, 2, model, str(out), data, layout)
+    assert {(r.begun_at, r.iteration) for r in reports} == {(10, STEPS)}
+    assert curve(out) == pytest.approx(curve(ref), abs=1e-5)
+    assert curve(out)[:11] == curve(ref)[:11]  # what was logged before stays
+
+
+def test_two_replicas_take_the_first_steps_of_one(made, tmp_path) -> None:
+    model, data, ref = made
+    more = {"dp": 2, "train_iters": 3, "lr_decay_iters": STEPS, "eval_interval": 100}
+    run_world(on_rank, 2, model, str(tmp_path / "out"), data, more)
+    found = [x["loss"] for x in read_log(tmp_path / "out/log.jsonl") if "loss" in x]
+    expected = [x["loss"] for x in read_log(ref / "log.jsonl") if "loss" in x]
+    assert found == pytest.approx(expected[:3], abs=1e-5)
+
+
+def test_a_world_that_does_not_fit_is_refused_on_every_rank(made, tmp_path) -> None:
+    model, data, _ = made
+    for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, {"tp": 4}):
+        assert found[0] == "LayoutError"
+        assert "tp=4 needs 4 processes, and there are 2" in found[1]
+    batch = {"dp": 2, "global_batch_size": 3}
+    for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, batch):
+        assert found[0] == "LayoutError"
+        assert "the nearest that is: 2 or 4" in found[1]
+
+
+def test_a_broken_line_is_the_same_error_on_every_rank(made, tmp_path) -> None:
+    model, _, _ = made
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a"}\nnot json\n')
+    for found in run_world(on_rank, 2, model, str(tmp_path / "out"), str(text), {"dp": 2}):
+        assert found[0] == "FormatError"
+        assert "line 2" in found[1]

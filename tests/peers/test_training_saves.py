@@ -1,0 +1,115 @@
+"""Saves of training loaded by real megatron-core, and what it trained gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.commands.verify import verify
+from tests.gloo_world import run_world
+from tests.train.runs import Trained
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("trained_world.py")
+KINDS = ("fully_reshardable", "dp_reshardable", "legacy")
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True},
+    "experts": {"experts": 4, "layout": {"ep": 2}},
+}
+SAVES = [
+    ({"dp": 2}, 2, "fully_reshardable"),
+    ({"tp": 2}, 2, "fully_reshardable"),
+    ({"dp": 2}, 2, "dp_reshardable"),
+]
+
+
+def megatron(action: str, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), action, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """A state that megatron-core trained on two replicas, saved in all of its formats."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = {"layout": {}, **MODELS[request.param]}
+    megatron("train", saves=[[k, str(folder / k)] for k in KINDS], **options)
+    return folder, options
+
+
+def goes_on(
+    rank: int, size: int, source: str, target: str, layout: dict[str, int], save: str
+) -> list[int]:
+    """Resume what is in a folder, and save it at once."""
+    run = Trained(Path(source), layout, kind="bfloat16")
+    try:
+        found = run.resume()
+        assert found.has_optimizer
+        with run.saver(Path(target), save) as saver:
+            run.save(saver, found.iteration)
+        return [found.iteration, run.optimizer.num_steps]
+    finally:
+        run.groups.stop()
+
+
+def test_every_format_resumes_with_the_same_bits(trained: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = trained
+    states = []
+    for kind in KINDS:
+        run = Trained(folder / kind, kind="bfloat16")
+        found = run.resume()
+        assert (found.iteration, run.optimizer.num_steps) == (7, 2), kind
+        states.append(run.state())
+    want, *others = states
+    for kind, state in zip(KINDS[1:], others, strict=True):
+        assert state.keys() == want.keys()
+        for name, tensor in want.items():
+            assert torch.equal(state[name], tensor), (kind, name)
+
+
+@pytest.mark.parametrize(("layout", "size", "kind"), SAVES, ids=str)
+def test_megatron_loads_what_a_run_saved(
+    trained: tuple[Path, dict[str, Any]],
+    layout: dict[str, int],
+    size: int,
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    folder, options = trained
+    layout = layout | options["layout"]
+    if "tp" in layout and "ep" in layout:
+        layout["etp"] = 1  # the same two ranks
+    # Its buckets say in which order its layers register their parameters; nothing else here does.
+    source, saved, dump = str(folder / kind), str(tmp_path / "saved"), str(tmp_path / "dump")
+    said = run_world(goes_on, size, source, saved, layout, kind)
+    assert said == [[7, 2]] * size
+    assert verify(saved, source).verdict == "equal"
+    there = {k: v for k, v in layout.items() if k != "dp"}
+    loaded = megatron("load", kind=kind, folder=saved, dump=dump, **(options | {"layout": there}))
+    assert "loaded [2" in loaded, loaded
+    assert verify(dump, source).verdict == "equal"
+    # And at a layout that is none of theirs. Megatron has one optimizer more where experts are
+    # spread, and loads no state of a chain of another length; `reshard` changes that.
+    if kind == "fully_reshardable" and "ep" not in layout:
+        other = {"pp": 2}
+        megatron("load", kind=kind, folder=saved, dump=dump + "2", **(options | {"layout": other}))
+        assert verify(dump + "2", source).verdict == "equal"
