@@ -106,9 +106,9 @@ class Lanes:
                 torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 for _ in range(2)
             )
-        assert self._up is not None
         for stream in (self._down, self._up):
-            stream.wait_stream(torch.cuda.current_stream(device))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
 
     def run(self, segments: list[SharedSegment], update: Callable[[Segment], None]) -> None:
         """Update all segments, and write their parameters."""
@@ -134,7 +134,8 @@ class Lanes:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
 
     def _fetch(self, lane: _Lane, segment: SharedSegment, start: int, stop: int) -> None:
-        assert segment.grad is not None
+        if segment.grad is None:
+            raise RuntimeError("an update before gradients were reduced")
         with _on(self._down):
             lane.grad[: stop - start].copy_(segment.grad[start:stop], non_blocking=True)
             if self._down is not None:
@@ -165,8 +166,7 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 def stored_values(part: Segment) -> Tensor:
     """What parameters become of a part of a segment, in their type (all are of one)."""
     if part.main is None:
-        assert part.high is not None
-        return part.high
+        return part.halves[0]
     return part.main.to(part.spans[0].facts.parameter.dtype) if part.spans else part.main
 
 

@@ -76,22 +76,27 @@ class Segment:
         held = self.high if self.main is None else self.main
         return torch.device("cpu") if held is None else held.device
 
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """`high` and `low`, of a segment that keeps remainders."""
+        if self.high is None or self.low is None:
+            raise RuntimeError("a segment without main parameters, and without remainders")
+        return self.high, self.low
+
     def read_main(self, start: int, stop: int) -> Tensor:
         """fp32 values of the main parameter: a view, but a copy where remainders are kept."""
         if self.main is not None:
             return self.main[start:stop]
-        assert self.high is not None
-        assert self.low is not None
-        return join(self.high[start:stop], self.low[start:stop])
+        high, low = self.halves
+        return join(high[start:stop], low[start:stop])
 
     def write_main(self, start: int, stop: int, values: Tensor) -> None:
         """Set the main parameter (and with remainders the parameter) to fp32 values."""
         if self.main is not None:
             self.main[start:stop].copy_(values)
             return
-        assert self.high is not None
-        assert self.low is not None
-        split(values, high=self.high[start:stop], low=self.low[start:stop])
+        high, low = self.halves
+        split(values, high=high[start:stop], low=low[start:stop])
 
 
 def copy_parts(flat: Tensor, parts: list[Tensor]) -> None:

@@ -70,12 +70,13 @@ class HostCopy:
         """
         if not self._pinned:
             return lambda: self._take(pieces)
-        ready, device = torch.cuda.Event(), torch.cuda.current_device()
-        ready.record()
+        device = torch.cuda.current_device()
+        ready = torch.cuda.current_stream().record_event()
 
         def copy() -> None:
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
-                ready.wait()
+            beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(beside):
+                beside.wait_event(ready)
                 self._take(pieces)
 
         return copy

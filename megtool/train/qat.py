@@ -108,9 +108,9 @@ class FakeQuantisation:
                     if columns is not None:
                         weight = weight * torch.as_tensor(columns, device=weight.device)
                     tops.append(float(weight.abs().max()))
-            for module in modules:
-                if tops and max(tops):
-                    treatments[module] = replace(treatments[module], second_amax=max(tops))
+            top = max(tops, default=0.0)
+            for module in modules if top else ():
+                treatments[module] = replace(treatments[module], second_amax=top)
 
 
 def _passing(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.model.decoder import Decoder
 from megtool.parallel.groups import Groups
+from megtool.train.behind import Behind
 from megtool.train.common_state import chained, common_of, plain, random_item, random_name
 from megtool.train.extras import Extras
 from megtool.train.holdings import Report, Run
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _NONE = "none"
 _PATIENCE_S = 60.0  # for a save under way, when the run ends by an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What all saves of a run share: what lies where, and this rank's file."""
+
+    layout: Layout
+    file: RankFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +103,10 @@ class Saver:
         self._fsync, self._timeout_s = fsync, timeout_s
         self._files = files or Files()
         self._lock: Lock | None = None
-        self._thread: threading.Thread | None = None
-        self._copied: threading.Event | None = None
-        self._error: BaseException | None = None
-        self._layout: Layout | None = None
+        self._behind = Behind()
+        self._planned: _Planned | None = None
         self._host: HostCopy | None = None
         self._kinds: dict[tuple[str, str], torch.dtype] = {}
-        self._file: RankFile | None = None
         self._attempts = 0
         error: MegtoolError | None = None
         try:
@@ -129,12 +135,11 @@ class Saver:
         Raises:
             MappingError: the model is not that of the template.
         """
-        self._plan(stages, optimizer)
-        self._room()
+        self._room(self._plan(stages, optimizer).layout)
 
-    def _plan(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> Layout:
-        if self._layout is not None:
-            return self._layout
+    def _plan(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> _Planned:
+        if self._planned is not None:
+            return self._planned
         held = optimizer if self.optimizer_format != _NONE else None
         runs, dtypes = [], {}
         for state, name, start, tensor in live(stages, held):
@@ -144,24 +149,21 @@ class Saver:
             else:
                 runs.append(Run(state, name, start, start + tensor.numel()))
         report = Report(seat=seat_of(self.groups), dtypes=dtypes, runs=tuple(runs))
-        error: MegtoolError | None = None
+        rank, size = self.groups.rank, self.groups.world.size
         reports = self._gather(report)
         try:
-            self._layout = lay_out_run(
-                self.template, reports, self.groups.rank, self.optimizer_format
-            )
+            layout = lay_out_run(self.template, reports, rank, self.optimizer_format)
         except MegtoolError as e:
-            error = e
-        self._agree(error)
-        assert self._layout is not None
-        self._file = RankFile(self._layout, rank=self.groups.rank, size=self.groups.world.size)
-        return self._layout
+            self._agree(e)
+            raise
+        self._agree(None)
+        self._planned = _Planned(layout=layout, file=RankFile(layout, rank=rank, size=size))
+        return self._planned
 
-    def _room(self) -> HostCopy:
+    def _room(self, layout: Layout) -> HostCopy:
         if self._host is None:
-            assert self._layout is not None
             pinned = self.groups.device.type == "cuda"
-            self._host = HostCopy(self._layout, self._kinds, pinned=pinned)
+            self._host = HostCopy(layout, self._kinds, pinned=pinned)
         return self._host
 
     def save(
@@ -186,8 +188,8 @@ class Saver:
             StorageError: it could not be written (no space, ...); or an earlier one could not.
         """
         began = time.monotonic()
-        self._join()
-        layout = self._plan(stages, optimizer)
+        self._behind.join()
+        planned = self._plan(stages, optimizer)
         held = optimizer if self.optimizer_format != _NONE else None
         if (wait := getattr(optimizer, "wait_for_parameters", None)) is not None:
             wait()
@@ -206,49 +208,37 @@ class Saver:
         rows: Mapping[int, Tensor] | LiveRows
         take: Callable[[], None] | None = None
         if asynchronous:
-            room = self._room()
+            room = self._room(planned.layout)
             rows = room.rows
             take = room.taking(live(stages, held))
             if not copy_behind:
                 take()
                 take = None
         else:
-            rows = LiveRows(layout, live(stages, held))
+            rows = LiveRows(planned.layout, live(stages, held))
         common: dict[str, Any] = {}
         small: dict[str, bytes] = {}
         if self.groups.rank == 0:
             state = None if held is None else plain(held.small_state())
             common, objects = self._beside(extras, iteration, state, objects)
             small = {**self.template.small, **extras.files}
-        assert self._file is not None
         job = _Job(
             place=place,
-            file=self._file,
+            file=planned.file,
             rows=rows,
             objects=objects,
             common=common,
             small=small,
         )
         if asynchronous:
-            self._copied = threading.Event()
-            self._thread = threading.Thread(
-                target=self._write_behind,
-                args=(job, take, self._copied),
-                name=f"save {iteration}",
-                daemon=True,
-            )
-            self._thread.start()
+            self._behind.start(take, partial(self._write, job), f"save {iteration}")
         else:
             self._write(job)
         return time.monotonic() - began
 
     def wait_for_copy(self) -> float:
         """Wait until a copy under way is made; returns the seconds of it. See `save`."""
-        began = time.monotonic()
-        if self._copied is not None:
-            self._copied.wait()
-            self._copied = None
-        return time.monotonic() - began
+        return self._behind.wait_for_copy()
 
     def check(self) -> None:
         """Raise what went wrong in the background since the last call, once; costs nothing.
@@ -256,14 +246,12 @@ class Saver:
         Raises:
             StorageError: a save failed. The iteration before it is still there.
         """
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._behind.check()
 
     @property
     def is_busy(self) -> bool:
         """A save is under way in the background."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._behind.is_busy
 
     def finish(self) -> None:
         """Wait until no save is under way.
@@ -271,14 +259,7 @@ class Saver:
         Raises:
             StorageError: see `check`.
         """
-        self._join()
-
-    def _join(self, timeout_s: float | None = None) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if not self._thread.is_alive():
-                self._thread = None
-        self.check()
+        self._behind.join()
 
     def close(self) -> None:
         """Wait, and let go of the folder and of all memory.
@@ -287,12 +268,12 @@ class Saver:
             StorageError: see `check`.
         """
         try:
-            self._join()
+            self._behind.join()
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._host = self._layout = self._file = None
+        self._host = self._planned = None
         lock, self._lock = self._lock, None
         if lock is not None:
             try:
@@ -309,7 +290,7 @@ class Saver:
             self.close()
             return
         with contextlib.suppress(BaseException):  # what ended the run is raised, and nothing else
-            self._join(_PATIENCE_S)
+            self._behind.join(_PATIENCE_S)
         with contextlib.suppress(MegtoolError):
             self._let_go()
 
@@ -358,7 +339,7 @@ class Saver:
         objects: Mapping[str, bytes],
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Common state, and all objects by name."""
-        template, flat = self.template, self._layout.flat if self._layout else None
+        template, flat = self.template, self._planned.layout.flat if self._planned else None
         has_experts = any(".experts." in t.name for t in template.tensors)
         num_chains = 2 if template.parallel.ep > 1 and has_experts else 1
         common = common_of(
@@ -374,19 +355,6 @@ class Saver:
         return common, out | {**template.objects, **objects}
 
     # ---- writing, in whichever thread
-
-    def _write_behind(
-        self, job: _Job, take: Callable[[], None] | None, copied: threading.Event
-    ) -> None:
-        try:
-            try:
-                if take is not None:
-                    take()
-            finally:
-                copied.set()
-            self._write(job)
-        except BaseException as e:  # it is raised where training looks: `check`
-            self._error = e
 
     def _write(self, job: _Job) -> None:
         place, is_first = job.place, self.groups.rank == 0

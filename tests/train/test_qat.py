@@ -109,6 +109,7 @@ def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
+@pytest.mark.slow
 def test_training_takes_back_what_rounding_costs(llama) -> None:
     decoder, points, settlement = made(llama, "MXFP4")
     quantisation = FakeQuantisation([decoder], points, settlement)
