@@ -1,4 +1,4 @@
-"""Blend: several data sets in given shares, the same at any time on any number of ranks."""
+"""Blend: several data sets in given shares or in turn, the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ class Blend:
         which = int(chosen[at])
         return which, int(self._before[stretch][which] + (chosen[:at] == which).sum())
 
+    @property
+    def facts(self) -> list[float]:
+        """What decides the order."""
+        return [float(s) for s in self.shares]
+
     def _extend(self) -> None:
         """Choose for another stretch of samples."""
         have = self._before[-1].astype(np.float64)
@@ -53,3 +58,22 @@ class Blend:
             taken[which] += 1
         self._chosen.append(chosen)
         self._before.append(np.asarray(taken, np.int64))
+
+
+class Chain:
+    """All samples of one data set, then all of the next, and again: what a measurement takes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = np.cumsum(np.asarray(sizes, np.int64))
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """The data set of a sample, and its number there."""
+        epoch, at = divmod(sample, int(self._ends[-1]))
+        which = int(np.searchsorted(self._ends, at, side="right"))
+        begin = int(self._ends[which - 1]) if which else 0
+        return which, epoch * (int(self._ends[which]) - begin) + at - begin
+
+    @property
+    def facts(self) -> list[float]:
+        """What decides the order."""
+        return [float(n) for n in self._ends]

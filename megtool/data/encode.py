@@ -87,7 +87,8 @@ def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> E
 
 
 def _conversation(document: Document, tokenizer: Tokenizer) -> Encoded:
-    whole, spans = answer_spans(document.messages, tokenizer, f"{document.file}:{document.number}")
+    place = f"{document.file}:{document.number}"
+    whole, spans = answer_spans(document.messages, tokenizer, place, first=document.num_given)
     ids, characters = tokenizer.encode_spans(whole)
     begins = np.asarray([begin for begin, _ in characters], np.int64)
     learned = np.zeros(len(ids), np.bool_)
@@ -97,9 +98,11 @@ def _conversation(document: Document, tokenizer: Tokenizer) -> Encoded:
 
 
 def answer_spans(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, place: str
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, place: str, *, first: int = 0
 ) -> tuple[str, list[tuple[int, int]]]:
     """A conversation's text, and the characters (begin, end) of the assistant's turns in it.
+
+    Turns before number `first` are left out.
 
     A turn is what the template adds for it after the words that open a turn to generate.
 
@@ -109,7 +112,7 @@ def answer_spans(
     whole = tokenizer.chat_text(messages, add_generation_prompt=False)
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number < first:
             continue
         before = tokenizer.chat_text(messages[:number], add_generation_prompt=True)
         after = tokenizer.chat_text(messages[: number + 1], add_generation_prompt=False)

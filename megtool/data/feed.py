@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megtool.data.blend import Blend
+from megtool.data.blend import Blend, Chain
 from megtool.data.packing import IGNORED, Rows
 from megtool.data.samples import Cut, Long, Mode, cut
 from megtool.data.token_store import Documents, Encoding, IndexedStore, is_indexed, store_tokens
@@ -182,8 +182,14 @@ class Feed:
 class BlendedFeed:
     """Several feeds in shares (by default, of their sizes); one pass is as many samples as all."""
 
-    def __init__(self, feeds: Sequence[Feed], shares: Sequence[float] | None = None) -> None:
-        """Blend feeds of equally long rows.
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        shares: Sequence[float] | None = None,
+        *,
+        in_turn: bool = False,
+    ) -> None:
+        """Blend feeds of equally long rows; `in_turn`, all of one and then all of the next.
 
         Raises:
             UsageError: there is not one positive share for each.
@@ -191,7 +197,11 @@ class BlendedFeed:
         if shares is not None and len(shares) != len(feeds):
             raise UsageError(f"{len(shares)} shares of {len(feeds)} data sets")
         self.feeds = tuple(feeds)
-        self._blend = Blend([float(len(f)) for f in feeds] if shares is None else shares)
+        self._blend: Blend | Chain = (
+            Chain([len(f) for f in feeds])
+            if in_turn
+            else Blend([float(len(f)) for f in feeds] if shares is None else shares)
+        )
 
     def __len__(self) -> int:
         """Samples of one pass: those of all feeds."""
@@ -200,7 +210,7 @@ class BlendedFeed:
     @property
     def fingerprint(self) -> str:
         """A digest of all that decides which sample has which number."""
-        facts = repr(([f.fingerprint for f in self.feeds], self._blend.shares.tolist()))
+        facts = repr(([f.fingerprint for f in self.feeds], self._blend.facts))
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def rows(self, first: int, count: int) -> Rows:
@@ -209,11 +219,10 @@ class BlendedFeed:
         return _stacked([self.feeds[which].rows(n, 1) for which, n in places])
 
     def divided(self, share: float) -> tuple[BlendedFeed, BlendedFeed]:
-        """Each feed divided; see `Feed.divided`."""
-        pairs = [f.divided(share) for f in self.feeds]
-        shares = self._blend.shares.tolist()
-        kept, held = zip(*pairs, strict=True)
-        return BlendedFeed(kept, shares), BlendedFeed(held, shares)
+        """Each feed divided; see `Feed.divided`. What is held out has every row once."""
+        kept, held = zip(*[f.divided(share) for f in self.feeds], strict=True)
+        shares = self._blend.facts if isinstance(self._blend, Blend) else None
+        return BlendedFeed(kept, shares), BlendedFeed(held, in_turn=True)
 
     @property
     def counts(self) -> Counts:

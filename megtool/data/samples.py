@@ -25,7 +25,7 @@ class Cut:
     """Rows of a data set: row r has pieces `first[r]` to `first[r + 1]`.
 
     Piece p holds pairs `begin[p]` to `end[p]` of `document[p]`. `truncated` documents lost their
-    end, `split` ones go on in another piece, `skipped` ones gave no pair.
+    end, `split` ones were too long for a row and go on in others, `skipped` ones gave no pair.
     """
 
     document: Int
@@ -62,14 +62,14 @@ def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long
             f"document {worst + 1} has {int(lengths[worst])} tokens, and a row has {row}",
             hint="--long split or truncate, or a larger --seq-length",
         )
-    if mode == "packed" and long == "split":
-        return _filled(order, pairs, row, skipped)
+    if mode == "packed" and long != "truncate":
+        return _filled(order, pairs, row, skipped, split=int(over.sum()))
     truncated = split = 0
     if long == "truncate":
         truncated, pairs = int(over.sum()), np.minimum(pairs, row)
         document, begin, end = order, np.zeros_like(pairs), pairs
         if mode == "packed":
-            return _filled(order, pairs, row, skipped, truncated)
+            return _filled(order, pairs, row, skipped, truncated=truncated)
     else:
         split = int(over.sum())
         parts = -(-pairs // row)
@@ -90,7 +90,9 @@ def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long
     )
 
 
-def _filled(order: Int, pairs: Int, row: int, skipped: int, truncated: int = 0) -> Cut:
+def _filled(
+    order: Int, pairs: Int, row: int, skipped: int, *, truncated: int = 0, split: int = 0
+) -> Cut:
     """Full rows of documents one after the other."""
     ends = np.cumsum(pairs)
     total = int(ends[-1]) if len(ends) else 0
@@ -106,7 +108,7 @@ def _filled(order: Int, pairs: Int, row: int, skipped: int, truncated: int = 0) 
         end=stop - starts[which],
         first=first,
         truncated=truncated,
-        split=int((np.bincount(which, minlength=1) > 1).sum()),
+        split=split,
         skipped=skipped,
     )
 

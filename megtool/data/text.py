@@ -29,13 +29,15 @@ _HUB = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^:]+))??(:(?P<spli
 class Document:
     """One text, one prompt with its completion, or one conversation.
 
-    `completion` is None where `text` is all there is; else `text` is the prompt. `number` is the
-    line or row in `file`, counted from 1; `num_bytes` is what was read of the source for it.
+    `completion` is None where `text` is all there is; else `text` is the prompt. The first
+    `num_given` messages are a prompt too: no turn of theirs is to be learned. `number` is the line
+    or row in `file`, counted from 1; `num_bytes` is what was read of the source for it.
     """
 
     text: str = ""
     completion: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
+    num_given: int = 0
     file: str
     number: int
     num_bytes: int = 0
@@ -51,7 +53,8 @@ def documents(
     that `datasets` saved, or such files below it, sorted by path. Anything else is the name of a
     data set of Hugging Face, `NAME[:CONFIG][:SPLIT]`, which the `datasets` package fetches or
     finds in its cache. `field` names the column; without it a `messages`, a `prompt` with a
-    `completion`, or a `text` is taken, in this order. `split` is train unless given.
+    `completion` (both texts, or both messages), or a `text` is taken, in this order. `split` is
+    train unless given.
 
     Raises:
         FormatError: bad JSON, bad UTF-8 or a missing field; it names the file and the line.
@@ -99,18 +102,23 @@ def _document(
         raise FormatError(f"{at}{missing}", file=file, hint=f"--field NAME, one of: {there}")
     place: dict[str, Any] = {"file": file, "number": number, "num_bytes": num_bytes}
     value = record[chosen]
-    if chosen == "prompt" and not field and _is_text(value):
+    if chosen == "prompt" and not field:
         answer = record.get("completion")
-        if not _is_text(answer):
+        if _is_text(value) and _is_text(answer):
+            return Document(text=value, completion=answer, **place)
+        if _is_conversation(value) and _is_conversation(answer):
+            given = {"messages": (*value, *answer), "num_given": len(value)}
+            return Document(**given, **place)
+        if answer is None or _is_text(value) or _is_conversation(value):
+            kind = "text" if _is_text(value) else "list of messages"
             raise FormatError(
-                f"{at}a prompt without a text in completion",
+                f"{at}a prompt without a {kind} in completion",
                 file=file,
                 hint="--field prompt takes the prompts alone",
             )
-        return Document(text=value, completion=answer, **place)
     if _is_text(value):
         return Document(text=value, **place)
-    if isinstance(value, list | tuple) and value and all(_is_message(m) for m in value):
+    if _is_conversation(value):
         return Document(messages=tuple(value), **place)
     held = "half a character" if isinstance(value, str) else type(value).__name__
     raise FormatError(
@@ -129,6 +137,10 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(_is_message(m) for m in value)
 
 
 def _is_message(value: Any) -> bool:

@@ -166,6 +166,7 @@ def store_tokens(
         return TokenStore(place)
     building = cache / f"{place.name}.{os.getpid()}.partial"
     try:
+        shutil.rmtree(building, ignore_errors=True)  # of a process that had this number before
         building.mkdir(parents=True)
         found = documents(source, field=encoding.field, split=encoding.split)
         _build(building, _counted(found, source, encoding.split, progress), tokenizer, encoding)

@@ -52,6 +52,7 @@ def feeds_of(
         "encoding": Encoding(
             field=settings.field, split=settings.split, answers_only=not settings.all_turns
         ),
+        "long": settings.long,
         "world": world,
         "progress": progress,
     }
@@ -61,7 +62,6 @@ def feeds_of(
         seq_length,
         shares=settings.shares,
         seed=settings.seed,
-        long=settings.long,
         **how,
     )
     evaluation: OneFeed | BlendedFeed | None = None

@@ -48,7 +48,7 @@ def _check_kind(name: str, value: Any, hint: Any, least: float | None) -> None:
 
 
 def _check_numbers(s: TrainSettings) -> None:
-    if (chosen := [n for n in ("bf16", "fp16", "fp32") if getattr(s, n)])[1:]:
+    if (chosen := [n for n in TYPES if getattr(s, n)])[1:]:
         raise UsageError(
             f"{flag(chosen[0])} and {flag(chosen[1])}", hint="a model computes in one type"
         )
@@ -89,13 +89,18 @@ def _check_blend(s: TrainSettings) -> None:
         )
 
 
+RIVALS = (
+    ("train_iters", "epochs"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("eval_data", "hold_out"),
+)
+"""Options that say the same in two ways."""
+
+TYPES = ("bf16", "fp16", "fp32")
+
+
 def _check_steps(s: TrainSettings) -> None:
-    pairs = (
-        ("train_iters", "epochs"),
-        ("lr_warmup_iters", "lr_warmup_fraction"),
-        ("eval_data", "hold_out"),
-    )
-    for one, other in pairs:
+    for one, other in RIVALS:
         if getattr(s, one) and getattr(s, other):
             raise UsageError(f"{flag(one)} and {flag(other)}", hint="one of them")
     if s.epochs is not None and s.epochs <= 0:

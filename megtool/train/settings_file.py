@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megtool.errors import FormatError, MissingPackageError, StorageError, UsageError
 from megtool.train.settings import TrainSettings
-from megtool.train.settings_checks import flag
+from megtool.train.settings_checks import RIVALS, TYPES, flag
 
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -20,7 +20,8 @@ _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 def settings_of(given: Mapping[str, Any], config: str | Path | None = None) -> TrainSettings:
     """Settings from options by their names; those that are None are not given.
 
-    `config` is a YAML file of options, which `given` overrides.
+    `config` is a YAML file of options, which `given` overrides: what says the same in another way
+    (`--epochs` against `train-iters`) is left out of it.
 
     Raises:
         UsageError: there is no such option, or it has no such value; the hint names the nearest.
@@ -28,6 +29,9 @@ def settings_of(given: Mapping[str, Any], config: str | Path | None = None) -> T
     """
     known = {k: v for k, v in given.items() if v is not None and v != []}
     values = {} if config is None else read_settings(config)
+    for rivals in (*RIVALS, TYPES):
+        if any(known.get(name) for name in rivals):
+            values = {k: v for k, v in values.items() if k not in rivals}
     return TrainSettings(**values | _typed(known, None))
 
 

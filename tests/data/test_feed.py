@@ -132,6 +132,14 @@ def test_long_documents_are_split_or_cut_off(
     assert (counts.labels, counts.truncated, counts.split) == (labels, truncated, split)
 
 
+def test_what_must_not_be_too_long_is_packed_all_the_same() -> None:
+    documents = InMemory([5, 9, 7, 4])
+    strict, plain = (Feed(documents, 10, long=how) for how in ("error", "split"))
+    assert len(strict) == len(plain) == 3
+    assert strict.counts.split == plain.counts.split == 0
+    assert Feed(InMemory([25, 4]), 10).counts.split == 1
+
+
 def test_a_long_document_may_be_an_error() -> None:
     with pytest.raises(FormatError, match=r"document 2 has 12 tokens, and a row has 10"):
         Feed(InMemory([4, 12]), 10, long="error")
@@ -180,6 +188,12 @@ def test_blended_feeds_give_each_its_samples() -> None:
     first = learned_pairs(feeds[0].rows(0, 3)) + learned_pairs(feeds[1].rows(0, 9))
     assert learned_pairs(rows) == first
     assert len(blended) == len(feeds[0]) + len(feeds[1])
+    kept, held = blended.divided(0.25)
+    assert len(kept) + len(held) == len(blended)
+    every = learned_pairs(held.rows(0, len(held)))
+    apart = [f.divided(0.25)[1] for f in feeds]
+    assert every == sum((learned_pairs(f.rows(0, len(f))) for f in apart), Counter())
+    assert learned_pairs(held.rows(len(held), len(held))) == every
     with pytest.raises(UsageError, match="2 data sets"):
         BlendedFeed(feeds, [1.0])
 
@@ -196,6 +210,20 @@ def test_chats_learn_answers_and_texts_everything(tokenizer: Tokenizer, tmp_path
     both = open_feed([chats], tokenizer, 64, cache=cache, vocab_size=300, encoding=everything)
     assert both.rows(0, 1).num_labels == both.rows(0, 1).valid_BS.sum()
     assert both.fingerprint != feed.fingerprint
+
+
+def test_of_a_prompt_in_messages_no_turn_is_learned(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "the model"}
+    old, new = ({"role": "assistant", "content": c} for c in ("a text", "reads"))
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": [new]}))
+    rows = open_feed([data], tokenizer, 64, cache=None, vocab_size=300).rows(0, 1)
+    learned = tokenizer.decode(rows.labels_BS[rows.labels_BS != IGNORED].tolist())
+    assert "reads" in learned
+    assert "a text" not in learned
+    data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": "reads"}))
+    with pytest.raises(FormatError, match="line 1: a prompt without a list of messages"):
+        open_feed([data], tokenizer, 64, cache=None, vocab_size=300)
 
 
 def test_a_store_is_made_once_and_anew_when_its_source_changes(
