@@ -24,6 +24,12 @@ OBJECT = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
 )
 _SMALL = ("optimizer", "grad_scaler")
+_STORAGES = {
+    "FloatStorage": "<f4",
+    "DoubleStorage": "<f8",
+    "IntStorage": "<i4",
+    "LongStorage": "<i8",
+}
 
 Inner = dict[str, Any]
 """What one optimizer of a chain keeps beside its tensors: `optimizer` and perhaps `grad_scaler`."""
@@ -58,6 +64,17 @@ def is_group_object(name: str) -> bool:
     """The object is a part of the optimizer's small state, or sizes that follow from the layout."""
     match = OBJECT.fullmatch(name)
     return match is not None and match[3] != "param_state"
+
+
+def number_of(value: Any) -> float | None:
+    """A number, or the first one of a tensor that is kept as inert data; None where it is none."""
+    if isinstance(value, int | float):
+        return float(value)
+    for held in references(value):
+        kind = _STORAGES.get(getattr(held.id[1], "qualname", ""))
+        if kind is not None and held.data:
+            return float(np.frombuffer(held.data, kind)[0])
+    return None
 
 
 def in_common(inner: Sequence[Inner], kind: str | None) -> Any:
@@ -144,15 +161,7 @@ def _step(state: Any) -> float | None:
     if not isinstance(state, dict):
         return None
     first = next((v for v in state.values() if isinstance(v, dict)), {})
-    found = state.get("common_step", first.get("step"))
-    if isinstance(found, int | float):
-        return float(found)
-    for held in references(found):
-        kinds = {"FloatStorage": "<f4", "DoubleStorage": "<f8", "LongStorage": "<i8"}
-        kind = kinds.get(getattr(held.id[1], "qualname", ""))
-        if kind is not None and held.data:
-            return float(np.frombuffer(held.data, kind)[0])
-    return None
+    return number_of(state.get("common_step", first.get("step")))
 
 
 def _of_experts(inner: Any) -> Any:

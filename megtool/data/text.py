@@ -107,8 +107,7 @@ def _document(
         if _is_text(value) and _is_text(answer):
             return Document(text=value, completion=answer, **place)
         if _is_conversation(value) and _is_conversation(answer):
-            given = {"messages": (*value, *answer), "num_given": len(value)}
-            return Document(**given, **place)
+            return Document(messages=(*value, *answer), num_given=len(value), **place)
         if answer is None or _is_text(value) or _is_conversation(value):
             kind = "text" if _is_text(value) else "list of messages"
             raise FormatError(

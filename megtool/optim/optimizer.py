@@ -25,7 +25,7 @@ from megtool.errors import CheckpointError, MappingError, UsageError
 from megtool.optim.groups import Facts, ParamGroup, facts_of, group_parameters
 from megtool.optim.muon import turn_matrices
 from megtool.optim.norms import clip_coefficient, first_bad, local_statistics
-from megtool.optim.scaler import ConstantScaler, DynamicScaler, Scaler
+from megtool.optim.scaler import Scaler, make_scaler
 from megtool.optim.settings import OptimizerSettings
 from megtool.optim.state import Segment, Span, StatePiece, copy_parts
 from megtool.optim.updates import Muon, Update, make_update, update_segments
@@ -101,7 +101,10 @@ class Optimizer(ABC):
         }
         self.segments: list[Segment] = []
         self.num_steps = 0
-        self.scaler: Scaler = _make_scaler(self.facts, settings, groups)
+        # The same on every rank, though only some may hold fp16 parameters.
+        has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in self.facts))
+        found = all_max(torch.tensor(has_fp16, device=groups.device), groups.world)
+        self.scaler: Scaler = make_scaler(settings, has_fp16=bool(found))
         self._num_labels: Tensor | None = None
         self._rates: dict[int, tuple[float, float]] = {}
 
@@ -353,21 +356,6 @@ class Optimizer(ABC):
             "step": self.num_steps,
             **self.updates[group.update].facts,
         }
-
-
-def _make_scaler(facts: list[Facts], settings: OptimizerSettings, groups: Groups) -> Scaler:
-    """The loss scale, the same on every rank, though only some may hold fp16 parameters."""
-    if settings.loss_scale is not None:
-        return ConstantScaler(settings.loss_scale)
-    has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in facts))
-    if not all_max(torch.tensor(has_fp16, device=groups.device), groups.world):
-        return ConstantScaler()
-    return DynamicScaler(
-        initial=settings.initial_loss_scale,
-        minimum=settings.min_loss_scale,
-        window=settings.loss_scale_window,
-        hysteresis=settings.hysteresis,
-    )
 
 
 def _is_small_state(state: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megtool.optim.settings import OptimizerSettings
+
 
 class Scaler(Protocol):
     """A loss scale that is told after each step whether gradients were finite."""
@@ -49,6 +51,9 @@ class DynamicScaler:
     As in Megatron: `hysteresis` overflows are let pass, counted over steps that need not be in a
     row, and the count starts anew only when the scale grows. So from the `hysteresis`-th overflow
     on, every one halves the scale, until it has grown again.
+
+    `unit` is how many times larger a scale of the same effect is where it is saved: Megatron's is
+    of losses that are means over so many tokens, and ours are sums.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class DynamicScaler:
         hysteresis: int = 2,
         growth: float = 2.0,
         backoff: float = 0.5,
+        unit: float = 1.0,
     ) -> None:
         self.scale = initial
         self.minimum = minimum
@@ -67,6 +73,7 @@ class DynamicScaler:
         self.hysteresis = hysteresis
         self.growth = growth
         self.backoff = backoff
+        self.unit = unit
         self._good = 0
         self._left = hysteresis
 
@@ -84,12 +91,12 @@ class DynamicScaler:
             self._left = self.hysteresis
             grown = _float32(self.scale * self.growth)
             # Half of infinity is infinity: there would be no way back.
-            self.scale = grown if math.isfinite(grown) else self.scale
+            self.scale = grown if math.isfinite(_float32(grown * self.unit)) else self.scale
 
     def state_dict(self) -> dict[str, Any]:
         """`scale` (an fp32 tensor of one element), `growth_tracker`, `hysteresis_tracker`."""
         return {
-            "scale": torch.tensor([self.scale], dtype=torch.float32),
+            "scale": torch.tensor([self.scale * self.unit], dtype=torch.float32),
             "growth_tracker": self._good,
             "hysteresis_tracker": self._left,
         }
@@ -97,9 +104,24 @@ class DynamicScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` or Megatron has given."""
         scale = state["scale"]
-        self.scale = float(scale.item() if isinstance(scale, Tensor) else scale)
+        self.scale = float(scale.item() if isinstance(scale, Tensor) else scale) / self.unit
         self._good = int(state["growth_tracker"])
         self._left = int(state["hysteresis_tracker"])
+
+
+def make_scaler(settings: OptimizerSettings, *, has_fp16: bool) -> Scaler:
+    """The loss scale of a model of which some parameters, on any rank, are fp16, or none."""
+    if settings.loss_scale is not None:
+        return ConstantScaler(settings.loss_scale)
+    if not has_fp16:
+        return ConstantScaler()
+    return DynamicScaler(
+        initial=settings.initial_loss_scale,
+        minimum=settings.min_loss_scale,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+        unit=settings.loss_scale_unit,
+    )
 
 
 def _float32(value: float) -> float:

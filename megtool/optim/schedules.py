@@ -19,7 +19,8 @@ class Schedule:
     """Learning rate: from `init_lr` up to `max_lr` in warm-up, then down to `min_lr`.
 
     Steps are counted as Megatron's scheduler does, in samples: one iteration is as many steps as
-    the global batch has samples. `decay_steps` counts from the beginning, warm-up included.
+    the global batch has samples. `decay_steps` counts from the beginning, warm-up included;
+    `warmup_steps`, where it is a share of them, need not be whole.
     Weight decay goes from `start_wd` to `end_wd` in `wd_incr_steps`. With `kind="WSD"` (warm-up,
     stable, decay) the rate falls in the last `wsd_decay_steps` of `decay_steps` only.
 
@@ -30,7 +31,7 @@ class Schedule:
     kind: Kind = "constant"
     max_lr: float = 1e-5
     min_lr: float = 0.0
-    warmup_steps: int = 0
+    warmup_steps: float = 0
     decay_steps: int = 1
     init_lr: float = 0.0
     wsd_decay_steps: int | None = None

@@ -20,7 +20,8 @@ class OptimizerSettings:
     values of each step. `optimizer="muon"` updates matrices between embedding and output layer with
     Muon (`muon_momentum`, `muon_steps` of Newton-Schulz), and the rest with Adam. `clip_grad`: the
     largest norm of the whole gradient, 0 for any. `loss_scale`: a constant; None is 1, but a
-    dynamic one where parameters are fp16. `main_params="remainder"`: a bf16 parameter and 16 more
+    dynamic one where parameters are fp16, which is saved times `loss_scale_unit` (see
+    `DynamicScaler`). `main_params="remainder"`: a bf16 parameter and 16 more
     bits are its fp32 main parameter. `moments`: what Adam's and SGD's states are stored in; they
     are updated in fp32. `offload_fraction`: of the state, kept and updated on the CPU.
     `reduce_in_fp32`: bf16 gradients are sent as such, and added up in fp32. `bucket_size` is in
@@ -46,6 +47,7 @@ class OptimizerSettings:
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
+    loss_scale_unit: float = 1.0
     hysteresis: int = 2
     main_params: Literal["float32", "remainder"] = "float32"
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -67,7 +69,7 @@ class OptimizerSettings:
         for field in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 _refuse(self, field, "0 or more, and less than 1")
-        for field in ("initial_loss_scale", "min_loss_scale"):
+        for field in ("initial_loss_scale", "min_loss_scale", "loss_scale_unit"):
             if not 0.0 < getattr(self, field) < math.inf:
                 _refuse(self, field, "more than 0")
         for field in ("loss_scale_window", "hysteresis", "muon_steps"):

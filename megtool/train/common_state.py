@@ -13,8 +13,16 @@ import torch
 
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.pickled import Inert, inert_global, references
-from megtool.checkpoint.param_groups import SHARDING, Inner, content_of, in_common, saving_args
+from megtool.checkpoint.param_groups import (
+    SHARDING,
+    Inner,
+    content_of,
+    in_common,
+    number_of,
+    saving_args,
+)
 from megtool.checkpoint.random_state import RNG
+from megtool.errors import CheckpointError
 from megtool.parallel.groups import Groups
 from megtool.train.extras import Extras
 from megtool.train.template import Template
@@ -77,10 +85,26 @@ def chained(small: Mapping[str, Any], length: int) -> list[Inner]:
 
 
 def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The small state of a chain as that of one optimizer, as plain values."""
+    """The small state of a chain as that of one optimizer, as plain values.
+
+    Raises:
+        CheckpointError: the loss scale is no number.
+    """
     first = dict(chain[0])
     groups = [g for inner in chain for g in inner["optimizer"].get("param_groups", ())]
-    values = [{k: v for k, v in g.items() if not isinstance(v, Inert)} for g in groups]
+    values = []
+    for g in groups:
+        values.append({k: v for k, v in g.items() if not isinstance(v, Inert)})
+        if (step := number_of(g.get("step"))) is not None:  # Transformer Engine's may be a tensor
+            values[-1]["step"] = step
+    if scaler := first.get("grad_scaler"):
+        numbers = {k: number_of(v) for k, v in scaler.items()}
+        if unread := [k for k, v in numbers.items() if v is None]:
+            raise CheckpointError(
+                f"the saved loss scale has a {unread[0]!r} that is no number",
+                hint="--load a checkpoint whose optimizer was saved by Megatron or megtool",
+            )
+        first["grad_scaler"] = numbers
     return {**first, "optimizer": {**first["optimizer"], "param_groups": values}}
 
 

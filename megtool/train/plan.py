@@ -117,12 +117,14 @@ def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
 
     batch = plan.global_batch_size
     decay = settings.lr_decay_iters or plan.train_iters
-    warmup = settings.lr_warmup_iters or 0
+    warmup: float = settings.lr_warmup_iters or 0
+    samples = warmup * batch
     if settings.lr_warmup_fraction is not None:
-        warmup = int(settings.lr_warmup_fraction * decay)
+        warmup = settings.lr_warmup_fraction * decay
+        samples = settings.lr_warmup_fraction * (decay * batch)  # not rounded, as Megatron's
     if warmup >= decay and warmup:
         raise UsageError(
-            f"{warmup} steps of warm-up, and the learning rate has fallen after {decay}",
+            f"{warmup:g} steps of warm-up, and the learning rate has fallen after {decay}",
             hint=f"--lr-warmup-iters {max(0, decay - 1)} at most, or a larger --lr-decay-iters",
         )
     one = settings.weight_decay
@@ -133,7 +135,7 @@ def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         init_lr=settings.lr_warmup_init,
-        warmup_steps=warmup * batch,
+        warmup_steps=samples,
         decay_steps=decay * batch,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         wsd_decay_style=settings.lr_wsd_decay_style,
@@ -162,7 +164,7 @@ def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSetti
     """What the optimizer is told.
 
     Losses are sums over tokens, not means as Megatron's; so that a loss scale means the same, it is
-    divided by the tokens of a pass, up to a power of two.
+    divided by the tokens of a pass, up to a power of two; it is saved as Megatron would have it.
 
     Raises:
         UsageError: a value is out of its range, or a rule cannot be read.
@@ -187,6 +189,7 @@ def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSetti
         initial_loss_scale=initial,
         min_loss_scale=min(initial, settings.min_loss_scale / tokens),
         loss_scale_window=settings.loss_scale_window,
+        loss_scale_unit=tokens,
         hysteresis=settings.hysteresis,
         main_params="remainder" if settings.store_param_remainders else "float32",
         moments="bfloat16" if settings.exp_avg_dtype == "bf16" else "float32",

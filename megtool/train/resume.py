@@ -67,7 +67,8 @@ def resume(
     Master weights that the checkpoint lacks are its weights. Every rank calls it.
 
     Raises:
-        MappingError: the state is of another model, or some parameters have none.
+        MappingError: the state is of another model, some parameters have none, or nothing says of
+            how many steps it is.
         CheckpointError: it cannot be read.
     """
     groups, catalogue = stages[0].groups, source.catalogue
@@ -77,10 +78,13 @@ def resume(
             source, groups, threads=threads, memory_bytes=memory_bytes, progress=progress
         )
         states.require({(p.state, p.parameter) for p in optimizer.pieces()})
+        found = read_groups(catalogue)
+        small = None if found is None else joined(found.chain)
+        if any("exp_avg_sq" in update.states for update in optimizer.updates.values()):
+            _require_step(small, catalogue)
         optimizer.load(states.read)
-        small = read_groups(catalogue)
         if small is not None:
-            optimizer.load_small_state(joined(small.chain))
+            optimizer.load_small_state(small)
     common = catalogue.metadata.get("common")
     common = common if isinstance(common, dict) else {}
     scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
@@ -93,6 +97,23 @@ def resume(
         has_optimizer=has_optimizer,
         has_random=random and _restore(catalogue, groups),
     )
+
+
+def _require_step(small: Mapping[str, Any] | None, catalogue: Catalogue) -> None:
+    """Make sure that Adam's moments come with the number of steps that made them.
+
+    Raises:
+        MappingError: no parameter group says it.
+    """
+    groups = [] if small is None else small["optimizer"]["param_groups"]
+    if all(group.get("step") is None for group in groups):
+        raise MappingError(
+            "the checkpoint has moments of an optimizer, and nothing says after how many steps: "
+            "their bias would be corrected as if there had been none",
+            file=catalogue.root,
+            hint="resume from a checkpoint whose parameter groups have a 'step', or start a new "
+            "run from this checkpoint's weights alone",
+        )
 
 
 def _number(value: Any) -> int:
