@@ -107,7 +107,8 @@ def _document(
         if _is_text(value) and _is_text(answer):
             return Document(text=value, completion=answer, **place)
         if _is_conversation(value) and _is_conversation(answer):
-            return Document(messages=(*value, *answer), num_given=len(value), **place)
+            turns = (*value, *(answer or ()))
+            return Document(messages=turns, num_given=len(value), **place)
         if answer is None or _is_text(value) or _is_conversation(value):
             kind = "text" if _is_text(value) else "list of messages"
             raise FormatError(
