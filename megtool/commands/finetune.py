@@ -5,11 +5,23 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.commands.finetune_after import draw, export
+from megtool.commands.finetune_place import (
+    CACHE_FOLDER,
+    batch_before,
+    begun_of,
+    check_apart,
+    check_loaded,
+    rescaled,
+    tell_of_tracker,
+    with_batch,
+)
 from megtool.commands.finetune_plan import (
     dtype_of,
     num_parameters,
@@ -22,7 +34,7 @@ from megtool.commands.finetune_plan import (
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.running import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
-from megtool.errors import DestinationError, MissingPackageError, UsageError
+from megtool.errors import DestinationError, UsageError
 from megtool.log import Progress, silent
 from megtool.train.settings import TrainSettings
 from megtool.train.settings_file import settings_of
@@ -36,14 +48,10 @@ if TYPE_CHECKING:
     from megtool.parallel.groups import Groups
     from megtool.train.feeds import Feeds
     from megtool.train.keeping import Identity
-    from megtool.train.loop import Outcome
     from megtool.train.plan import RunPlan
     from megtool.train.standing import Standing
 
 _LOG = logging.getLogger(__name__)
-
-CACHE_FOLDER = "data"
-"""Where encoded data is kept in DST."""
 
 
 def finetune(
@@ -78,40 +86,13 @@ def finetune(
         )
     )
     folder = Path(destination)
-    begun = _begun(folder, settings)
+    check_apart(Path(source), folder)
+    begun = begun_of(folder, settings)
     if dry_run:
         return plan_only(runnable, folder, settings, begun)
     manner = Manner(device=settings.device, kernels=settings.kernels, threads=settings.threads)
     with on_ranks(manner, settings.layout) as groups:
         return _Run(runnable, folder, settings, begun, groups, progress).go()
-
-
-def _begun(folder: Path, settings: TrainSettings) -> Path | None:
-    """The checkpoint to go on from; None at the beginning of a run.
-
-    Raises:
-        DestinationError: the folder holds something else, or a run that is not to go on.
-    """
-    from megtool.train.keeping import RUN_FILE, newest_iteration
-
-    newest = newest_iteration(folder)
-    if newest is not None and not settings.resume:
-        raise DestinationError(
-            f"iteration {newest} of a run lies there, and --no-resume begins anew",
-            file=folder,
-            hint="give another DST, or remove this one",
-        )
-    known = (folder / RUN_FILE).exists()
-    held = {p.name for p in folder.iterdir()} - {CACHE_FOLDER} if folder.is_dir() else set()
-    if (held and not known) or (folder.exists() and not folder.is_dir()):
-        raise DestinationError(
-            "it holds something that is no run of `megtool finetune`",
-            file=folder,
-            hint="give a DST that is not there yet; --load CKPT goes on from a checkpoint",
-        )
-    if newest is not None:
-        return folder / folder_name(newest)
-    return settings.load
 
 
 @dataclass(slots=True)
@@ -129,6 +110,7 @@ class _Run:
         """Prepare everything, train, and say what came of it."""
         from megtool.commands.finetune_beside import beside_of
         from megtool.train.further import Further
+        from megtool.train.keeping import Identity
         from megtool.train.log import RunLog
         from megtool.train.loop import Job, train
         from megtool.train.lora import LoraSaver
@@ -139,11 +121,15 @@ class _Run:
         feeds = open_feeds(
             self.runnable, settings, folder / CACHE_FOLDER, groups.world, self.progress
         )
+        before = Identity.read(folder)
+        found = None if self.begun is None else self.open_begun(self.begun)
+        old_batch = batch_before(None if before is None else before.curve, found)
+        settings = self.settings = with_batch(settings, old_batch)
         plan = run_plan(self.runnable, settings, feeds, groups.parallel)
-        identity = self.identity(feeds, plan)
-        opened = self.runnable.opened
-        if self.begun is not None and settings.lora_rank is None:
-            opened = self.open_begun(self.begun)
+        identity = self.identity(feeds, plan, before)
+        if found is not None and self.begun == settings.load:
+            check_loaded(self.runnable, found, plan.train_iters)
+        opened = self.runnable.opened if found is None or settings.lora_rank else found
         stored = stored_of(opened)
         stages = self.load(stored)
         beside = beside_of(self.runnable, settings, stages, plan, self.progress)
@@ -152,30 +138,32 @@ class _Run:
         if further.lora is not None and self.begun is not None:
             standing = further.lora.go_on(self.begun, optimizer)
         else:
-            standing = self.stand(stored, stages, optimizer, plan)
-        if self.begun is not None:
-            further.load(opened.catalogue)
-        if groups.rank == 0:
-            identity.write(folder)
+            standing = self.stand(stored, stages, optimizer, old_batch or plan.global_batch_size)
+        standing = self.rescale(standing, old_batch, plan)
+        if found is not None:
+            further.load(found.catalogue)
         template = self.template(opened, stages, optimizer)
         further.names = [t.name for t in template.tensors]
-        with (
-            RunLog(
-                folder if groups.rank == 0 else None,
-                iteration=standing.iteration,
-                tensorboard=settings.tensorboard,
-            ) as log,
-            Saver(
-                folder,
-                template,
-                groups,
-                optimizer_format="none" if further.lora else settings.dist_ckpt_optim_format,
-                fsync=settings.fsync,
-            ) as plain_saver,
-        ):
+        with ExitStack() as stack:
+            plain_saver = stack.enter_context(
+                Saver(
+                    folder,
+                    template,
+                    groups,
+                    optimizer_format="none" if further.lora else settings.dist_ckpt_optim_format,
+                    fsync=settings.fsync,
+                )
+            )
+            self.enter(identity)
+            log = stack.enter_context(
+                RunLog(
+                    folder if groups.rank == 0 else None,
+                    iteration=standing.iteration,
+                    tensorboard=settings.tensorboard,
+                )
+            )
             saver = plain_saver if further.lora is None else LoraSaver(plain_saver, further.lora)
-            if settings.async_save:
-                saver.prepare(stages, optimizer)
+            saver.prepare(stages, optimizer, asynchronous=settings.async_save)
             job = Job(
                 stages=stages,
                 optimizer=optimizer,
@@ -188,15 +176,15 @@ class _Run:
                 saver=saver,
                 folder=folder,
                 further=further,
-                args=_megatron_args(settings, plan, stages[0].dtype),
+                args=_megatron_args(settings, plan, stages[0].dtype, optimizer),
             )
             begun_at = standing.iteration
             outcome = train(job, standing, progress=self.progress)
             losses, evaluations = log.losses(), log.evaluations()
         plot = hf = None
         if groups.rank == 0:
-            plot = self.plot(losses, evaluations)
-            hf = self.export(outcome)
+            plot = draw(folder, losses, evaluations)
+            hf = export(folder, outcome.saved, settings, self.progress)
         return FinetuneReport(
             source=str(self.runnable.opened.path),
             destination=str(folder),
@@ -219,26 +207,63 @@ class _Run:
             last_loss=losses[-1][1] if losses else None,
             evaluations=tuple(evaluations),
             counts=feeds.counts,
+            seq_length=plan.seq_length,
             peak_bytes=_peak(groups),
             plot=plot,
             hf=hf,
             adapter=None if further.lora is None else further.lora.place(folder, outcome.saved),
         )
 
-    def identity(self, feeds: Feeds, plan: RunPlan) -> Identity:
+    def enter(self, identity: Identity) -> None:
+        """Say in the folder which run it is, once no other run can write there.
+
+        Raises:
+            DestinationError: another run has gone on in it meanwhile.
+        """
+        from megtool.train.keeping import newest_iteration
+
+        newest = newest_iteration(self.folder)
+        begun = self.settings.load if newest is None else self.folder / folder_name(newest)
+        if begun != self.begun:
+            raise DestinationError(
+                "another iteration is the newest in it than when this run began",
+                file=self.folder,
+                hint="the same command again goes on from it",
+            )
+        if self.groups.rank == 0:
+            identity.write(self.folder)
+
+    def identity(self, feeds: Feeds, plan: RunPlan, before: Identity | None) -> Identity:
         """What this run is; held against what the folder's run was.
 
         Raises:
             TrainingError: it is another one.
         """
+        from megtool.train.fingerprint import fingerprint
         from megtool.train.keeping import Identity
 
-        mine = Identity.of(self.runnable.config, feeds.identity, self.settings, plan.train_iters)
-        before = Identity.read(self.folder)
+        settings, catalogue = self.settings, self.runnable.opened.catalogue
+        files = [catalogue.path(n) for n in range(len(catalogue.files))]
+        curve = {
+            "train_iters": plan.train_iters,
+            "global_batch_size": plan.global_batch_size,
+            "dtype": dtype_of(settings, self.groups.device.type),
+            "eval_data": None if feeds.evaluation is None else feeds.evaluation.fingerprint,
+        }
+        mine = Identity.of(
+            self.runnable.config,
+            feeds.identity,
+            settings,
+            curve,
+            # On every rank where a change is an error, and not told by the first alone.
+            source=""
+            if self.groups.rank and not settings.lora_rank
+            else fingerprint(files, catalogue.root),
+        )
         if before is not None:
             for changed in mine.check(before, self.folder):
                 if self.groups.rank == 0:
-                    _LOG.warning("the run goes on with another option: %s", changed)
+                    _LOG.warning("the run goes on, and something has changed: %s", changed)
         return mine
 
     def open_begun(self, begun: Path) -> Opened:
@@ -246,6 +271,7 @@ class _Run:
         settings = self.settings
         if self.groups.rank == 0:
             _LOG.info("goes on from %s", begun)
+            tell_of_tracker(self.folder, begun)
         opened = open_model(begun, family_name=settings.family, like=settings.like)
         runnable_of(opened)
         return opened
@@ -271,9 +297,12 @@ class _Run:
         return stages
 
     def stand(
-        self, stored: Stored, stages: Sequence[Decoder], optimizer: Optimizer, plan: RunPlan
+        self, stored: Stored, stages: Sequence[Decoder], optimizer: Optimizer, batch: int
     ) -> Standing:
-        """Where the run is: at its beginning, or where its checkpoint was written."""
+        """Where the run is: at its beginning, or where its checkpoint was written.
+
+        Where that does not count samples, there were `batch` in each step.
+        """
         from megtool.train.resume import resume
         from megtool.train.standing import Standing
 
@@ -287,10 +316,21 @@ class _Run:
         scheduler: Mapping[str, Any] = found.scheduler or {}
         return Standing(
             iteration=found.iteration,
-            consumed_samples=found.consumed_train_samples
-            or found.iteration * plan.global_batch_size,
-            num_steps=int(scheduler.get("num_steps", found.iteration * plan.global_batch_size)),
+            consumed_samples=found.consumed_train_samples or found.iteration * batch,
+            num_steps=int(scheduler.get("num_steps", found.iteration * batch)),
         )
+
+    def rescale(self, standing: Standing, before: int | None, plan: RunPlan) -> Standing:
+        """Where the run is, counted in steps as large as they are from now on."""
+        now = plan.global_batch_size
+        if before not in (None, now) and standing.iteration and self.groups.rank == 0:
+            _LOG.warning(
+                "steps had %d rows so far, and have %d from now on: the learning rate goes on from "
+                "the same step",
+                before,
+                now,
+            )
+        return rescaled(standing, before, now)
 
     def template(self, opened: Opened, stages: Sequence[Decoder], optimizer: Optimizer) -> Any:
         """What saved iterations are but their values."""
@@ -302,51 +342,21 @@ class _Run:
             opened,
             self.groups.parallel,
             kind,
-            bucket_size=getattr(optimizer, "bucket_size", None),
+            bucket_size=optimizer.bucket_size,
+            grad_dtype="float32" if optimizer.sums_in_fp32 else kind.name,
         )
 
-    def plot(
-        self, losses: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
-    ) -> str | None:
-        """Draw the curve, if that can be done."""
-        from megtool.train.plot import PLOT_FILE, write_plot
 
-        path = self.folder / PLOT_FILE
-        try:
-            write_plot(path, losses, evaluations, title=self.folder.name)
-        except MissingPackageError as e:
-            _LOG.warning("%s: %s", e.message, e.hint)
-            return None
-        return str(path)
-
-    def export(self, outcome: Outcome) -> str | None:
-        """Write DST/hf where it is asked for."""
-        from megtool.commands.reshard import reshard
-
-        if self.settings.to != "hf" or outcome.saved is None:
-            return None
-        written = self.folder / "hf"
-        reshard(
-            self.folder / folder_name(outcome.saved),
-            written,
-            to="hf",
-            optimizer="none",
-            family=self.settings.family,
-            like=self.settings.like,
-            overwrite=True,
-            fsync=self.settings.fsync,
-            progress=self.progress,
-        )
-        return str(written)
-
-
-def _megatron_args(settings: TrainSettings, plan: RunPlan, dtype: torch.dtype) -> dict[str, Any]:
+def _megatron_args(
+    settings: TrainSettings, plan: RunPlan, dtype: torch.dtype, optimizer: Optimizer
+) -> dict[str, Any]:
     """What the run knows of Megatron's args, as checkpoints keep them."""
     own: tuple[str, ...] = (
         "lr",
         "min_lr",
         "lr_decay_style",
         "lr_warmup_iters",
+        "lr_warmup_fraction",
         "weight_decay",
         "clip_grad",
         "seed",
@@ -368,6 +378,9 @@ def _megatron_args(settings: TrainSettings, plan: RunPlan, dtype: torch.dtype) -
         "bf16": kind == "bfloat16",
         "fp16": kind == "float16",
         "finetune": False,
+        "overlap_grad_reduce": optimizer.bucket_size is not None,
+        "ddp_bucket_size": settings.ddp_bucket_size,
+        "accumulate_allreduce_grads_in_fp32": optimizer.sums_in_fp32,
         "fp8": settings.fp8_format if settings.fp8_recipe else None,
     }
 

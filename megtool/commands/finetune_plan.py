@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megtool.commands.finetune_beside import check_beside
+from megtool.commands.finetune_place import batch_before, check_loaded, with_batch
 from megtool.commands.finetune_report import FinetunePlan
-from megtool.commands.opened import Opened
+from megtool.commands.opened import Opened, open_model
 from megtool.commands.running import Runnable
 from megtool.config import ParallelConfig
 from megtool.log import Progress, silent
@@ -72,17 +74,28 @@ def plan_only(
 
     Raises:
         LayoutError: the layout does not divide the model, or fill the processes there are.
+        MegtoolError: what LoRA, FP8, rounding or a teacher need is not there, as in the run.
     """
     from megtool.parallel.groups import ALONE, fit
+    from megtool.train.keeping import Identity
     from megtool.train.sizes import sizes_of
 
     world = int(os.environ.get("WORLD_SIZE", settings.layout.world_size))
     layout = fit(settings.layout, world)
     feeds = open_feeds(runnable, settings, None, ALONE)
+    before = Identity.read(folder)
+    found = None
+    if begun is not None:
+        found = open_model(begun, family_name=settings.family, like=settings.like)
+    old_batch = batch_before(None if before is None else before.curve, found)
+    settings = with_batch(settings, old_batch)
     plan = run_plan(runnable, settings, feeds, layout)
+    if found is not None and begun == settings.load:
+        check_loaded(runnable, found, plan.train_iters)
     device = settings.device or _usual_device()
     dtype = dtype_of(settings, device.partition(":")[0])
     sizes = sizes_of(stored_of(runnable.opened), settings, layout, dtype)
+    teacher_bytes = check_beside(runnable, settings, layout, dtype, device)
     return FinetunePlan(
         source=str(runnable.opened.path),
         destination=str(folder),
@@ -97,6 +110,7 @@ def plan_only(
         weight_bytes=sizes.weight_bytes,
         gradient_bytes=sizes.gradient_bytes,
         optimizer_bytes=sizes.optimizer_bytes,
+        teacher_bytes=teacher_bytes,
         samples=len(feeds.train),
         eval_samples=0 if feeds.evaluation is None else len(feeds.evaluation),
         counts=feeds.counts,

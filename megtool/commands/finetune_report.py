@@ -48,6 +48,7 @@ class FinetunePlan:
     num_microbatches: int
     tokens_per_step: int
     train_iters: int
+    teacher_bytes: int = 0
     exit_status: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -67,13 +68,14 @@ class FinetunePlan:
             f"  parameters  {self.num_parameters / 1e6:,.1f} M, on a rank "
             f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trained / 1e6:,.1f} M learn"
         )
-        total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.teacher_bytes
+        teacher = f", teacher {format_bytes(self.teacher_bytes)}" if self.teacher_bytes else ""
         yield (
             f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}, "
             f"gradients {format_bytes(self.gradient_bytes)}, "
-            f"optimizer {format_bytes(self.optimizer_bytes)}, and activations"
+            f"optimizer {format_bytes(self.optimizer_bytes)}{teacher}, and activations"
         )
-        yield f"  data        {self.samples:,} rows of {self.seq_length:,} tokens{_counts(self)}"
+        yield f"  data        {_counts(self)}"
         yield (
             f"  step        {self.tokens_per_step:,} tokens: {self.global_batch_size:,} rows, "
             f"{self.micro_batch_size:,} at once, {self.num_microbatches:,} times a rank"
@@ -110,6 +112,7 @@ class FinetuneReport:
     last_loss: float | None
     evaluations: tuple[tuple[int, float], ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    seq_length: int = 0
     peak_bytes: int = 0
     plot: str | None = None
     hf: str | None = None
@@ -141,8 +144,8 @@ class FinetuneReport:
                 f"  evaluation  {self.evaluations[0][1]:.4f} -> {self.evaluations[-1][1]:.4f}, "
                 f"best {best:.4f} at step {at:,}"
             )
-        if counted := _counts(self):
-            yield f"  data        {counted.removeprefix(', ')}"
+        if self.counts:
+            yield f"  data        {_counts(self)}"
         if self.seconds and self.tokens:
             yield (
                 f"  speed       {self.tokens / self.seconds:,.1f} tokens/s, "
@@ -160,9 +163,14 @@ class FinetuneReport:
 
 
 def _counts(report: FinetunePlan | FinetuneReport) -> str:
-    """What has become of samples that did not fit, where there were any."""
-    return "".join(
-        f", {n:,} {name.replace('_', ' ')}"
-        for name, n in report.counts.items()
-        if n and name in ("truncated", "split", "skipped")
-    )
+    """What is learned in a pass, and what has become of documents that did not fit."""
+    parts = [
+        f"{_many(report.counts['documents'], 'document')} in "
+        f"{_many(report.counts['rows'], 'row')} of {report.seq_length:,} tokens"
+    ]
+    fates = ("split", "truncated", "skipped")
+    return ", ".join([*parts, *(f"{n:,} {x}" for x in fates if (n := report.counts[x]))])
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)

@@ -36,6 +36,25 @@ def settle_for_training(
         CalibrationError: it needs a calibration and there is none, or one of another model.
         UsageError: it leaves formats to be chosen.
     """
+    job = job_for_training(
+        source, recipe, calibration, iteration=iteration, family=family, like=like
+    )
+    found = settled(job, None, progress)
+    if found is None:
+        raise CalibrationError(f"recipe {job.decided.recipe.name} settled nothing")
+    return job.points, found.settlement
+
+
+def job_for_training(
+    source: Path,
+    recipe: str,
+    calibration: Path | None = None,
+    *,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: Path | None = None,
+) -> Job:
+    """What `settle_for_training` settles; it raises the same, from headers alone."""
     decided = decide(source, recipe, iteration=iteration, family=family, like=like)
     job = Job(
         decided=decided,
@@ -79,9 +98,5 @@ def settle_for_training(
             hint=f"megtool quantize {source} FILE --recipe {recipe} --calibrate-only makes a FILE "
             "for --calibration",
         )
-    if not job.asks_data:
-        check_given(job)
-    found = settled(job, None, progress)
-    if found is None:
-        raise CalibrationError(f"recipe {decided.recipe.name} settled nothing")
-    return job.points, found.settlement
+    check_given(job)
+    return job

@@ -8,6 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.catalogue import Destination
+from megtool.checkpoint.containers.extra_state import decode, to_tree
+from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zipped import load_bytes
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
 from megtool.checkpoint.param_groups import is_group_object
@@ -97,7 +100,9 @@ def _weights_of(opened: Opened) -> Opened:
 def _objects(destination: Destination) -> dict[str, bytes]:
     """The objects as ready items; they lie at the beginning of the first file.
 
-    What belongs to a state of the run, or of its ranks, the run writes itself.
+    What belongs to a state of the run, or of its ranks, the run writes itself. So does it FP8's
+    scales and histories, where it computes in FP8; those of other layers are of weights and inputs
+    as they were before it, and are left empty.
     """
     held = destination.catalogue.objects
     first = next((data for file, at, data in destination.fragments if (file, at) == (0, 0)), b"")
@@ -108,8 +113,23 @@ def _objects(destination: Destination) -> dict[str, bytes]:
             continue
         _, at, length = stored.extent
         item = first[at : at + length]
-        out[name] = items.setdefault(item, item)
+        if item not in items:
+            items[item] = _without_scales(name, item)
+        out[name] = items[item]
     return out
+
+
+def _without_scales(name: str, item: bytes) -> bytes:
+    """A ready item; an empty one in the place of a state of delayed scaling."""
+    if "._extra_state" not in name:
+        return item
+    tree = load_bytes(item, file=name)
+    held = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+    state = decode(held, file=name)
+    if state is None or not state.is_delayed:
+        return item
+    empty = to_tree(None, release=state.release)
+    return object_item([empty] if held is not tree else empty)
 
 
 def _flat(

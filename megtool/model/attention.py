@@ -17,7 +17,7 @@ from megtool.model.batch import Frame
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
 from megtool.model.norm import Norm, NormLayer
-from megtool.model.parameters import mark
+from megtool.model.parameters import mark, mark_parts
 from megtool.model.rotary import has_rotation
 from megtool.model.taps import CacheTap
 from megtool.parallel.collectives import copy_to, gather_columns
@@ -126,6 +126,9 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
         )
+        each = config.num_heads // config.num_kv_heads
+        kinds = (each, self.gate_heads, 1, 1)  # as in `_project`
+        mark_parts(self.linear_qkv.weight, tuple(n * d for n in kinds if n))
         if config.qk_norm:
             # Every rank sees its own heads.
             self.q_layernorm = NormLayer(norm, d, partial=tp > 1, dtype=dtype, device=device)

@@ -43,6 +43,16 @@ def mark(
     return parameter
 
 
+def mark_parts(parameter: nn.Parameter, rows: tuple[int, ...]) -> nn.Parameter:
+    """Write on a matrix that it is several in one: groups of so many rows of each. Returns it.
+
+    Of queries, keys and values in one, a group is a query group. Optimizers that update whole
+    matrices take them apart (`row_parts`).
+    """
+    parameter.row_parts = rows  # type: ignore[attr-defined]
+    return parameter
+
+
 def is_marked(parameter: nn.Parameter, fact: str) -> bool:
     """One of the attributes that `mark` writes; False on a parameter without marks."""
     return bool(getattr(parameter, fact, fact == "allreduce"))

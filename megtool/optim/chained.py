@@ -63,6 +63,16 @@ class ChainedOptimizer(Optimizer):
         """All members' segments, as they lie."""
         return [s for m in self.members for s in m.stored]
 
+    @property
+    def bucket_size(self) -> int | None:
+        """See `Optimizer.bucket_size`; members have the same settings."""
+        return self.members[0].bucket_size
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """See `Optimizer.sums_in_fp32`."""
+        return self.members[0].sums_in_fp32
+
     def zero_grad(self) -> None:
         """Forget the gradients of all members."""
         for m in self.members:

@@ -81,6 +81,18 @@ class DistributedOptimizer(Optimizer):
         ]
         self.hold([segment for shard in self.shards for _, segment in shard.segments])
 
+    @property
+    def bucket_size(self) -> int | None:
+        """See `Optimizer.bucket_size`: as Megatron chooses, several where reductions overlap."""
+        if not self.settings.overlap_grad_reduce:
+            return None
+        return self.settings.bucket_size or default_bucket_size(self.groups.dp.size)
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """See `Optimizer.sums_in_fp32`."""
+        return not self.settings.reduce_in_fp32
+
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
         self.reduction.clear()
@@ -159,7 +171,7 @@ class DistributedOptimizer(Optimizer):
                 chunk=chunk_of.get(id(f.parameter), 0),
                 is_expert=f.is_expert,
                 dtype=dtype,
-                grad_dtype=dtype if self.settings.reduce_in_fp32 else torch.float32,
+                grad_dtype=torch.float32 if self.sums_in_fp32 else dtype,
             )
             kinds.setdefault(kind, []).append(f)
         order = sorted(kinds, key=lambda kind: (kind.chunk, kind.is_expert))
@@ -176,9 +188,7 @@ class DistributedOptimizer(Optimizer):
 
         Later stages and chunks have one too: their communication is hidden behind the first ones'.
         """
-        if not self.settings.overlap_grad_reduce or self.groups.pp.rank or kind.chunk:
-            return None
-        return self.settings.bucket_size or default_bucket_size(self.groups.dp.size)
+        return None if self.groups.pp.rank or kind.chunk else self.bucket_size
 
     def _make_shard(self, bucket: Bucket) -> Shard:
         """Segments of a bucket: what lies one after the other and is updated alike."""

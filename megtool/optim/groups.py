@@ -45,7 +45,8 @@ class Facts:
     `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank holds the
     same, so norms count it on one. `is_partial`: each tp rank has a part of its gradient.
     `is_tied`: the first and the last stage both have a part of it; `is_shared_copy`: it is the last
-    stage's, which norms skip.
+    stage's, which norms skip. `row_parts`: the whole matrix is several in one, in groups of so many
+    rows of each.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Facts:
     is_shared_copy: bool = False
     is_tied: bool = False
     is_partial: bool = False
+    row_parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def facts_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Facts
                 is_shared_copy=bool(getattr(p, "shared", False)),
                 is_tied=bool(getattr(p, "shared_embedding", False)),
                 is_partial=bool(getattr(p, "sequence_parallel", False)),
+                row_parts=tuple(getattr(p, "row_parts", ())),
             )
         )
     return out
@@ -170,10 +173,12 @@ def _key(facts: Facts, rule: GroupRule, settings: OptimizerSettings) -> _Key:
     plain = 0.0 if len(shape) == 1 or facts.name.endswith("bias") else 1.0
     decay = plain if rule.wd_mult is None else rule.wd_mult
     update = settings.optimizer
-    if update == "muon" and (
-        len(shape) != 2 or any(fnmatchcase(facts.name, glob) for glob in _NOT_HIDDEN)
-    ):
-        update = "adam"
+    if update == "muon":
+        # Of stacked experts each has a matrix; their biases, stacked, are none.
+        is_matrix = len(shape) == 2 or (len(shape) == 3 and facts.is_expert)
+        is_matrix = is_matrix and not facts.name.endswith("bias")
+        if not is_matrix or any(fnmatchcase(facts.name, glob) for glob in _NOT_HIDDEN):
+            update = "adam"
     return facts.is_expert, decay, rule.lr_mult, rule.max_lr, rule.min_lr, update
 
 

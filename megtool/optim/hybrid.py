@@ -95,6 +95,16 @@ class HybridOptimizer(Optimizer):
         """Memory of main parameters and states on the host."""
         return _bytes([s.host for s in self.shared_segments], set())
 
+    @property
+    def bucket_size(self) -> int | None:
+        """See `Optimizer.bucket_size`."""
+        return self.inner.bucket_size
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """See `Optimizer.sums_in_fp32`."""
+        return self.inner.sums_in_fp32
+
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
         self.inner.zero_grad()

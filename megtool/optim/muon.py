@@ -19,7 +19,8 @@ def turn_matrices(
 ) -> None:
     """Take the Newton-Schulz step of every matrix of a group, after `Muon.apply`.
 
-    `facts` are of the group's matrices, in the same order on all replicas; `segments` hold the
+    `facts` are of the group's matrices, in the same order on all replicas; of stacked experts each
+    has a matrix, and queries, keys and values in one are three (`row_parts`). `segments` hold the
     momentum in `grad`. A matrix that is cut over replicas or tp ranks is put together in bf16, as
     it is then used, by a sum over them; each rank that holds a part does the whole matrix' steps,
     and takes its part. So results do not depend on the layout but for the order of sums.
@@ -37,10 +38,10 @@ def turn_matrices(
             continue
         tp = groups.etp if f.is_expert else groups.tp
         if f.is_tp_duplicate or tp.size == 1:
-            direction, factor = update.direction(local.view(shape))
+            direction, factor = _turned(update, local.view(shape), f.row_parts)
         else:
             dim = int(f.parameter.partition_dim)  # type: ignore[attr-defined]
-            whole, factor = update.direction(_gather(local.view(shape), tp, dim))
+            whole, factor = _turned(update, _gather(local.view(shape), tp, dim), f.row_parts)
             direction = whole.chunk(tp.size, dim)[tp.rank]
         flat = direction.float().flatten()
         for s, span in held:
@@ -48,6 +49,24 @@ def turn_matrices(
             main.add_(flat[span.start : span.stop].to(main.device), alpha=-lr * factor)
             if s.main is None:
                 s.write_main(span.at, span.end, main)
+
+
+def _turned(update: Muon, whole: Tensor, row_parts: Sequence[int]) -> tuple[Tensor, float]:
+    """What to go against for one matrix, a stack of them, or several in one; and a factor for all.
+
+    Parts are in groups of `row_parts` rows of each: `[g1 of q, g1 of k, g1 of v, g2 of q, ...]`.
+    """
+    if whole.dim() == 3:
+        turned = [update.direction(matrix) for matrix in whole]
+        return torch.stack([direction for direction, _ in turned]), turned[0][1]
+    if not row_parts:
+        return update.direction(whole)
+    width = whole.shape[1]
+    out = []
+    for part in whole.view(-1, sum(row_parts), width).split_with_sizes(list(row_parts), 1):
+        direction, factor = update.direction(part.reshape(-1, width))
+        out.append(direction.float().mul_(factor).view(part.shape))
+    return torch.cat(out, 1).view(whole.shape), 1.0
 
 
 def _gather(part: Tensor, group: Group, dim: int) -> Tensor:

@@ -167,6 +167,16 @@ class Optimizer(ABC):
     # The protocol.
 
     @property
+    def bucket_size(self) -> int | None:
+        """Elements of a bucket of the first stage, the same on every rank; None: it has one."""
+        return None
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Gradients of microbatches are added up in fp32, whatever the parameters are."""
+        return True
+
+    @property
     def loss_scale(self) -> float:
         """What the loss is multiplied with now."""
         return self.scaler.scale

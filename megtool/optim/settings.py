@@ -18,7 +18,8 @@ class OptimizerSettings:
 
     `lr`, `min_lr` and `weight_decay` are what a schedule starts from: `Optimizer.step` is told the
     values of each step. `optimizer="muon"` updates matrices between embedding and output layer with
-    Muon (`muon_momentum`, `muon_steps` of Newton-Schulz), and the rest with Adam. `clip_grad`: the
+    Muon (`muon_momentum`, `muon_steps` of Newton-Schulz), each expert's, and queries, keys and
+    values, for themselves; and the rest with Adam. `clip_grad`: the
     largest norm of the whole gradient, 0 for any. `loss_scale`: a constant; None is 1, but a
     dynamic one where parameters are fp16, which is saved times `loss_scale_unit` (see
     `DynamicScaler`). `main_params="remainder"`: a bf16 parameter and 16 more

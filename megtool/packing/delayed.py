@@ -249,9 +249,11 @@ def faults(
 
     `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
     are all quantised; of others, and of several products whose `columns` are not known (None),
-    histories of zeros are no fault.
+    histories of zeros are no fault. Nor are those of gradients where there never were any: in the
+    first of layers that are frozen.
     """
     out: list[Fault] = []
+    no_gradients = _has_no_gradients(state)
     for name, array in state.items():
         if array.ndim == 0 or array.size == 0:
             continue
@@ -261,7 +263,13 @@ def faults(
             bad["nan"], bad["inf"] = np.isnan(flat).any(0), np.isinf(flat).any(0)
             bad["negative"] = (flat < 0).any(0)
         if name.startswith("amax_history_"):
-            if linear and len(flat) > 1 and columns is not None:
+            is_backward = direction_of(name) == "bwd"
+            if (
+                linear
+                and len(flat) > 1
+                and columns is not None
+                and not (is_backward and no_gradients)
+            ):
                 idle = unused(direction_of(name), flat.shape[1], columns)
                 bad["zeros"] = (flat == 0).all(0) & ~idle
         else:
@@ -272,6 +280,16 @@ def faults(
             if where.any()
         ]
     return out
+
+
+def _has_no_gradients(state: State) -> bool:
+    """Inputs and weights were seen, gradients never: their scales are as they begin."""
+    histories = [state.get(f"amax_history_{d}") for d in KINDS]
+    scale = state.get("scale_bwd")
+    if scale is None or any(h is None or not h.size for h in histories):
+        return False
+    seen, none = (np.any(h) for h in histories)
+    return bool(seen and not none and (scale == 1).all())
 
 
 def kinds_of(direction: str, number: int, columns: Columns) -> NDArray[np.int_]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import random
 import struct
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.pickled import Inert, inert_global, references
+from megtool.checkpoint.containers.pickled import Inert, decode, inert_global, references
+from megtool.checkpoint.containers.zip_writer import tensor_pickle
 from megtool.checkpoint.param_groups import (
     SHARDING,
     Inner,
@@ -22,6 +24,7 @@ from megtool.checkpoint.param_groups import (
     saving_args,
 )
 from megtool.checkpoint.random_state import RNG
+from megtool.dtypes import dtype
 from megtool.errors import CheckpointError
 from megtool.parallel.groups import Groups
 from megtool.train.extras import Extras
@@ -108,17 +111,35 @@ def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "optimizer": {**first["optimizer"], "param_groups": values}}
 
 
-def plain(value: Any) -> Any:
-    """A tree with Python's own numbers, and torch's types as what a pickle names."""
+def plain(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
+    """A tree with Python's own numbers, and torch's types and tensors as what a pickle holds.
+
+    `tensor` says what stands for tensors with dimensions instead.
+    """
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
         return value.item()
+    if isinstance(value, torch.Tensor):
+        return (tensor or _inert_tensor)(value)
     if isinstance(value, torch.dtype):
         return inert_global("torch", str(value).removeprefix("torch."))
     if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: plain(v, tensor) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain(v) for v in value)
+        return type(value)(plain(v, tensor) for v in value)
     return value
+
+
+def _inert_tensor(value: torch.Tensor) -> Any:
+    """A small tensor as inert data, its bytes attached; the storage's key follows from them."""
+    held = value.detach().cpu().contiguous()
+    data = held.view(torch.uint8).numpy().tobytes()
+    kind = str(held.dtype).removeprefix("torch.")
+    node = decode(tensor_pickle(dtype(kind), tuple(held.shape)), file="common.pt")
+    for storage in references(node):
+        what, type_, _, *rest = storage.id
+        storage.id = (what, type_, f"{kind}-{zlib.crc32(data):08x}", *rest)
+        storage.data = data
+    return node
 
 
 def random_name(groups: Groups) -> str:

@@ -18,7 +18,8 @@ from megtool.train.settings import TrainSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feeds:
-    """The data of a run. `identity` says which data it is; `counts` what became of samples."""
+    """The data of a run. `identity` says which data it is, however it is spelled; `counts` what
+    became of samples."""
 
     train: OneFeed | BlendedFeed
     evaluation: OneFeed | BlendedFeed | None = None
@@ -73,11 +74,9 @@ def feeds_of(
         train=train,
         evaluation=evaluation,
         identity={
-            "data": list(settings.data),
             "seq_length": seq_length,
             "seed": settings.seed,
             "hold_out": settings.hold_out,
-            "blend": settings.blend,
             "digest": train.fingerprint,
         },
         counts=asdict(train.counts),

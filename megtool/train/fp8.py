@@ -72,14 +72,7 @@ class Fp8Training:
             raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
         self.settings, self.groups = settings, groups
         self.num_layers = first.config.num_layers
-        left = range(settings.start_in_bf16, self.num_layers - settings.end_in_bf16)
-        if not left:
-            raise UsageError(
-                f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without "
-                f"FP8, and the model has {self.num_layers}",
-                hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
-            )
-        self._layers = left
+        self._layers = left = layers_in_fp8(settings, self.num_layers)
         self._members = [
             _Member(f"decoder.layers.{n}.{name}", module)
             for stage in stages
@@ -204,6 +197,22 @@ class Fp8Training:
             },
         }
         return ExtraState(tensors=dict(arrays), facts=facts, release=2)
+
+
+def layers_in_fp8(settings: Fp8Settings, num_layers: int) -> range:
+    """The layers of a model that are computed in FP8.
+
+    Raises:
+        UsageError: there are none.
+    """
+    left = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
+    if not left:
+        raise UsageError(
+            f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
+            f"and the model has {num_layers}",
+            hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
+        )
+    return left
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, ColumnLinear | RowLinear]]:

@@ -26,6 +26,7 @@ from megtool.train.lora import Lora
 from megtool.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from megtool.optim.fp8.settings import Fp8Settings
     from megtool.quant.calibration.points import Point
     from megtool.quant.treatment import Settlement
     from megtool.train.distill import Distillation
@@ -140,7 +141,7 @@ def lora_settings(settings: TrainSettings) -> LoraSettings | None:
         rank=rank,
         alpha=2.0 * rank if settings.lora_alpha is None else settings.lora_alpha,
         dropout=settings.lora_dropout,
-        roles=tuple(role.strip() for role in settings.lora_target.split(",")),
+        roles=tuple(dict.fromkeys(role.strip() for role in settings.lora_target.split(","))),
         seed=settings.seed,
     )
 
@@ -170,11 +171,21 @@ def _teaching(
 
 
 def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: Groups) -> Fp8Training | None:
+    told = fp8_settings(settings)
+    return None if told is None else Fp8Training(stages, told, groups)
+
+
+def fp8_settings(settings: TrainSettings) -> Fp8Settings | None:
+    """What is said of FP8; None where nothing is.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
     from megtool.optim.fp8.settings import Fp8Settings
 
     if settings.fp8_recipe is None:
         return None
-    told = Fp8Settings(
+    return Fp8Settings(
         recipe=settings.fp8_recipe,
         format=settings.fp8_format,
         amax_history_len=settings.fp8_amax_history_len,
@@ -183,4 +194,3 @@ def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: Groups) -> 
         start_in_bf16=settings.num_layers_at_start_in_bf16,
         end_in_bf16=settings.num_layers_at_end_in_bf16,
     )
-    return Fp8Training(stages, told, groups)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megtool.checkpoint.param_groups import BY_DP
+from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.convert.megatron import MAIN
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
-from megtool.errors import MappingError
+from megtool.errors import MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from megtool.train.holdings import Assigned, Cells, Holders, Report, assign, boxes_of, local_name
 from megtool.train.template import Flat, Template
@@ -58,6 +58,7 @@ def lay_out_run(
 
     Raises:
         MappingError: ranks and checkpoint do not have the same tensors.
+        UsageError: `dp_reshardable`, and some parameters lack state that others have.
     """
     parallel, config = template.parallel, template.config
     kinds = {n: kind for report in reports for n, kind in report.dtypes.items()}
@@ -199,10 +200,11 @@ def _flat_rows(
         for state, number in slot.tensors.items():
             there = known.get((state, p.key, p.boxes, place))
             if there is None:
-                raise MappingError(
-                    f"its {state!r} has a place in a bucket, and no rank holds it",
+                raise UsageError(
+                    f"{BY_DP} state is of every parameter alike, and this one has no {state!r}: "
+                    "it is frozen, or updated in another way than others are",
                     tensor=p.key,
-                    hint="buckets hold every parameter: fully_reshardable holds some alone",
+                    hint=f"--dist-ckpt-optim-format {FULLY} saves what there is",
                 )
             found.setdefault(number, []).extend(
                 (slot.start + a.start, slot.start + a.stop, a) for a in there

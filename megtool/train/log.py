@@ -29,6 +29,8 @@ _MEGATRON_NAMES = {
     "tokens_per_second": "tokens-per-second",
 }
 
+_NOT_FINITE = ("nan", "inf", "-inf")  # as `_text` writes them: JSON has no such numbers
+
 Line = dict[str, Any]
 
 
@@ -137,7 +139,7 @@ def _whole(text: str) -> Iterator[Line]:
         except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("iteration"), int):
-            yield {k: math.nan if v == "nan" else v for k, v in line.items()}
+            yield {k: float(v) if v in _NOT_FINITE else v for k, v in line.items()}
 
 
 def _text(line: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megtool.errors import TrainingError
 from megtool.log import Progress, silent
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -28,12 +29,12 @@ from megtool.train.batches import Feed, batch_of
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.extras import Extras
 from megtool.train.further import Further
-from megtool.train.keeping import forget_old
+from megtool.train.keeping import forget_old, has_iteration
 from megtool.train.log import RunLog, told
 from megtool.train.plan import RunPlan, rates_of
 from megtool.train.settings import TrainSettings
 from megtool.train.standing import Standing
-from megtool.train.trouble import first_not_finite, stop
+from megtool.train.trouble import first_not_finite, parameter_not_finite, stop
 
 _LOG = logging.getLogger(__name__)
 
@@ -128,8 +129,9 @@ class _Run:
             objective=job.further.objective,
             scale=job.optimizer.scale_loss,
         )
-        resumed = standing.iteration or None
-        self.outcome = Outcome(standing=standing, saved=resumed if job.saver else None)
+        self.outcome = Outcome(standing=standing)
+        if job.folder is not None and has_iteration(job.folder, standing.iteration):
+            self.outcome.saved = standing.iteration
         self.evaluations = job.log.evaluations()
         self.began = time.monotonic()
 
@@ -139,7 +141,9 @@ class _Run:
         self.progress("train", plan.tokens * standing.iteration, plan.tokens * plan.train_iters)
         if standing.iteration == 0:
             self.evaluate()
-        while standing.iteration < plan.train_iters:
+        elif standing.iteration < plan.train_iters and self.is_tired():
+            self.outcome.reason = "patience"
+        while standing.iteration < plan.train_iters and self.outcome.reason == "done":
             self.step()
             self.progress("train", plan.tokens, plan.tokens * plan.train_iters)
             last = standing.iteration == plan.train_iters
@@ -150,9 +154,7 @@ class _Run:
             interval = self.job.settings.save_interval
             if last or reason or (interval and standing.iteration % interval == 0):
                 self.save(last=last or reason is not None)
-            if reason:
-                self.outcome.reason = reason
-                break
+            self.outcome.reason = reason or "done"
         self.outcome.seconds = time.monotonic() - self.began
         return self.outcome
 
@@ -215,12 +217,16 @@ class _Run:
         what = "the gradient is no finite number"
         if isinstance(scaler, DynamicScaler):
             what += f", even with a loss scale of {result.loss_scale:g}"
-        raise stop(what, named, iteration=self.standing.iteration, good=self.outcome.saved)
+        raise self.stop(what, named)
 
-    def trouble(self, what: str, batch: Batch, labels_BS: Tensor) -> Exception:
+    def trouble(self, what: str, batch: Batch, labels_BS: Tensor) -> TrainingError:
         """The error for a loss that is no number."""
-        first = first_not_finite(self.job.stages, batch, labels_BS)
-        return stop(what, first, iteration=self.standing.iteration, good=self.outcome.saved)
+        return self.stop(what, first_not_finite(self.job.stages, batch, labels_BS))
+
+    def stop(self, what: str, bad: str | None = None) -> TrainingError:
+        """The error that ends the run here, and the checkpoint that is left."""
+        bad = bad or parameter_not_finite(self.job.stages)
+        return stop(what, bad, iteration=self.standing.iteration, good=self.outcome.saved)
 
     def tell(self, line: dict[str, Any]) -> None:
         """Every `log_interval` steps, a line for people; of rank 0."""
@@ -256,28 +262,41 @@ class _Run:
         self.evaluations.append((self.standing.iteration, found.loss))
         if self.groups.rank == 0:
             _LOG.info("%s", told(line, job.plan.train_iters))
+        if not math.isfinite(found.loss):
+            raise self.stop(f"the evaluation's loss is {found.loss}")
 
     def reason(self) -> Reason | None:
         """Why the run should end here, the same on every rank."""
         settings = self.job.settings
         minutes = settings.exit_duration_in_mins
         has_run = minutes is not None and time.monotonic() - self.began > 60 * minutes
-        tired = settings.patience is not None and is_tired(self.evaluations, settings.patience)
-        if not (settings.exit_signal_handler or minutes is not None or settings.patience):
+        if self.is_tired():
+            return "patience"
+        if not settings.exit_signal_handler and minutes is None:
             return None
         flags = world_sum([], self.groups, [float(self.is_signalled()), float(has_run)])
-        # Only rank 0 has the evaluations of before.
-        told_tired = world_sum([], self.groups, [float(tired and self.groups.rank == 0)])[0]
-        if told_tired:
-            return "patience"
         return "signal" if flags[0] else "time" if flags[1] else None
 
+    def is_tired(self) -> bool:
+        """Whether evaluations no longer get better: what rank 0 says, which has those of before."""
+        patience = self.job.settings.patience
+        if patience is None:
+            return False
+        mine = self.groups.rank == 0 and is_tired(self.evaluations, patience)
+        return world_sum([], self.groups, [float(mine)])[0] > 0
+
     def save(self, *, last: bool) -> None:
-        """Keep the iteration; the last one is waited for."""
+        """Keep the iteration; the last one is waited for.
+
+        Raises:
+            TrainingError: a parameter is not finite: what is kept stays.
+        """
         job, standing = self.job, self.standing
         if job.saver is None:
             return
         self.wait_for_parameters()
+        if bad := parameter_not_finite(job.stages):
+            raise self.stop("a parameter is no finite number", bad)
         extras = Extras(
             consumed_train_samples=standing.consumed_samples,
             scheduler=job.schedule.state_dict(standing.num_steps),
@@ -285,6 +304,8 @@ class _Run:
             objects=job.further.objects(),
         )
         began = time.monotonic()
+        job.saver.finish()
+        self.forget()  # before the next one needs its space
         job.saver.save(
             standing.iteration,
             job.stages,
@@ -295,6 +316,11 @@ class _Run:
         )
         self.outcome.stall_seconds += time.monotonic() - began
         self.outcome.saved = standing.iteration
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove checkpoints that are not to be kept any longer."""
+        job = self.job
         if job.folder is not None and job.settings.keep and self.groups.rank == 0:
             forget_old(job.folder, job.settings.keep)
 
@@ -311,10 +337,13 @@ class _Run:
 
 
 def is_tired(evaluations: Sequence[tuple[int, float]], patience: int) -> bool:
-    """Whether none of the last `patience` evaluations was better than all before them."""
+    """Whether none of the last `patience` evaluations was better than all before them.
+
+    A loss that is no number is worse than any.
+    """
     if len(evaluations) <= patience:
         return False
-    losses = [loss for _, loss in evaluations]
+    losses = [math.inf if math.isnan(loss) else loss for _, loss in evaluations]
     return min(losses[-patience:]) >= min(losses[:-patience])
 
 

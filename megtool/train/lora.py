@@ -6,8 +6,9 @@ the adapter as PEFT has it, with the optimizer's state in a file of our own.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from megtool.convert.families import Family
 from megtool.errors import CheckpointError, FormatError
 from megtool.model.decoder import Decoder
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
+from megtool.model.parameters import is_marked
 from megtool.parallel.collectives import all_sum
 from megtool.train.adapters import AdapterViews
 from megtool.train.common_state import plain
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 FOLDER = "adapter"
 STATE_FILE = "training_state.safetensors"
 _WEIGHT = "weight"
+_FORMAT = 2
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SAME = 1e-11
+"""Prints of the same weights differ by less of their room, by the order of summing alone."""
+_CHUNK = 1 << 24
+"""Elements of a weight that are held in float64 at a time."""
 
 
 class Lora:
@@ -56,22 +64,11 @@ class Lora:
         self.num_elements = add_adapters(stages, settings)
         self.views = AdapterViews(stages)
         self._family = family
-        self._print = self._fingerprint()
-
-    @torch.no_grad()
-    def _fingerprint(self) -> float:
-        """A number that the frozen weights decide about, at whatever layout."""
-        device, total = self.stages[0].groups.device, 0.0
-        if self.stages[0].groups.replicas.rank == 0:
-            for decoder in self.stages:
-                for _, linear, _ in adapters_of(decoder):
-                    total += float(linear.weight.double().square().sum())
-        summed = all_sum(torch.tensor(total, dtype=torch.float64, device=device), self._world)
-        return float(summed)
+        self._print = frozen_print(stages)
 
     @property
-    def _world(self) -> Any:
-        return self.stages[0].groups.world
+    def _dtype(self) -> str:
+        return str(self.stages[0].dtype).removeprefix("torch.")
 
     def merged(self) -> list[Merged]:
         """The stages as the model without adapters that computes the same."""
@@ -83,11 +80,12 @@ class Lora:
         linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
         form = PeftForm(self.config, self._family, sorted(linears))
         kept = {f"{_WEIGHT}:{n}": t for n, t in weights.items()}
-        facts: dict[str, Any] = {"format": 1, "base": self._print, "optimizer": None}
+        facts: dict[str, Any] = {"format": _FORMAT, "base": self._print, "dtype": self._dtype}
+        facts["optimizer"] = None
         if optimizer is not None:
             for state, found in self.views.states(optimizer.pieces()).items():
                 kept |= {f"{state}:{n}": t for n, t in found.items()}
-            facts["optimizer"] = plain(optimizer.small_state())
+            facts["optimizer"] = plain(optimizer.small_state(), _single)
         facts |= {
             "iteration": standing.iteration,
             "consumed_samples": standing.consumed_samples,
@@ -114,10 +112,19 @@ class Lora:
         """Take up adapters and optimizer state where an iteration left them, bit for bit.
 
         Raises:
-            CheckpointError: it has no adapter, one of another size, or one of another model.
+            CheckpointError: it has no adapter, one of another size, one of another model, or one
+                that was trained in another type.
         """
         whole, facts = _read(iteration_folder / FOLDER / STATE_FILE)
-        if abs(facts["base"] - self._print) > 1e-9 * abs(self._print):
+        if facts["dtype"] != self._dtype:
+            raise CheckpointError(
+                f"the adapter was trained in {facts['dtype']}, and the run computes in "
+                f"{self._dtype}",
+                file=iteration_folder / FOLDER,
+                hint=f"--{_SHORT.get(facts['dtype'], facts['dtype'])} goes on with it",
+            )
+        (mine, room), (theirs, _) = self._print, facts["base"]
+        if not abs(theirs - mine) <= _SAME * room:
             raise CheckpointError(
                 "the adapter belongs to another model than the one that was given",
                 file=iteration_folder / FOLDER,
@@ -197,9 +204,11 @@ class LoraSaver:
     def __init__(self, saver: Saver, lora: Lora) -> None:
         self._saver, self._lora = saver, lora
 
-    def prepare(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> None:
+    def prepare(
+        self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
+    ) -> None:
         """Plan all saves, and take the memory for host copies."""
-        self._saver.prepare(self._stages(), None)
+        self._saver.prepare(self._stages(), None, asynchronous=asynchronous)
 
     def save(
         self,
@@ -242,6 +251,64 @@ class LoraSaver:
         return self._lora.merged()
 
 
+@torch.no_grad()
+def frozen_print(stages: Sequence[Decoder]) -> tuple[float, float]:
+    """A number that all frozen weights and their places decide about, the same at every layout, and
+    the sum of magnitudes that it is a part of; every rank calls it.
+
+    Elements are summed with factors that depend on the parameter's name, and on the place along
+    dimensions that no layout cuts.
+    """
+    groups = stages[0].groups
+    total = torch.zeros(2, dtype=torch.float64, device=groups.device)
+    for decoder in stages:
+        for name, p in decoder.named_parameters():
+            is_expert, is_cut = not is_marked(p, "allreduce"), is_marked(p, _CUT)
+            replicas, shards = groups.replicas, groups.tp
+            if is_expert:
+                replicas, shards = groups.expert_dp, groups.etp
+            if replicas.rank or (shards.rank and not is_cut) or is_marked(p, "shared"):
+                continue
+            if ".adapter." not in name:
+                digest = hashlib.sha256(name.encode()).digest()
+                # Marks of experts say how they are cut here, not how another layout may cut them.
+                along = int(getattr(p, "partition_dim", -1))  # -1: along none
+                cut = range(p.dim()) if is_expert else [along]
+                total += _summed(p, cut) * (0.5 + int.from_bytes(digest[:4], "little") / 2**32)
+    value, room = all_sum(total, groups.world).tolist()
+    return value, room
+
+
+_CUT = "tensor_model_parallel"
+
+
+def _summed(p: Tensor, cut: Iterable[int]) -> Tensor:
+    """The sum of a parameter's elements with factors by their place, and that of magnitudes."""
+    factors = [
+        torch.ones(n, dtype=torch.float64, device=p.device)
+        if d in cut
+        else 0.5 + torch.arange(n, device=p.device).mul(2654435761).remainder(2**32) / 2**32
+        for d, n in enumerate(p.shape)
+    ]
+    *outer, inner = factors
+    by_row = torch.ones(1, dtype=torch.float64, device=p.device)
+    for factor in outer:
+        by_row = torch.outer(by_row, factor.double()).flatten()
+    total = torch.zeros(2, dtype=torch.float64, device=p.device)
+    rows = max(1, _CHUNK // max(inner.numel(), 1))
+    by_inner = p.reshape(by_row.numel(), -1)
+    for at in range(0, by_row.numel(), rows):
+        weights, wide = by_row[at : at + rows], by_inner[at : at + rows].double()
+        total[0] += weights @ (wide @ inner.double())
+        total[1] += weights @ (wide.abs_() @ inner.double())
+    return total
+
+
+def _single(tensor: Tensor) -> float:
+    """A tensor of one element, the loss scale's, as JSON has it."""
+    return float(tensor.item())
+
+
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the facts of a state file.
 
@@ -256,6 +323,10 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         )
     tensors, metadata = decode(path)
     try:
-        return tensors, json.loads(metadata["state"])
-    except (ValueError, KeyError) as e:
+        facts = json.loads(metadata["state"])
+        found = facts["format"]
+    except (ValueError, KeyError, TypeError) as e:
         raise FormatError(f"no state of an adapter: {e}", file=path) from e
+    if found != _FORMAT:
+        raise FormatError(f"a state of an adapter of format {found}, not {_FORMAT}", file=path)
+    return tensors, facts

@@ -254,8 +254,15 @@ def make_optimizer(
     Raises:
         UsageError: settings that do not go together, or nothing is left to train.
     """
+    import torch
+
+    from megtool.parallel.collectives import all_sum
+
     told = optimizer_settings(settings, plan)
     named = [(n, p) for stage in stages for n, p in stage.named_parameters()]
+    learns = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
+    if not float(all_sum(learns, groups.world)):
+        raise UsageError("nothing is left to train", hint="fewer --freeze")
     shared = settings.use_distributed_optimizer
     if shared is None:
         shared = groups.replicas.size > 1 or groups.expert_dp.size > 1 or told.fp8_param_gather

@@ -129,13 +129,18 @@ class Saver:
         if left := clean(self._files, self.folder):
             _LOG.warning("removed what unfinished saves left: %s", ", ".join(left))
 
-    def prepare(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> None:
+    def prepare(
+        self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
+    ) -> None:
         """Plan all saves and take the memory for host copies, so that the first save is short.
 
         Raises:
             MappingError: the model is not that of the template.
+            UsageError: the optimizer's format cannot hold this optimizer's state.
         """
-        self._room(self._plan(stages, optimizer).layout)
+        planned = self._plan(stages, optimizer)
+        if asynchronous:
+            self._room(planned.layout)
 
     def _plan(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> _Planned:
         if self._planned is not None:

@@ -92,7 +92,8 @@ class TrainSettings:
     micro_batch_size: int = said(TRAINING, "Rows of one pass.", 1, metavar="N", least=1)
     global_batch_size: int | None = said(
         TRAINING,
-        "Rows of a step on all replicas together; default: one micro batch each.",
+        "Rows of a step on all replicas together; default: those of the run that goes on, else one "
+        "micro batch each.",
         metavar="N",
         least=1,
     )
@@ -109,7 +110,10 @@ class TrainSettings:
     )
     # ---- Optimizer
     optimizer: Literal["adam", "sgd", "muon"] = said(
-        OPTIMIZER, "adam is AdamW; muon: Muon for matrices, AdamW for the rest.", "adam"
+        OPTIMIZER,
+        "adam is AdamW; muon: Muon for matrices (each expert's; q, k and v apart), AdamW for the "
+        "rest.",
+        "adam",
     )
     lr: float = said(OPTIMIZER, "Highest learning rate.", 1e-5, metavar="X", least=0)
     min_lr: float = said(OPTIMIZER, "Lowest learning rate.", 0.0, metavar="X", least=0)

@@ -141,15 +141,49 @@ def _check_further(s: TrainSettings) -> None:
         (s.lora_alpha is not None and s.lora_rank is None, "--lora-alpha without --lora-rank"),
         (bool(s.lora_dropout) and s.lora_rank is None, "--lora-dropout without --lora-rank"),
         (s.lora_rank is not None and s.fp8_param_gather, "--lora-rank and --fp8-param-gather"),
+        (
+            s.lora_rank is not None and bool(s.freeze),
+            "--freeze with --lora-rank, which freezes all of the model and trains adapters alone",
+        ),
         (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16"),
     )
     for wrong, said in needs:
         if wrong:
             raise UsageError(said.replace(": bf16 has", " needs --bf16"))
+    _check_needed(s)
+    if s.lora_alpha is not None and s.lora_alpha <= 0:
+        raise UsageError(f"--lora-alpha {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank")
     if s.overlap_param_gather and s.use_distributed_optimizer is False:
         raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
     roles = ("qkv", "proj", "fc1", "fc2")
     if s.lora_rank is not None:
-        for role in s.lora_target.split(","):
-            if role.strip() not in roles:
+        said_roles = [role.strip() for role in s.lora_target.split(",")]
+        for n, role in enumerate(said_roles):
+            if role not in roles:
                 raise UsageError(f"--lora-target {role!r}", hint=f"of {', '.join(roles)}")
+            if role in said_roles[:n]:
+                raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
+
+
+NEEDED = {
+    "teacher": ("distill_weight", "distill_temperature"),
+    "lora_rank": ("lora_target",),
+    "fp8_recipe": (
+        "fp8_format",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_margin",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+    ),
+}
+"""Options without which others mean nothing."""
+
+
+def _check_needed(s: TrainSettings) -> None:
+    usual = {f.name: f.default for f in fields(s)}
+    for needed, names in NEEDED.items():
+        if getattr(s, needed) is None:
+            for name in names:
+                if getattr(s, name) != usual[name]:
+                    raise UsageError(f"{flag(name)} without {flag(needed)}")

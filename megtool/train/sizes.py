@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megtool.config import ParallelConfig
+from megtool.config import ModelConfig, ParallelConfig
 from megtool.inference.weights import Source, decoder_of
 from megtool.model.decoder import Decoder
 from megtool.model.lora import add_adapters
@@ -50,6 +50,16 @@ def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dt
             add_adapters(stages, lora)
         found.append(_sizes(stages, settings, layout, kind))
     return max(found, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
+
+
+def weight_bytes_of(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
+    """What the weights of a model of one stage take on each rank, as those of a teacher.
+
+    Raises:
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+    """
+    stages = build_stages(config, seated(layout, 0), dtype=getattr(torch, dtype))
+    return sum(p.numel() * p.element_size() for stage in stages for p in stage.parameters())
 
 
 def seated(layout: ParallelConfig, stage: int) -> Groups:

@@ -23,10 +23,20 @@ def first_not_finite(stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor)
     Runs the batch forward again, so every rank has to call this; with several it is the first of
     the first rank in the order of the stages that has one. None if all are numbers.
     """
-    groups = stages[0].groups
     found = _parameter(stages)
-    if all(x is None for x in _gathered(found, groups)):
+    if all(x is None for x in _gathered(found, stages[0].groups)):
         found = _activation(stages, batch, labels_BS)
+    return _first(found, stages[0].groups)
+
+
+@torch.no_grad()
+def parameter_not_finite(stages: Sequence[Decoder]) -> str | None:
+    """The first parameter with a NaN or an infinity, of all ranks; every rank has to call this."""
+    return _first(_parameter(stages), stages[0].groups)
+
+
+def _first(found: str | None, groups: Groups) -> str | None:
+    """What the first rank in the order of the stages has found, the same on every rank."""
     named = [
         f"{name} (rank {rank})" if groups.world.size > 1 else name
         for rank, name in sorted(

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class FaultyFiles(Files):
         self._fault = fault
         self._lasting = lasting
         self._dead = False
+        self._first = ""
         self.open_fds: set[int] = set()
         self._counting = threading.Lock()
 
@@ -47,6 +48,8 @@ class FaultyFiles(Files):
                 raise Killed
             self.calls.append(function.__name__)
             number = len(self.calls)
+            if function.__name__ == self._first and not self.hit:
+                self._at = number
             again = (
                 self._lasting
                 and number > self._at
@@ -65,6 +68,11 @@ class FaultyFiles(Files):
         if self._fault == "torn" and number == self._at:
             self._die()
         return result
+
+    def killed_at_first(self, name: str) -> Self:
+        """Die at the first call of a function, however many other calls threads make before."""
+        self._first, self._fault = name, "kill"
+        return self
 
     def _strike(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
         match self._fault:

@@ -187,10 +187,10 @@ def test_small_feeds_of_a_file_are_one_unit(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_is_resumed_and_what_it_tore_repaired(tmp_path: Path) -> None:
-    plan, calm = planned(source(tmp_path / "in"), (0, 12, ROWS)), FaultyFiles()
-    want = carried_out(plan, tmp_path / "calm", calm)
+    plan = planned(source(tmp_path / "in"), (0, 12, ROWS))
+    want = carried_out(plan, tmp_path / "calm")
     with pytest.raises(Killed):
-        carried_out(plan, tmp_path / "out", FaultyFiles(calm.calls.index("rename"), "kill"))
+        carried_out(plan, tmp_path / "out", FaultyFiles().killed_at_first("rename"))
     torn = tmp_path / ".out.megtool" / "tree" / "model.safetensors"
     data = torn.read_bytes()
     torn.write_bytes(data[:-1500] + bytes(1500))

@@ -129,3 +129,14 @@ def test_a_broken_line_is_the_same_error_on_every_rank(made, tmp_path) -> None:
     for found in run_world(on_rank, 2, model, str(tmp_path / "out"), str(text), {"dp": 2}):
         assert found[0] == "FormatError"
         assert "line 2" in found[1]
+
+
+def test_weights_turned_nan_stop_every_rank_before_the_save(made, tmp_path) -> None:
+    model, data, _ = made
+    more = {"tp": 2, "lr": 1e38, "weight_decay": 1e38, "clip_grad": 0.0, "lr_warmup_iters": 1}
+    more |= {"train_iters": 2, "save_interval": 1, "keep": 1, "hold_out": 0.0}
+    found = run_world(on_rank, 2, model, str(tmp_path / "out"), data, more)
+    assert found[0] == found[1]
+    assert found[0][0] == "TrainingError"
+    assert "iteration 1 is the last good checkpoint" in found[0][1]
+    assert [p.name for p in (tmp_path / "out").glob("iter_*")] == ["iter_0000001"]

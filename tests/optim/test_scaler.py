@@ -68,6 +68,26 @@ def test_a_state_is_taken_over() -> None:
     assert again.scale == 16.0
 
 
+@pytest.mark.peers
+def test_a_scale_is_saved_and_taken_over_in_megatrons_unit() -> None:
+    """Of a mean over 8 tokens Megatron's, of their sum ours: the same scale of each token."""
+    ours = DynamicScaler(initial=2.0**10 / 8, window=3, unit=8.0)
+    theirs = megatron(2.0**10, 1.0, 3, 2)
+    for found in (False, True, True, False):
+        ours.update(found)
+        theirs.update(found)
+    assert torch.equal(ours.state_dict()["scale"], theirs.state_dict()["scale"])
+    again = DynamicScaler(window=3, unit=8.0)
+    again.load_state_dict(theirs.state_dict())
+    assert (again.scale, again.state_dict()) == (ours.scale, theirs.state_dict())
+
+
+def test_a_scale_does_not_grow_to_what_cannot_be_saved() -> None:
+    scaler = DynamicScaler(initial=2.0**120, window=1, unit=2.0**7)
+    scaler.update(False)
+    assert scaler.scale == 2.0**120
+
+
 def test_a_constant_stays() -> None:
     scaler = ConstantScaler(8.0)
     scaler.update(True)

@@ -47,7 +47,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_lr=high,
         min_lr=low,
         init_lr=draw(st.floats(0, 1)) * high,
-        warmup_steps=draw(st.integers(0, decay - 1)),
+        warmup_steps=draw(st.integers(0, decay - 1) | st.floats(0, decay, exclude_max=True)),
         decay_steps=decay,
         wsd_decay_steps=draw(st.integers(1, decay)),
         wsd_decay_style=draw(st.sampled_from(STYLES)),

@@ -31,6 +31,7 @@ SAVES = [
     ({"tp": 2}, 2, "fully_reshardable"),
     ({"dp": 2}, 2, "dp_reshardable"),
 ]
+BUCKET = 4000
 
 
 def megatron(action: str, **options: Any) -> str:
@@ -57,10 +58,17 @@ def trained(
 
 
 def goes_on(
-    rank: int, size: int, source: str, target: str, layout: dict[str, int], save: str
+    rank: int,
+    size: int,
+    source: str,
+    target: str,
+    layout: dict[str, int],
+    save: str,
+    settings: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Resume what is in a folder, and save it at once."""
-    run = Trained(Path(source), layout, kind="bfloat16")
+    """Resume what is in a folder, and save it at once; gradients are bf16 as there."""
+    how = {"reduce_in_fp32": True, **(settings or {})}
+    run = Trained(Path(source), layout, kind="bfloat16", settings=how)
     try:
         found = run.resume()
         assert found.has_optimizer
@@ -113,3 +121,25 @@ def test_megatron_loads_what_a_run_saved(
         other = {"pp": 2}
         megatron("load", kind=kind, folder=saved, dump=dump + "2", **(options | {"layout": other}))
         assert verify(dump + "2", source).verdict == "equal"
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_megatron_loads_buckets_that_a_run_cut(in_fp32: bool, tmp_path: Path) -> None:
+    """The source was trained without buckets: they are the run's own.
+
+    megatron-core 0.16.1 writes wrong `fully_reshardable` state of several buckets itself, so it
+    dumps the format that it loads.
+    """
+    source, saved, dump = (str(tmp_path / n) for n in ("source", "saved", "dump"))
+    megatron("train", saves=[["dp_reshardable", source]], layout={})
+    settings = {
+        "overlap_grad_reduce": True,
+        "bucket_size": BUCKET,
+        "reduce_in_fp32": not in_fp32,
+    }
+    run_world(goes_on, 2, source, saved, {"dp": 2}, "dp_reshardable", settings)
+    options = {"overlap": True, "bucket_size": BUCKET, "grads_in_fp32": in_fp32, "layout": {}}
+    options |= {"kind": "dp_reshardable", "dump_kind": "dp_reshardable"}
+    loaded = megatron("load", folder=saved, dump=dump, **options)
+    assert "loaded [2" in loaded, loaded
+    assert verify(dump, source).verdict == "equal"

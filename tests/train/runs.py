@@ -85,7 +85,13 @@ class Trained:
         self.num_steps += 1
 
     def saver(self, folder: Path, kind: str = "fully_reshardable", **how: Any) -> Saver:
-        template = template_of(self.opened, self.groups.parallel, self.kind)
+        template = template_of(
+            self.opened,
+            self.groups.parallel,
+            self.kind,
+            bucket_size=self.optimizer.bucket_size,
+            grad_dtype="float32" if self.optimizer.sums_in_fp32 else self.kind.name,
+        )
         return Saver(folder, template, self.groups, optimizer_format=kind, fsync=False, **how)
 
     def save(self, saver: Saver, iteration: int, **how: Any) -> float:

@@ -22,7 +22,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.plain import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.groups import Groups
-from megtool.train.lora import FOLDER, Lora
+from megtool.train.lora import FOLDER, Lora, frozen_print
 from megtool.train.peft_form import CONFIG_FILE
 from megtool.train.setup import load_for_training
 from megtool.train.standing import Standing
@@ -184,7 +184,7 @@ def test_an_adapter_of_another_model_is_refused(llama, tmp_path) -> None:
     _, theirs, optimizer = made(other, Groups.alone(), sharded=False)
     with torch.no_grad():
         next(adapters_of(theirs.stages[0]))[1].weight.add_(0.1)
-    theirs._print = theirs._fingerprint()
+    theirs._print = frozen_print(theirs.stages)
     with pytest.raises(CheckpointError, match="belongs to another model"):
         theirs.resume(tmp_path, optimizer)
 
@@ -210,6 +210,24 @@ def test_tensor_parallel_ranks_learn_the_same(llama, layout, sp) -> None:
         assert found.keys() == alone.keys()
         for name, tensor in alone.items():
             assert torch.allclose(found[name], tensor, atol=2e-5, rtol=1e-3), name
+
+
+def print_on_ranks(rank: int, size: int, path: str, layout: dict[str, int]) -> tuple[float, float]:
+    stages, _ = load(Path(path), Groups.start(ParallelConfig(**layout)))
+    return frozen_print(stages)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
+def test_frozen_weights_are_known_again_at_every_layout(llama, layout) -> None:
+    stages, _ = load(llama)
+    value, room = frozen_print(stages)
+    for found, its_room in run_world(print_on_ranks, 2, str(llama), layout):
+        assert abs(found - value) <= 1e-12 * room
+        assert its_room == pytest.approx(room)
+    with torch.no_grad():
+        weight = stages[0].get_parameter("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+        weight[0] += 1e-3
+    assert abs(frozen_print(stages)[0] - value) > 1e-6
 
 
 def resumed_on_ranks(rank: int, size: int, path: str, folder: str) -> dict[str, Tensor]:

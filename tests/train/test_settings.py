@@ -70,6 +70,14 @@ def test_megatron_knows_these_options() -> None:
         ({"loss_scale": 8.0}, "--loss-scale without --fp16"),
         ({"lora_rank": 4, "lora_target": "qkv,fc3"}, "--lora-target 'fc3'"),
         ({"hold_out": 1.0}, "--hold-out 1"),
+        ({"lora_rank": 4, "lora_target": "qkv, qkv"}, "--lora-target names 'qkv' twice"),
+        ({"lora_rank": 4, "lora_alpha": 0.0}, "--lora-alpha 0"),
+        ({"lora_rank": 4, "freeze": ("embedding*",)}, "--freeze with --lora-rank"),
+        ({"lora_target": "qkv"}, "--lora-target without --lora-rank"),
+        ({"distill_weight": 1.0}, "--distill-weight without --teacher"),
+        ({"distill_temperature": 2.0}, "--distill-temperature without --teacher"),
+        ({"fp8_format": "e4m3"}, "--fp8-format without --fp8-recipe"),
+        ({"num_layers_at_start_in_bf16": 1}, "--num-layers-at-start-in-bf16 without --fp8-recipe"),
     ],
 )
 def test_what_no_run_can_do_is_refused_by_its_option(options, message) -> None:

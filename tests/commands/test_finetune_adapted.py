@@ -1,0 +1,163 @@
+"""Finetune with adapters and FP8 together, other bases and types, and plans of what cannot run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.containers.extra_state import decode
+from megtool.checkpoint.facts import object_value
+from megtool.commands.finetune import finetune
+from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.opened import open_model
+from megtool.commands.quantize import quantize
+from megtool.commands.scaling.inspect import inspect_amax
+from megtool.commands.verify import verify
+from megtool.errors import (
+    CalibrationError,
+    CheckpointError,
+    LayoutError,
+    MappingError,
+    RecipeError,
+    TrainingError,
+    UsageError,
+)
+from megtool.train.log import read_log
+from tests.inference import tiny_text
+
+TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
+DELAYED = {"fp8_recipe": "delayed", "fp8_amax_history_len": 8, "bf16": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text(TEXT * 60)
+    return file
+
+
+def tune(model: Path, folder: Path, data: Path, **more: Any) -> FinetuneReport | FinetunePlan:
+    options: dict[str, Any] = {
+        "seq_length": 32,
+        "train_iters": 2,
+        "global_batch_size": 2,
+        "lr": 1e-3,
+        "threads": 1,
+        "fsync": False,
+    }
+    return finetune(model, folder, data=[str(data)], **(options | more))
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder / "log.jsonl") if "loss" in line]
+
+
+def delayed_states(folder: Path) -> set[str]:
+    """The extra states of a save folder that hold scales and histories."""
+    catalogue = open_model(folder).catalogue
+    found = set()
+    for name, held in catalogue.objects.items():
+        if "_extra_state" in name:
+            state = decode(object_value(catalogue, held))
+            if state is not None and state.is_delayed:
+                found.add(name)
+    return found
+
+
+def test_a_lora_run_in_fp8_that_was_stopped_is_the_one_that_was_not(model, data, tmp_path) -> None:
+    how = {**DELAYED, "lora_rank": 4, "train_iters": 4, "lr_decay_iters": 4, "save_interval": 2}
+    tune(model, tmp_path / "whole", data, **how)
+    tune(model, tmp_path / "cut", data, **(how | {"train_iters": 2}))
+    tune(model, tmp_path / "cut", data, **how)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
+    names = [
+        f"iter_0000004/adapter/{n}"
+        for n in ("adapter_model.safetensors", "training_state.safetensors")
+    ]
+    for name in names:
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    # Nothing learns before the first layer's queries: their product never has a gradient.
+    seen = inspect_amax(tmp_path / "whole")
+    assert seen.exit_status == 0, list(seen.lines())
+
+
+def test_scales_of_layers_that_are_not_in_fp8_are_not_kept(model, data, tmp_path) -> None:
+    tune(model, tmp_path / "fp8", data, **DELAYED)
+    before = delayed_states(tmp_path / "fp8")
+    assert before
+    tune(tmp_path / "fp8", tmp_path / "plain", data, bf16=True)
+    assert not delayed_states(tmp_path / "plain")
+    tune(tmp_path / "fp8", tmp_path / "less", data, **DELAYED, num_layers_at_end_in_bf16=1)
+    left = delayed_states(tmp_path / "less")
+    assert left
+    assert left < before
+
+
+def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, data, tmp_path) -> None:
+    how = {"lora_rank": 4, "lora_target": "qkv"}
+    tune(model, tmp_path / "out", data, **how, bf16=True)
+    with pytest.raises(CheckpointError, match="trained in bfloat16, and the run computes in float"):
+        tune(model, tmp_path / "out", data, **how, fp32=True, train_iters=3)
+    # Of the same values in another order, in a layer without an adapter.
+    safetensors = pytest.importorskip("safetensors.torch")
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = safetensors.load_file(other / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].roll(1, 0).contiguous()
+    safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    more: dict[str, Any] = how | {"bf16": True, "train_iters": 3}
+    with pytest.raises(TrainingError, match="weights of SRC are others"):
+        tune(other, tmp_path / "out", data, **more)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        tune(other, tmp_path / "new", data, **more, load=tmp_path / "out")
+    # What means the same is the same run.
+    report = tune(model, tmp_path / "out", data, **more, lora_alpha=8.0)
+    assert isinstance(report, FinetuneReport)
+    assert report.begun_at == 2
+
+
+def calibrated(model: Path, file: Path, samples: int) -> Path:
+    how: dict[str, Any] = {"recipe": "fp8", "calibrate_only": True, "synthetic": True}
+    quantize(model, file, **how, samples=samples, length=16, fsync=False)
+    return file
+
+
+def test_another_calibration_makes_another_run(model, data, tmp_path) -> None:
+    one = calibrated(model, tmp_path / "one.safetensors", 2)
+    other = calibrated(model, tmp_path / "other.safetensors", 3)
+    tune(model, tmp_path / "out", data, qat="fp8", calibration=one)
+    moved = Path(shutil.copy(one, tmp_path / "moved.safetensors"))
+    tune(model, tmp_path / "out", data, qat="fp8", calibration=moved, train_iters=3)
+    with pytest.raises(TrainingError, match="calibration was"):
+        tune(model, tmp_path / "out", data, qat="fp8", calibration=other, train_iters=4)
+
+
+def test_a_plan_refuses_what_the_run_would(model, data, tmp_path) -> None:
+    small = tiny_text.save(tmp_path / "small", vocab_size=300)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"qat": "no_such_recipe"}, RecipeError, "no_such_recipe"),
+        ({"qat": "fp8"}, CalibrationError, "needs to know the model's inputs"),
+        ({"teacher": tmp_path / "nowhere"}, CheckpointError, "nowhere"),
+        ({"teacher": small}, MappingError, "vocabulary of 300"),
+        ({"teacher": model, "pp": 2}, LayoutError, "distillation with pp=2"),
+        ({"fp8_recipe": "delayed", "fp8_margin": 99}, UsageError, "FP8 margin 99"),
+        ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, UsageError, "99 last"),
+    ]
+    for wrong, kind, message in cases:
+        with pytest.raises(kind) as caught:
+            tune(model, tmp_path / "out", data, dry_run=True, **wrong)
+        assert message in str(caught.value), wrong
+    plan = tune(model, tmp_path / "out", data, dry_run=True, teacher=model)
+    assert isinstance(plan, FinetunePlan)
+    assert plan.teacher_bytes == plan.weight_bytes
+    assert any("teacher" in line for line in plan.lines())
+    assert not (tmp_path / "out").exists()

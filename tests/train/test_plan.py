@@ -1,0 +1,56 @@
+"""Plan of a run: its rates, as Megatron has them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megtool.errors import UsageError
+from megtool.train.plan import RunPlan, schedule_of
+from megtool.train.settings import TrainSettings
+
+BATCH, ITERS = 4, 25
+
+
+def plan() -> RunPlan:
+    return RunPlan(
+        train_iters=ITERS,
+        seq_length=8,
+        micro_batch_size=1,
+        global_batch_size=BATCH,
+        replicas=1,
+    )
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 1 / 3])
+def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: float) -> None:
+    core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    settings = TrainSettings(lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=fraction)
+    group: dict[str, Any] = {}
+    # As Megatron-LM's `get_optimizer_param_scheduler` makes it of its arguments.
+    theirs = core.OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=0.0,
+        lr_warmup_steps=fraction * (ITERS * BATCH),
+        lr_decay_steps=ITERS * BATCH,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=ITERS * BATCH,
+        wd_incr_style="constant",
+    )
+    schedule = schedule_of(settings, plan())
+    for step in range(0, (ITERS + 1) * BATCH, BATCH):
+        assert schedule.lr(step) == group["lr"], step
+        theirs.step(BATCH)
+    assert schedule.state_dict(0)["lr_warmup_steps"] == theirs.state_dict()["lr_warmup_steps"]
+
+
+def test_a_warm_up_that_is_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="25 steps of warm-up"):
+        schedule_of(TrainSettings(lr=1e-2, lr_warmup_fraction=1.0), plan())
