@@ -45,7 +45,7 @@ LONGEST = ("test_readme.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest; skip, with the reason, what needs a GPU where there is none."""
+    """Begin with what takes longest; skip, and say why, what needs a GPU where there is none."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:
