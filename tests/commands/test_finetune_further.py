@@ -11,7 +11,7 @@ import torch
 
 from megtool.commands.evaluate import evaluate
 from megtool.commands.finetune import finetune
-from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
+from megtool.commands.finetune_report import FinetunePlan
 from megtool.commands.quantize import quantize
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
@@ -22,11 +22,10 @@ from megtool.errors import (
     TrainingError,
     UsageError,
 )
-from megtool.train.log import read_log
+from tests.commands.finetune_runs import TEXT, curve, save_lines, tune
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 
-TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
 LORA = {"lora_rank": 4, "lora_dropout": 0.1, "save_interval": 2, "train_iters": 4}
 
 
@@ -37,29 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    rows = [{"text": f"{n} {TEXT * (1 + n % 3)}"} for n in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def tune(model: Path | str, folder: Path, data: Path | str, **more: Any) -> FinetuneReport:
-    options = {
-        "seq_length": 32,
-        "train_iters": 6,
-        "global_batch_size": 2,
-        "lr": 1e-3,
-        "threads": 1,
-        "fsync": False,
-    } | more
-    report = finetune(model, folder, data=[str(data)], **options)
-    assert isinstance(report, FinetuneReport)
-    return report
-
-
-def curve(folder: Path) -> list[tuple[Any, ...]]:
-    keys = ("iteration", "loss", "eval_loss", "grad_norm", "lr", "consumed_samples")
-    return [tuple(x.get(k) for k in keys) for x in read_log(folder / "log.jsonl")]
+    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def test_a_lora_run_leaves_a_merged_model_and_an_adapter(model, data, tmp_path) -> None:

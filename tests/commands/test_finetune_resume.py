@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +24,14 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.log import read_log
+from tests.commands.finetune_runs import TEXT, curve, save_lines
+from tests.commands.finetune_runs import tune as any_run
 from tests.inference import tiny_text
 
-TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
 SHORT = {"exit_duration_in_mins": 1e-9}
 """Ends a run after its first step."""
+
+tune = partial(any_run, train_iters=4)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    rows = [{"text": f"{n} {TEXT * (1 + n % 3)}"} for n in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -56,25 +56,6 @@ def done(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def out(done: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(done, tmp_path / "out"))
-
-
-def tune(model: Path, folder: Path, data: Path | str, **more: Any) -> FinetuneReport:
-    options = {
-        "seq_length": 32,
-        "train_iters": 4,
-        "global_batch_size": 2,
-        "lr": 1e-3,
-        "threads": 1,
-        "fsync": False,
-    } | more
-    report = finetune(model, folder, data=[str(data)], **options)
-    assert isinstance(report, FinetuneReport)
-    return report
-
-
-def curve(folder: Path) -> list[tuple[Any, ...]]:
-    keys = ("iteration", "loss", "eval_loss", "grad_norm", "lr", "consumed_samples", "loss_scale")
-    return [tuple(x.get(k) for k in keys) for x in read_log(folder / "log.jsonl")]
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> str:

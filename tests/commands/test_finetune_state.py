@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megtool.commands.finetune import finetune
-from megtool.commands.finetune_report import FinetuneReport
 from megtool.errors import MappingError, UsageError
 from megtool.train.log import read_log
+from tests.commands.finetune_runs import save_lines
+from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 
 SCALE = 2.0**14
 FP16 = {"fp16": True, "initial_loss_scale": SCALE, "micro_batch_size": 1}
+
+tune = partial(any_run, train_iters=2)
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    text = "When in the Course of human events, it becomes necessary for one people to dissolve. "
-    rows = [{"text": f"{n} {text * (1 + n % 3)}"} for n in range(20)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def tune(model: Path | str, folder: Path | str, data: Path | str, **more: Any) -> FinetuneReport:
-    options = {
-        "seq_length": 32,
-        "train_iters": 2,
-        "global_batch_size": 2,
-        "lr": 1e-3,
-        "threads": 1,
-        "fsync": False,
-    } | more
-    report = finetune(model, folder, data=[str(data)], **options)
-    assert isinstance(report, FinetuneReport)
-    return report
+    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def common(folder: Path, iteration: int) -> tuple[Path, dict[str, Any]]:
