@@ -117,7 +117,6 @@ def measure(given: argparse.Namespace, root: Path) -> None:
 
 def add(table: Table, source: str, num_bytes: int, result: Result) -> None:
     """A row."""
-    peak = result.watched.peak_bytes() if result.watched else 0
     table.add(
         source,
         mib(num_bytes),
@@ -127,15 +126,10 @@ def add(table: Table, source: str, num_bytes: int, result: Result) -> None:
         times(result.least),
         verdict(result.least, result.entrant.limit),
         times(result.median),
-        mib(peak),
+        mib(result.peak_bytes),
         source=source,
-        job=result.entrant.name,
-        least=result.least,
-        median=result.median,
-        peak_bytes=peak,
         num_bytes=num_bytes,
-        seconds=result.seconds,
-        copies=result.copies,
+        **result.figures,
     )
 
 

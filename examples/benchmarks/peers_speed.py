@@ -22,7 +22,7 @@ def duel(table: Table, peer: Result, ours: Result) -> None:
     """A row: the peer's best time and peak memory over ours."""
     speedup = min(peer.seconds) / min(ours.seconds)
     median = statistics.median(a / b for a, b in zip(peer.seconds, ours.seconds, strict=True))
-    peaks = [r.watched.peak_bytes() if r.watched else 0 for r in (peer, ours)]
+    peaks = [r.peak_bytes for r in (peer, ours)]
     share = peaks[1] / peaks[0]
     table.add(
         peer.entrant.name,

@@ -57,7 +57,6 @@ def measure(given: argparse.Namespace, root: Path) -> None:
 
 def add(table: Table, result: Result, num_bytes: int) -> None:
     """A row."""
-    peak = result.watched.peak_bytes() if result.watched else 0
     table.add(
         result.entrant.name,
         f"{min(result.seconds):.2f}",
@@ -66,14 +65,9 @@ def add(table: Table, result: Result, num_bytes: int) -> None:
         times(result.least),
         verdict(result.least, result.entrant.limit),
         times(result.median),
-        mib(peak),
-        job=result.entrant.name,
-        least=result.least,
-        median=result.median,
-        peak_bytes=peak,
+        mib(result.peak_bytes),
         num_bytes=num_bytes,
-        seconds=result.seconds,
-        copies=result.copies,
+        **result.figures,
     )
 
 

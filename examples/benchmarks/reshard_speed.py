@@ -124,7 +124,7 @@ def add_digest_cost(table: Table, found: list[Result]) -> None:
 def add_moved(table: Table, result: Result) -> None:
     """A row of what a job moved and held."""
     job = result.entrant
-    peak = result.watched.peak_bytes() if result.watched else 0
+    peak = result.peak_bytes
     table.add(
         job.name,
         job.options.get("digest", "buffered"),

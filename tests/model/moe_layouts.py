@@ -16,7 +16,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.parameters import finish_gradients, sum_over_replicas
 from megtool.parallel.groups import Groups
 
-SIZES: dict[str, Any] = dict(
+DENSE: dict[str, Any] = dict(
     num_layers=2,
     hidden_size=16,
     ffn_hidden_size=24,
@@ -24,6 +24,8 @@ SIZES: dict[str, Any] = dict(
     num_kv_heads=2,
     head_dim=4,
     vocab_size=61,
+)
+SIZES: dict[str, Any] = DENSE | dict(
     num_experts=8,
     num_experts_per_token=2,
     moe_ffn_hidden_size=8,

@@ -16,24 +16,15 @@ from megtool.model.pipeline import Schedule, build_stages
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.groups import Groups
-from tests.model.moe_layouts import part
+from tests.model.moe_layouts import DENSE, part
 
 ROWS, TOKENS = 8, 6
-VOCAB = 61
-SIZES: dict[str, Any] = dict(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=VOCAB,
-)
+VOCAB: int = DENSE["vocab_size"]
 MODELS: dict[str, ModelConfig] = {
-    "tied": ModelConfig(**SIZES, tied_embeddings=True, qk_norm=True),
-    "biases": ModelConfig(**SIZES, qkv_bias=True, attn_out_bias=True, mlp_bias=True),
+    "tied": ModelConfig(**DENSE, tied_embeddings=True, qk_norm=True),
+    "biases": ModelConfig(**DENSE, qkv_bias=True, attn_out_bias=True, mlp_bias=True),
     "experts": ModelConfig(
-        **SIZES,
+        **DENSE,
         num_experts=8,
         num_experts_per_token=2,
         moe_ffn_hidden_size=8,

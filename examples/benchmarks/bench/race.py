@@ -174,6 +174,23 @@ class Result:
         return statistics.median(self.pairs)
 
     @property
+    def peak_bytes(self) -> int:
+        """The most anonymous memory of the watched run; 0 where nobody watched."""
+        return self.watched.peak_bytes() if self.watched else 0
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What a table's JSON keeps of it."""
+        return {
+            "job": self.entrant.name,
+            "least": self.least,
+            "median": self.median,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "copies": self.copies,
+        }
+
+    @property
     def amplification(self) -> float:
         """Bytes read and written over the bytes that had to be."""
         return self.watched.moved_bytes / self.entrant.ideal_bytes if self.watched else float("nan")
