@@ -92,11 +92,6 @@ class Bucket:
         """This rank's elements of the parameters, live."""
         return self.params[slice(*self.shard_range)]
 
-    @property
-    def grad_shard(self) -> Tensor:
-        """This rank's elements of the gradients, live."""
-        return self.grads[slice(*self.shard_range)]
-
     def spans(self) -> list[Span]:
         """What this rank's shard holds of the members, in its order; `at` counts in the shard."""
         low, high = self.shard_range
