@@ -202,9 +202,12 @@ def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: i
     run_in_threads(work, min(threads, len(todo)), run.stopped)
 
 
+_MANY_CASTS = 1 << 30  # what torch casts to FP8 within a second less than numpy, its import's time
+
+
 def _computes(plan: Plan) -> bool:
-    """Whether torch will be needed."""
-    if any(feed.uses_torch for feed in plan.feeds):
+    """Whether torch will be needed, or worth its import."""
+    if sum(feed.cast_elements for feed in plan.feeds) > _MANY_CASTS:
         return True
     single = dtype("float32")
     for e in plan.entries:

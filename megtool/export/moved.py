@@ -156,9 +156,10 @@ class Moved:
         return frozenset(out)
 
     @property
-    def uses_torch(self) -> bool:
-        """Elements are encoded again where scales are new."""
-        return bool(self.known)
+    def cast_elements(self) -> int:
+        """Those of FP8 codes that are made again, as scales are new."""
+        fp8 = self.known and self.packing.startswith("fp8")
+        return (self.end - self.first) * self.box.shape[1] if fp8 else 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

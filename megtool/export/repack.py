@@ -200,9 +200,9 @@ class Once:
         return [f for f in found if f is not None]
 
     @property
-    def uses_torch(self) -> bool:
-        """Scales are brought to another place, not computed."""
-        return False
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

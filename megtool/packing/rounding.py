@@ -1,13 +1,15 @@
 """Float32 to small floats and integers: rounded half to even, saturated, exact for every input.
 
-FP8 is torch's own cast, which takes one pass; FP4 counts the borders between its eight values that
-a magnitude lies beyond; integers are what adding the power of two whose last place is 1 leaves in
-the low bits.
+FP8 is torch's own cast, one pass, where torch is loaded, and numpy's arithmetic with the same bits
+where it is not: its import costs as much as half a billion elements. FP4 counts the borders between
+its eight values that a magnitude lies beyond; integers are what adding the power of two whose last
+place is 1 leaves in the low bits.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import FormatError
 from megtool.packing.floats import E2M1 as FP4
+from megtool.packing.floats import eight_bit
 from megtool.packing.scratch import CHUNK, scratch
 
 _SERIAL = 1 << 15  # elements up to which torch shares out no work among threads of its own
@@ -24,15 +27,18 @@ _PLANES = 1 << 16  # elements of FP4 at a time: seven bytes each are held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFloat:
-    """A float type of few bits: torch's name for it, and its largest finite value."""
+    """A float type of few bits: torch's name for it, its largest finite value, its smallest normal
+    one, and the bits after the point."""
 
     name: str
     largest: float
+    smallest: float
+    mantissa: int
 
 
-E4M3 = SmallFloat(name="float8_e4m3fn", largest=448.0)
-E5M2 = SmallFloat(name="float8_e5m2", largest=57344.0)
-E2M1 = SmallFloat(name="float4_e2m1fn", largest=6.0)
+E4M3 = SmallFloat(name="float8_e4m3fn", largest=448.0, smallest=2.0**-6, mantissa=3)
+E5M2 = SmallFloat(name="float8_e5m2", largest=57344.0, smallest=2.0**-14, mantissa=2)
+E2M1 = SmallFloat(name="float4_e2m1fn", largest=6.0, smallest=1.0, mantissa=1)
 
 SMALL = {kind.name: kind for kind in (E4M3, E5M2, E2M1)}
 """Those that `small_codes` rounds to, by torch's name."""
@@ -67,17 +73,59 @@ def small_codes(
         else:
             clipped = part if overwrite else scratch("clipped", part.size, np.float32)
             part.clip(-kind.largest, kind.largest, out=clipped)
-            _cast(clipped, into, kind.name)
+            cast = _cast_by_torch if "torch" in sys.modules else cast_by_numpy
+            cast(clipped, kind, into)
     return out
 
 
-def _cast(x: NDArray[np.float32], out: NDArray[np.uint8], name: str) -> None:
+def _cast_by_torch(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
     import torch
 
-    kind = getattr(torch, name)
-    source, target = torch.from_numpy(x), torch.from_numpy(out).view(kind)
+    source = torch.from_numpy(x)
+    target = torch.from_numpy(out).view(getattr(torch, kind.name))
     for begin in range(0, x.size, _SERIAL):
         target[begin : begin + _SERIAL].copy_(source[begin : begin + _SERIAL])
+
+
+def cast_by_numpy(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
+    """Put the codes of an 8-bit type for `x` (`[n]`, clipped to what it can hold) to `out`.
+
+    Added to a number whose last place is the type's step at that magnitude, a value is rounded by
+    the processor; what is left has so few bits that the upper half of a float32 holds them all.
+    """
+    table = _codes_by_upper_half(kind.name)
+    for begin in range(0, x.size, _SERIAL):
+        part = x[begin : begin + _SERIAL]
+        step = scratch("step", part.size, np.uint32)
+        np.bitwise_and(part.view(np.uint32), np.uint32(0x7F800000), out=step)
+        power = step.view(np.float32)
+        np.maximum(power, np.float32(kind.smallest), out=power)
+        # Half as much again, so that sums with values below zero have the same last place.
+        np.multiply(power, np.float32(1.5 * 2.0 ** (23 - kind.mantissa)), out=power)
+        value = scratch("rounded", part.size, np.float32)
+        with np.errstate(invalid="ignore"):  # NaN's power is infinite
+            np.add(part, power, out=value)
+            np.subtract(value, power, out=value)
+        np.copysign(value, part, out=value)  # of what became zero, too
+        upper = value.view(np.uint16)[_UPPER::2]
+        np.take(table, upper, out=out[begin : begin + _SERIAL], mode="clip")
+
+
+_UPPER = 1 if sys.byteorder == "little" else 0
+
+
+@functools.cache
+def _codes_by_upper_half(name: str) -> NDArray[np.uint8]:
+    """The codes of an 8-bit type by the upper 16 bits of the float32 of the same value; NaN of
+    either sign has the largest magnitude's bits."""
+    codes = np.arange(256, dtype=np.uint8)
+    values = eight_bit(name)
+    upper = (values.view(np.uint32) >> 16).astype(np.uint16)
+    out = np.zeros(1 << 16, np.uint8)
+    finite = np.isfinite(values)
+    out[upper[finite]] = codes[finite]
+    out[0x7F81:0x8000], out[0xFF81:] = 0x7F, 0xFF
+    return out
 
 
 @functools.cache
@@ -109,16 +157,24 @@ def _four_bits(x: NDArray[np.float32], out: NDArray[np.uint8], half_down: bool) 
 def rounded(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     """`x` (contiguous) rounded to the wider type `name` (torch's: bfloat16 or float16; any other
     leaves it as it is), as float32, in place. NaN stays NaN."""
-    if name not in ("bfloat16", "float16"):
+    if name == "float16":
+        with np.errstate(over="ignore"):
+            np.copyto(x, x.astype(np.float16))
+    if name != "bfloat16":
         return x
-    import torch
-
-    flat = torch.from_numpy(x.reshape(-1))
+    flat = x.reshape(-1)
     for begin in range(0, x.size, _SERIAL):
         part = flat[begin : begin + _SERIAL]
-        part.copy_(part.to(getattr(torch, name)))
-    if name == "bfloat16" and np.isnan(x.max(initial=0)):
-        x[np.isnan(x)] = np.nan  # of which torch's sign is any
+        is_nan = np.isnan(part) if np.isnan(part.max()) else None
+        bits = part.view(np.uint32)
+        last = scratch("last", part.size, np.uint32)
+        np.right_shift(bits, np.uint32(16), out=last)
+        np.bitwise_and(last, np.uint32(1), out=last)
+        np.add(last, np.uint32(0x7FFF), out=last)  # half, or a little less where that is even
+        np.add(bits, last, out=bits)
+        np.bitwise_and(bits, np.uint32(0xFFFF0000), out=bits)
+        if is_nan is not None:
+            part[is_nan] = np.nan
     return x
 
 

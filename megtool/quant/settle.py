@@ -21,10 +21,11 @@ from megtool.quant.algorithms.method import method_of
 from megtool.quant.algorithms.stored_columns import Norm
 from megtool.quant.calibration.points import Point
 from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.needs import Needs, is_two_level, needs
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment, packing_of
+from megtool.quant.treatment import Cache, Settlement, Treatment
 
 Weights = Callable[[str], Tensor]
 
@@ -36,43 +37,6 @@ LARGEST_CACHE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
 FOLDED = "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
 
 _READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a decision takes: any statistics, the Gram matrix or sample among them, and whether
-    later layers should see what rounding made of this one."""
-
-    data: bool = False
-    gram: bool = False
-    sample: bool = False
-    sequential: bool = False
-
-
-def needs(recipe: Recipe, decision: Decision) -> Needs:
-    """What must be seen of the inputs of a module before it is settled.
-
-    Raises:
-        RecipeError: its algorithm is not known here.
-    """
-    found = decision.format
-    if found is None or found.choose:
-        return Needs()
-    if found.kv_algo:
-        return Needs(data=not found.constant)
-    method = method_of(recipe, found)
-    searches = method.columns == "search" and found.number.smooths
-    smooths = method.columns == "smooth" and found.number.smooths
-    rounds = found.algo in INPUTS
-    by_output = (method.clips_weights or method.gptq) and not method.mse
-    gram = by_output or (searches and not rounds)
-    sample = rounds and (searches or method.clips_inputs or (smooths and method.alpha is None))
-    return Needs(
-        data=(found.number.calibrates and not found.input_amax) or gram or sample or smooths,
-        gram=gram,
-        sample=sample,
-        sequential=method.gptq and found.number.scaling in ("group", "channel"),
-    )
 
 
 def settle(
@@ -200,8 +164,7 @@ class _Work:
                 )
         looks = seen is not None and any(n.gram or n.sample for n in needed)
         looks |= seen is not None and method.columns != "none" and found.number.smooths
-        two_levels = packing_of(found).startswith("nvfp4") or found.algo == "W4A8_AWQ"
-        looks |= method.mse or (two_levels and len(modules) > 1)
+        looks |= method.mse or (is_two_level(found) and len(modules) > 1)
         held: dict[str, Tensor] = {}
         norm = None
         if looks:

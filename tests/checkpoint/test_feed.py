@@ -61,8 +61,8 @@ class Doubled:
         return repr(self.factor).encode()
 
     @property
-    def uses_torch(self) -> bool:
-        return False
+    def cast_elements(self) -> int:
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         with taking.run(self.placement, dtype("float32")) as run:

@@ -100,7 +100,8 @@ def test_as_modelopt_exports(packing: str, dtype: torch.dtype) -> None:
         if "o_proj" not in name and "down_proj" not in name:
             given = {r: _bits(want[r]) for r in (SCALE, SCALE_2) if r in want and not want[r].ndim}
         kind = str(dtype).removeprefix("torch.")
-        found = encode(packing, parts, _bits(weight), kind, (0, 0), shape, scales=given)
+        box: Any = (_bits(weight), kind, (0, 0), shape)
+        found = encode(packing, parts, *box, scales=given, twice=True)
         assert set(found) == set(want)
         for p in parts:
             array = _bits(want[p.role])
@@ -220,6 +221,7 @@ def test_as_compressed_tensors_compresses(
         (0, 0),
         tuple(weight.shape),
         style="compressed-tensors",
+        twice=True,
     )
     want = {
         CODES: made["weight_packed"] if "weight_packed" in made else made["weight"],

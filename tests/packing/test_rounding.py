@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from megtool.errors import FormatError
-from megtool.packing.rounding import E2M1, SMALL, integer_codes, rounded, small_codes
+from megtool.packing.rounding import (
+    E2M1,
+    SMALL,
+    cast_by_numpy,
+    integer_codes,
+    rounded,
+    small_codes,
+)
 
 
 def _inputs() -> Iterator[np.ndarray]:
@@ -33,6 +40,9 @@ def test_eight_bits_as_torch(name: str) -> None:
         plain = torch.from_numpy(x.copy()).clamp(-kind.largest, kind.largest)
         want = plain.to(getattr(torch, name)).view(torch.uint8).numpy()
         np.testing.assert_array_equal(small_codes(x, kind), want)
+        by_numpy = np.empty(x.shape, np.uint8)
+        cast_by_numpy(x.clip(-kind.largest, kind.largest), kind, by_numpy)
+        np.testing.assert_array_equal(by_numpy, want)
         assert kept.tobytes() == x.tobytes(), "the input is left alone"
 
 

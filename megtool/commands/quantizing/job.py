@@ -84,7 +84,7 @@ class Job:
     @cached_property
     def wants_data(self) -> list[Decision]:
         """The decisions that no weight alone can settle."""
-        from megtool.quant.settle import needs
+        from megtool.quant.needs import needs
 
         recipe = self.decided.recipe
         return [d for d in self.decisions if d.choices or needs(recipe, d).data]

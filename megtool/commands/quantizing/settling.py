@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megtool.commands.quantizing.samples import Samples
 from megtool.commands.reshard import reshard
@@ -37,25 +35,14 @@ def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | 
     Raises:
         CalibrationError: see `calibrate` and `check_fits`.
     """
-    from megtool.quant.settle import settle
+    from megtool.quant.needs import is_plain
     from megtool.quant.treatment import Settlement, Treatment
 
     done: Settled | None
     if not job.asks_data:
-        settlement = Settlement()
-        done = Settled(settlement=settlement, artefact=None)
-        with _weights(job) as weights:
-            decided = {d.module.name: d for d in job.decisions}
-            settlement.add(
-                settle(
-                    job.points,
-                    {},
-                    decided,
-                    job.decided.recipe,
-                    weights,
-                    config=job.runnable.config,
-                )
-            )
+        done = Settled(settlement=Settlement(), artefact=None)
+        if not all(is_plain(job.decided.recipe, d) for d in job.decisions):
+            done.settlement.add(_by_weights(job))
     elif job.calibrating.given:
         done = _from_files(job)
     else:
@@ -65,16 +52,21 @@ def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | 
     for d in job.decisions:  # what has no point: an embedding, layers that draft
         name, found = d.module.name, d.format
         if found is not None and found.algo and name not in done.settlement.treatments:
-            done.settlement.treatments[name] = Treatment(module=name, format=found)
+            done.settlement.treatments[name] = Treatment(
+                module=name, format=found, input_amax=found.input_amax
+            )
     return done
 
 
-@contextmanager
-def _weights(job: Job) -> Iterator[Any]:
+def _by_weights(job: Job) -> Settlement:
+    """What looking at weights alone finds."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
+    from megtool.quant.settle import settle
 
+    decided = {d.module.name: d for d in job.decisions}
     with CanonicalWeights(job.source()) as weights:
-        yield weights
+        recipe, config = job.decided.recipe, job.runnable.config
+        return settle(job.points, {}, decided, recipe, weights, config=config)
 
 
 def _from_files(job: Job) -> Settled:

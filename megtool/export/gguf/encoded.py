@@ -115,9 +115,9 @@ class Encoded:
         return hash_of(self.kind, self.dtype.name, self.first, self.end, self.rows)
 
     @property
-    def uses_torch(self) -> bool:
-        """The gguf package computes with numpy."""
-        return False
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
@@ -200,9 +200,9 @@ class PlusOne:
         return hash_of("1 + w", self.dtype.name)
 
     @property
-    def uses_torch(self) -> bool:
-        """Float32 by numpy."""
-        return False
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -123,9 +123,9 @@ class PlusOne:
         return hash_of("1 + w", self.dtype.name, self.tensors[0].dtype.name)
 
     @property
-    def uses_torch(self) -> bool:
-        """Numpy casts to these types."""
-        return False
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -20,9 +20,9 @@ from megtool.quant.calibration.artefact_parts import (
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.points import Point
 from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.needs import needs
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.settle import needs
 from megtool.quant.treatment import Settlement
 
 _VERSION = 2

@@ -158,6 +158,7 @@ def _format(said: Mapping[str, Any]) -> Format:
         constant=said["constant"] is True,
         input_amax=_magnitude(said["input_amax"]),
         method=said["method"],
+        round_twice=said["round_twice"] is True,
         line=_count(said["line"]),
     )
 

@@ -30,9 +30,10 @@ from megtool.quant.calibration.ranks import Ranks
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.calibration.steps import Run
 from megtool.quant.calibration.work import Work
+from megtool.quant.needs import needs
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.settle import needs, settle
+from megtool.quant.settle import settle
 from megtool.quant.treatment import Settlement
 
 Found = tuple[dict[str, Statistics], Settlement]

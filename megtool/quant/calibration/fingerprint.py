@@ -169,6 +169,7 @@ def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
             "constant": f.constant,
             "method": f.method,
         } | ({"input_amax": f.input_amax} if f.input_amax else {})
+        facts = {**facts, "round_twice": True} if f.round_twice else facts
         found.update(_line([d.module.name, facts]))
     return found.hexdigest()
 

@@ -29,9 +29,10 @@ from megtool.quant.calibration.ranks import Ranks
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.calibration.work import Work
+from megtool.quant.needs import needs
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.settle import needs, settle
+from megtool.quant.settle import settle
 from megtool.quant.simulation.simulation import Simulation
 from megtool.quant.treatment import Settlement
 

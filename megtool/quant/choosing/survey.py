@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megtool.errors import CalibrationError
+from megtool.log import Progress
 from megtool.model.decoder import Decoder
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.layers import Layers, one_batch
@@ -18,12 +19,17 @@ from megtool.quant.calibration.points import Point
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.choosing.units import Unit, key_of
+from megtool.quant.needs import needs
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.settle import needs, settle
+from megtool.quant.settle import settle
 from megtool.quant.simulation.simulation import Simulation
 from megtool.quant.treatment import Settlement
+
+
+SETTLING = 2
+"""How many times as long a pass takes in which statistics are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,30 @@ class Run:
                 hint="leave the format out of the choice, or keep the unit by a rule of its own",
             )
         return loss
+
+
+class Passes:
+    """Work in passes of so many tokens through one layer, as progress; parts of them add up."""
+
+    def __init__(self, progress: Progress, num_tokens: int) -> None:
+        self._progress, self._num_tokens = progress, max(num_tokens, 1)
+        self._expected = self._done = 0.0
+        self._told = 0
+
+    def expect(self, passes: float) -> None:
+        """There will be so many more."""
+        self._expected += passes
+
+    def __call__(self, passes: float) -> None:
+        """So many more are done."""
+        self._done += passes
+        whole = math.floor(self._done + 1e-6)
+        self._progress("sensitivity", whole - self._told, math.floor(self._expected + 1e-6))
+        self._told = whole
+
+    def of(self, num_tokens: int) -> float:
+        """Passes of other numbers of tokens."""
+        return num_tokens / self._num_tokens
 
 
 class Survey:
@@ -80,8 +110,21 @@ class Survey:
         order = sorted(self.units, key=lambda u: last if u.layer is None else u.layer)
         return [Run(u, key_of(f, self._recipe)) for u in order for f in u.formats]
 
-    def settle(self) -> None:
+    def head_passes(self, share: float) -> float:
+        """What logits of a share of tokens take, as passes of all of them through a layer."""
+        config = self.decoder.config
+        inside = [d.module for d in self._decisions.values() if d.module.layer is not None]
+        layer = sum(m.numel for m in inside if m.kind == "linear" and "expert" not in m.roles)
+        if config.num_experts:
+            used = config.num_experts_per_token / config.num_experts
+            layer += int(used * sum(m.numel for m in inside if "expert" in m.roles))
+        each = layer / max(config.num_layers, 1)
+        return 2 * share * config.vocab_size * config.hidden_size / max(each, 1)
+
+    def settle(self, passes: Passes) -> None:
         """Run all pieces through the model as it is, and settle every unit in every format."""
+        settling = SETTLING * sum(passes.of(p.num_tokens) for p in self.pieces)
+        passes.expect(settling * len(self.decoder.stage.layers))
         points = [p for u in self.units for p in self._points[u.name]]
         asked = {p.name: self._asked(p) for p in points}
         recorder = Recorder(
@@ -97,6 +140,7 @@ class Survey:
             for i, piece in enumerate(layers.pieces):
                 recorder.see(one_batch(piece), first_sample=piece.first)
                 states[i] = layers.run(layer, i, states[i])
+                passes(SETTLING * passes.of(piece.num_tokens))
             self._settle_layer(layer, recorder.take())
         if any(u.layer is None for u in self.units):
             recorder.start(None)

@@ -211,7 +211,8 @@ class Format:
     the budget a choice has, on average over what it decides. `constant` says that the scale of a KV
     cache is 1, not calibrated, `input_amax` that the scale of inputs is that of such a largest
     magnitude whatever was seen (0: calibrated). `method` is the algorithm, where it is not the
-    recipe's own.
+    recipe's own. `round_twice` is of `FP8` alone: quotients are rounded to the weight's own type
+    first, as ModelOpt's export does, for its very bytes.
     """
 
     name: str
@@ -223,6 +224,7 @@ class Format:
     constant: bool = False
     input_amax: float = 0.0
     method: str = ""
+    round_twice: bool = False
     line: int = 0
 
     @property

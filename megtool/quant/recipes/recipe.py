@@ -19,7 +19,16 @@ from megtool.quant.recipes.rules import KEEP, Problems, Rule, read_condition, te
 from megtool.quant.recipes.source_text import Node
 
 _TOP = ("description", "algorithm", "formats", "rules")
-_FORMAT = ("algo", "kv_algo", "choose", "bits", "group_size", "constant", "algorithm")
+_FORMAT = (
+    "algo",
+    "kv_algo",
+    "choose",
+    "bits",
+    "group_size",
+    "constant",
+    "algorithm",
+    "round_twice",
+)
 _RULE = ("name", "match", "format", "optional", "why")
 
 MOST_RULES = 1000
@@ -123,6 +132,9 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
     constant = node.get("constant")
     if constant is not None and (not kv_algo or not isinstance(constant.value, bool)):
         problems.add(constant.line, "constant is for a KV cache alone", "true or false")
+    twice = node.get("round_twice")
+    if twice is not None and (algo != "FP8" or not isinstance(twice.value, bool)):
+        problems.add(twice.line, "round_twice is for algo: FP8 alone", "true or false")
     chosen = node.get("algorithm")
     method = _named(chosen, "algorithm", METHODS, problems)
     return Format(
@@ -134,6 +146,7 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
         bits=bits,
         constant=bool(constant and constant.value),
         method=method,
+        round_twice=bool(twice and twice.value),
         line=line,
     )
 

@@ -79,7 +79,7 @@ def fake_weight(
     Before that division it equals, bit for bit, what `megtool.packing` decodes of what it encoded
     (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
     from, its stored one (`bfloat16`, whatever `weight_OI` itself is): FP8 with a scale a tensor
-    rounds quotients to it (`megtool.packing.encode.quotient_dtype`). With `columns` the product is
+    that is to be rounded twice is rounded to it first. With `columns` the product is
     float32, and `dtype` says nothing. `codes` of float formats are the bits of each number.
 
     `as_run` goes one step further where engines do: under W4A8_AWQ they round the weight that INT4
@@ -105,7 +105,7 @@ def fake_weight(
     if name == "nvfp4" and top is not None:
         second_amax = treatment.second_amax or float(top)
         second = float(second_scale(algo, second_amax))
-    quotient = dtype if columns is None and (name, how) == ("fp8", "tensor") else "float32"
+    quotient = dtype if columns is None and treatment.format.round_twice else "float32"
     run = None
     if as_run and algo == "W4A8_AWQ" and top is not None:
         run = plain_scale(torch.tensor(treatment.second_amax or float(top)), E4M3_LARGEST)

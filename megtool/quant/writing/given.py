@@ -50,9 +50,9 @@ class Given:
         return hash_of(*(v for _, v in self.values))
 
     @property
-    def uses_torch(self) -> bool:
-        """There is nothing to compute."""
-        return False
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
@@ -93,9 +93,9 @@ class Folded:
         return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
 
     @property
-    def uses_torch(self) -> bool:
-        """Rounding takes it."""
-        return True
+    def cast_elements(self) -> int:
+        """None is rounded to FP8."""
+        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,22 @@ class Weight:
     treatment: Treatment
 
     @property
+    def reads(self) -> tuple[Placement, ...]:
+        """All that it is read from."""
+        return (self.placement,)
+
+    @property
+    def turn(self) -> int:
+        """Rows that cannot be read apart."""
+        return 1
+
+    @contextmanager
+    def reading(self, taking: Taking) -> Iterator[Callable[[int, int], Array]]:
+        """What gives a range of its elements, in memory that the next call may reuse."""
+        with taking.run(self.placement, self.dtype) as run:
+            yield run.read
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row as it is read."""
         return self.shape[1] * self.dtype.itemsize
@@ -71,7 +88,7 @@ class Packed:
     @property
     def reads(self) -> tuple[Placement, ...]:
         """The weight."""
-        return (self.weight.placement,)
+        return self.weight.reads
 
     @property
     def writes(self) -> tuple[Region, ...]:
@@ -98,9 +115,14 @@ class Packed:
         return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
     @property
-    def uses_torch(self) -> bool:
-        """Elements are encoded."""
-        return True
+    def cast_elements(self) -> int:
+        """Those of FP8 codes, where no table has them: one scale serves 16-bit elements, or it is a
+        power of two."""
+        t, kind = self.weight.treatment, packing_of(self.weight.treatment.format)
+        tabled = kind == "fp8:tensor" and t.columns is None and self.weight.dtype.itemsize == 2
+        if not kind.startswith("fp8") or tabled or t.codes is not None:
+            return 0
+        return (self.end - self.first) * self.weight.shape[1]
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
@@ -114,11 +136,11 @@ class Packed:
         }
         rows = rows_of(weight, taking.tile_bytes)
         known = _Known(weight, parts, self.amax)
-        with taking.run(weight.placement, weight.dtype) as run:
+        with weight.reading(taking) as read:
             for begin in range(self.first, self.end, rows):
                 stop = min(begin + rows, self.end)
                 try:
-                    made = self._strip(run.read, known, begin, stop, taking.tile_bytes)
+                    made = self._strip(read, known, begin, stop, taking.tile_bytes)
                 except FormatError as e:
                     raise FormatError(
                         e.message,
@@ -193,7 +215,8 @@ class _Known:
             if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
                 raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
         given = {r: self._cut(r, lo, hi) for r in self._scales}
-        return encode(self._packing, self.parts, values, dtype, lo, hi, scales=given)
+        twice = self._treatment.format.round_twice
+        return encode(self._packing, self.parts, values, dtype, lo, hi, scales=given, twice=twice)
 
     def of_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
         """The windows of rows whose codes were chosen."""
@@ -259,8 +282,9 @@ def feeds_of(
 ) -> list[Packed]:
     """The feeds of one weight, each of about a unit of work; see `Packed`."""
     t = weight.treatment
-    digest = hash_of(t.format.algo, t.format.group_size, t.columns, t.amax, t.codes)
-    grain = grain_of(weight)
+    form = (t.format.algo, t.format.group_size, t.format.round_twice)
+    digest = hash_of(*form, t.columns, t.amax, t.codes)
+    grain = math.lcm(grain_of(weight), weight.turn)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
         Packed(
@@ -283,8 +307,8 @@ def grain_of(weight: Weight) -> int:
 
 
 def rows_of(weight: Weight, tile_bytes: int) -> int:
-    """Rows that are read at once: about a tile, and a whole number of grains."""
-    grain = grain_of(weight)
+    """Rows that are read at once: about a tile, and a whole number of grains and turns."""
+    grain = math.lcm(grain_of(weight), weight.turn)
     return max(grain, tile_bytes // weight.row_bytes // grain * grain)
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError
 from megtool.packing.decode import CODES, SCALE, SCALE_2
 from megtool.packing.layout import layout
 from megtool.packing.parts import Part
-from megtool.packing.rounding import rounded
 from megtool.packing.scales import modelopt_scale, modelopt_second
 from megtool.quant.recipes.formats import Format
 from megtool.quant.treatment import INPUTS, Cache, Floats, Treatment, packing_of
@@ -160,6 +160,8 @@ def _given(name: str, value: NDArray[np.float32]) -> Held:
 def in_dtype(values: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
     """Float32 rounded once to a float type, as `DType.view` holds it."""
     if dtype.name == "bfloat16":
-        bits = rounded(np.array(values, np.float32), dtype.name).view(np.uint32)
-        return np.asarray((bits >> np.uint32(16)).astype("<u2"))
+        out = np.empty(values.shape, "<u2")
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        cast(bits, named_dtype("float32"), out, dtype)
+        return out
     return np.asarray(values.astype(dtype.view))

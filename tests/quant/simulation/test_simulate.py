@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def bits(t: Tensor) -> np.ndarray:
     return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
-def packed(weight: Tensor, t: Treatment) -> np.ndarray:
+def packed(weight: Tensor, t: Treatment, *, twice: bool = False) -> np.ndarray:
     """What `megtool.packing` decodes of what it encoded, with the scales of a treatment."""
     packing, shape = packing_of(t.format), tuple(weight.shape)
     parts = layout(packing, shape)
@@ -67,7 +68,7 @@ def packed(weight: Tensor, t: Treatment) -> np.ndarray:
         else:
             largest = {"int8": 127.0, "int4rows": 7.0}.get(name, 448.0)
             scales[SCALE] = np.asarray(modelopt_scale(amax, largest))
-    found = encode(packing, parts, bits(weight), dtype, (0, 0), shape, scales=scales)
+    found = encode(packing, parts, bits(weight), dtype, (0, 0), shape, scales=scales, twice=twice)
     return decode(packing, parts, found, (0, 0), shape)
 
 
@@ -87,6 +88,18 @@ def test_weights_are_what_is_packed(
     want = packed(w, t)
     assert same_bits(fake_weight(w, t, dtype=name), want)
     assert same_bits(fake_weight(w.float(), t, dtype=name), want)
+
+
+def test_rounded_twice_as_modelopt_does() -> None:
+    w = odd_weight(384, 256, torch.bfloat16)
+    once, twice = treated("FP8"), treated("FP8")
+    twice = replace(twice, format=replace(twice.format, round_twice=True))
+    found = fake_weight(w, twice, dtype="bfloat16")
+    assert same_bits(found, packed(w, twice, twice=True))
+    better = fake_weight(w, once, dtype="bfloat16")
+    errors = [(x - w.float()).abs() for x in (better, found)]
+    assert bool((errors[0] <= errors[1] + 1e-6).all())  # the nearest is never farther
+    assert errors[0].square().sum() < 0.995 * errors[1].square().sum()
 
 
 @pytest.mark.parametrize(("algo", "group"), CASES)
