@@ -8,6 +8,7 @@ loaded once.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,41 +16,49 @@ from torch import Tensor
 from megtool.inference.evaluate import MOST_LOGITS
 from megtool.log import Progress
 from megtool.quant.calibration.layers import Layers
-from megtool.quant.calibration.pieces import Piece
-from megtool.quant.choosing.survey import Run, Survey
+from megtool.quant.calibration.pieces import Piece, num_valid
+from megtool.quant.choosing.survey import Passes, Run, Survey
 
 
 def by_divergence(
     survey: Survey, pieces: Sequence[Piece], memory_bytes: int, progress: Progress
 ) -> dict[str, dict[str, float]]:
     """KL(model || model with one unit rounded), mean over tokens, of all runs."""
-    survey.settle()
     decoder, runs = survey.decoder, survey.runs()
-    state = sum(p.num_tokens for p in pieces) * decoder.config.hidden_size * decoder.dtype.itemsize
+    tokens = sum(p.num_tokens for p in pieces)
+    state = tokens * decoder.config.hidden_size * decoder.dtype.itemsize
     at_once = max(1, memory_bytes // max(state, 1) - 1)
     waves = [runs[i : i + at_once] for i in range(0, len(runs), at_once)]
+    first, *_ = numbers = decoder.stage.layers
+    begins: list[int] = [first, *(_behind(w[0]) for w in waves[1:])]
+    head = survey.head_passes()
+    passes = Passes(progress, tokens)
+    for wave, begin in zip(waves, begins, strict=True):
+        passes.expect(sum(n >= begin for n in numbers))
+        passes.expect(sum(sum(n >= _behind(r) for n in numbers) + head for r in wave))
+    survey.settle(passes)
     layers = Layers(decoder, pieces)
     # What enters the layer a wave begins with; behind the last layer for the head's.
-    entering = {decoder.stage.layers[0]: list(layers.embed())}
-    starts = [w[0].unit.layer for w in waves]
-    begins: list[int | None] = [decoder.stage.layers[0], *starts[1:]]
+    entering = {first: list(layers.embed())}
     losses: dict[str, dict[str, float]] = {u.name: {} for u in survey.units}
     for number, (wave, begin) in enumerate(zip(waves, begins, strict=True)):
-        later = {END if b is None else b for b in begins[number + 1 :]}
-        at = END if begin is None else begin
-        states, streams = _carried(survey, layers, wave, at, entering, later)
-        for run, loss in zip(
-            wave, _divergences(survey, layers, wave, states, streams), strict=True
-        ):
+        later = set(begins[number + 1 :])
+        states, streams = _carried(survey, layers, wave, begin, entering, later, passes)
+        found = _divergences(survey, layers, wave, states, streams, passes, head)
+        for run, loss in zip(wave, found, strict=True):
             losses[run.unit.name][run.key] = loss
         entering = {k: x for k, x in entering.items() if k in later}
-        progress("sensitivity", len(wave), len(runs))
     layers.close()
     return losses
 
 
-END = -1
+END = 1 << 30
 """Behind the last layer."""
+
+
+def _behind(run: Run) -> int:
+    """The layer that a run begins with."""
+    return END if run.unit.layer is None else run.unit.layer
 
 
 def _carried(
@@ -59,23 +68,28 @@ def _carried(
     begin: int,
     entering: dict[int, list[Tensor]],
     later: Collection[int],
+    passes: Passes,
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """States behind the last layer of the model and of each run of a wave, which begins before
     layer `begin`. What enters the layers `later` is kept in `entering`."""
     states = entering[begin]
     streams: list[list[Tensor]] = [[] for _ in wave]
-    for layer in survey.decoder.stage.layers:
-        if begin == END or layer < begin:
-            continue
+
+    def passed(layer: int, entered: Sequence[Tensor]) -> list[Tensor]:
+        out = [layers.run(layer, i, x) for i, x in enumerate(entered)]
+        passes(1)
+        return out
+
+    for layer in (n for n in survey.decoder.stage.layers if n >= begin):
         if layer in later:
             entering.setdefault(layer, states)
-        after = [layers.run(layer, i, x) for i, x in enumerate(states)]
+        after = passed(layer, states)
         for number, run in enumerate(wave):
             if streams[number]:
-                streams[number] = [layers.run(layer, i, x) for i, x in enumerate(streams[number])]
+                streams[number] = passed(layer, streams[number])
             elif run.unit.layer == layer:
                 with survey.simulated(run):
-                    streams[number] = [layers.run(layer, i, x) for i, x in enumerate(states)]
+                    streams[number] = passed(layer, states)
         states = after
     if END in later:
         entering.setdefault(END, states)
@@ -89,6 +103,8 @@ def _divergences(
     wave: Sequence[Run],
     states: Sequence[Tensor],
     streams: Sequence[Sequence[Tensor]],
+    passes: Passes,
+    head: float,
 ) -> list[float]:
     """The mean divergence of each run's answers from the model's.
 
@@ -96,28 +112,23 @@ def _divergences(
         CalibrationError: an answer is NaN.
     """
     decoder = survey.decoder
-    sums, tokens = [0.0] * len(wave), 0
+    sums, tokens = [0.0] * len(wave), num_valid(layers.pieces)
     step = max(1, MOST_LOGITS // decoder.config.vocab_size)
     for i, piece in enumerate(layers.pieces):
-        base_TH = layers.finish(states[i])
-        ours = [layers.finish(xs[i]) for xs in streams]
         valid_T = piece.valid_T
-        count = piece.num_tokens
-        picked = torch.arange(count) if valid_T is None else valid_T.nonzero()[:, 0]
-        tokens += len(picked)
+        picked = torch.arange(piece.num_tokens) if valid_T is None else valid_T.nonzero()[:, 0]
         for at in range(0, len(picked), step):
-            some = picked[at : at + step].to(base_TH.device)
-            log_p_CV = decoder.logits(base_TH[some]).float().log_softmax(-1)
+            some = picked[at : at + step].to(layers.device)
+            log_p_CV = decoder.logits(layers.finish(states[i][some])).float().log_softmax(-1)
             p_CV = log_p_CV.exp()
             for number, run in enumerate(wave):
-                if run.unit.layer is None:
-                    with survey.simulated(run):
-                        logits_CV = decoder.logits(ours[number][some])
-                else:
-                    logits_CV = decoder.logits(ours[number][some])
+                alone = survey.simulated(run) if run.unit.layer is None else nullcontext()
+                with alone:
+                    logits_CV = decoder.logits(layers.finish(streams[number][i][some]))
                 gap_CV = log_p_CV - logits_CV.float().log_softmax(-1)
                 gap_CV.masked_fill_(log_p_CV == -torch.inf, 0)
                 # p (gap + q / p - 1): its sum is that of p gap, and small gaps cancel term by term.
                 kl_CV = torch.expm1(-gap_CV).add_(gap_CV).mul_(p_CV)
                 sums[number] += float(kl_CV.sum(dtype=torch.float64))
+                passes(head * len(some) / tokens)
     return [run.finite(max(s / max(tokens, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]

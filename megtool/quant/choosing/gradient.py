@@ -16,11 +16,14 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.taps import places
 from megtool.quant.calibration.pieces import Piece, moved, num_valid, rows_of
-from megtool.quant.choosing.survey import Run, Survey
+from megtool.quant.choosing.survey import Passes, Run, Survey
 from megtool.quant.choosing.units import Unit
 
 BACKWARD_TOKENS = 1024
 """Tokens of one backward pass, whose activations are all in memory at once."""
+
+
+_Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class _Seen:
     unit: Unit
     module: nn.Module
     inputs: tuple[Any, ...]
+    options: dict[str, Any]
     output: Tensor
     gradient: list[Tensor]
 
@@ -40,18 +44,28 @@ def by_gradient(survey: Survey, progress: Progress) -> dict[str, dict[str, float
     With L the tokens' loss that is the divergence to second order, if outputs were independent of
     each other (the diagonal of the empirical Fisher information).
     """
-    survey.settle()
     runs: dict[str, list[Run]] = {}
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
     sums = {u.name: {r.key: 0.0 for r in runs.get(u.name, ())} for u in survey.units}
     small = [p for piece in survey.pieces for p in _small(piece)]
     tokens = num_valid(small)
+    passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
+    # Forward, backward for twice as long, and once more for each format of a unit.
+    most = max((len(some) for some in runs.values()), default=0)
+    each = 3 * (num_layers + survey.head_passes()) + most * num_layers
+    passes.expect(each * sum(passes.of(p.num_tokens) for p in small))
+    survey.settle(passes)
+    simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
     for piece in small:
-        for seen in _backward(survey, piece):
+        calls = _backward(survey, piece)
+        part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
+        while calls:
+            seen = calls.pop()
             for run in runs.get(seen.unit.name, ()):
-                sums[run.unit.name][run.key] += _damage(survey, run, seen)
-        progress("sensitivity", 1, len(small))
+                with simulations[id(run)]:
+                    sums[run.unit.name][run.key] += _damage(seen)
+            passes(part)
     return {
         name: {r.key: r.finite(some[r.key] / tokens) for r in runs.get(name, ())}
         for name, some in sums.items()
@@ -66,17 +80,19 @@ def _small(piece: Piece) -> Iterator[Piece]:
         yield replace(piece, batch=rows_of(piece.batch, some, rows))
 
 
-def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
+def _backward(survey: Survey, piece: Piece) -> list[_Seen]:
     """One pass there and back over a piece: every call of the units' modules."""
     decoder = survey.decoder
     calls: list[_Seen] = []
 
-    def watched(unit: Unit) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def watched(unit: Unit) -> _Hook:
+        def hook(
+            module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
+        ) -> None:
             found: list[Tensor] = []
             output.register_hook(found.append)  # type: ignore[no-untyped-call]
             held = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
-            calls.append(_Seen(unit, module, held, output.detach(), found))
+            calls.append(_Seen(unit, module, held, options, output.detach(), found))
 
         return hook
 
@@ -90,7 +106,8 @@ def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
                 for point in survey.points_of(unit)
                 for p in places(decoder, point.name)
             }
-            handles += [m.register_forward_hook(watched(unit)) for m in modules.values()]
+            hook = watched(unit)
+            handles += [m.register_forward_hook(hook, with_kwargs=True) for m in modules.values()]
         with torch.enable_grad():
             batch = moved(piece, decoder.groups.device).batch
             frame = decoder.frame(batch)
@@ -98,7 +115,7 @@ def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
             states_TH = decoder.finish(decoder.run(x_TH, frame))
             logits_TV = decoder.logits(states_TH)
             for unit in (u for u in survey.units if u.layer is None):
-                watched(unit)(_Head(decoder), (states_TH,), logits_TV)
+                watched(unit)(_Head(decoder), (states_TH,), {}, logits_TV)
             loss = F.cross_entropy(
                 logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
             )
@@ -107,9 +124,7 @@ def _backward(survey: Survey, piece: Piece) -> Iterator[_Seen]:
         for handle in handles:
             handle.remove()
         decoder.rotary.forget()
-    del loss, logits_TV, states_TH, x_TH
-    while calls:
-        yield calls.pop()
+    return calls
 
 
 class _Head(nn.Module):
@@ -126,11 +141,11 @@ class _Head(nn.Module):
 
 
 @torch.no_grad()
-def _damage(survey: Survey, run: Run, seen: _Seen) -> float:
+def _damage(seen: _Seen) -> float:
+    """What a call costs as the module computes now."""
     if not seen.gradient:  # an output that no counted token depends on
         return 0.0
-    with survey.simulated(run):
-        output = seen.module(*seen.inputs)
+    output = seen.module(*seen.inputs, **seen.options)
     change = (output.float() - seen.output.float()) * seen.gradient[0].float()
     return 0.5 * float(change.square_().sum(dtype=torch.float64))
 

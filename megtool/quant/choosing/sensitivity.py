@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.inference.load import load
@@ -14,7 +15,7 @@ from megtool.log import Progress, silent
 from megtool.model.batch import Batch
 from megtool.parallel.groups import Groups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.pieces import Piece, cut, num_valid, rows_of
+from megtool.quant.calibration.pieces import Piece, cut, num_valid
 from megtool.quant.calibration.points import Point
 from megtool.quant.choosing.divergence import by_divergence
 from megtool.quant.choosing.gradient import by_gradient
@@ -24,9 +25,9 @@ from megtool.quant.choosing.units import list_units
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 
-MOST_TOKENS = 1024
-"""Tokens that divergence is measured over, where there are more: it takes a run for each unit and
-format, and some hundred tokens tell which of two is larger."""
+MOST_TOKENS, SHORT = 256, 128
+"""Divergence takes a run for each unit and format, and some hundred tokens tell which of two is
+larger: of more data, so many are run, in rows cut to `SHORT` and taken from all over it."""
 
 STATES_BYTES = 1 << 30
 """What the states of all runs that go on together may take."""
@@ -57,7 +58,7 @@ def measure(
     """What each unit would cost in each of its formats.
 
     Formats are settled as the recipe says, from statistics of all `batches`; divergence is over
-    the first `most_tokens` tokens of them. Layers are loaded as they are needed, or with
+    `most_tokens` tokens from all over them. Layers are loaded as they are needed, or with
     `resident` (and for `gradient`, always) all at once. `memory_bytes` bounds the states of runs
     under way: fewer at a time go over the layers more often.
 
@@ -87,20 +88,40 @@ def measure(
         if how == "gradient":
             losses, tokens = by_gradient(survey, progress), num_valid(pieces)
         else:
-            some = _first(pieces, most_tokens)
+            some = spread(pieces, most_tokens)
             losses, tokens = by_divergence(survey, some, memory_bytes, progress), num_valid(some)
     return Sensitivities(method=how, num_tokens=tokens, losses=losses)
 
 
-def _first(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """The first pieces, rows of them where one is too large, of about so many tokens."""
-    out: list[Piece] = []
-    left = most
-    for piece in pieces:
-        rows, width = piece.batch.shape
-        taken = min(rows, max(-(-left // width), 0))
-        if taken <= 0:
-            break
-        out.append(replace(piece, batch=rows_of(piece.batch, slice(0, taken), rows)))
-        left -= taken * width
-    return out
+def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
+    """About so many tokens: short rows, as far apart as they can be."""
+    rows = [(piece, row) for piece in pieces for row in range(piece.batch.shape[0])]
+    width = max(piece.batch.shape[1] for piece in pieces)
+    if not any(_is_padded_left(p.batch) for p in pieces):
+        width = min(SHORT, width)
+    num_rows = min(len(rows), max(-(-most // width), 1))
+    taken: dict[int, tuple[Piece, list[int]]] = {}
+    for number in range(num_rows):
+        piece, row = rows[number * len(rows) // num_rows]
+        taken.setdefault(piece.first, (piece, []))[1].append(row)
+    return [replace(p, batch=_short(p.batch, some, width)) for p, some in taken.values()]
+
+
+def _is_padded_left(batch: Batch) -> bool:
+    return batch.valid_BS is not None and not bool(batch.valid_BS[:, 0].all())
+
+
+def _short(batch: Batch, rows: Sequence[int], width: int) -> Batch:
+    """The beginnings of some rows of a batch."""
+
+    def part(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        return t[:, :width] if t.shape[0] == 1 else t[list(rows), :width]
+
+    return Batch(
+        tokens_BS=batch.tokens_BS[list(rows), :width],
+        positions_BS=part(batch.positions_BS),
+        valid_BS=part(batch.valid_BS),
+        documents_BS=part(batch.documents_BS),
+    )

@@ -27,7 +27,6 @@ from megtool.quant.settle import settle
 from megtool.quant.simulation.simulation import Simulation
 from megtool.quant.treatment import Settlement
 
-
 SETTLING = 2
 """How many times as long a pass takes in which statistics are taken."""
 
@@ -110,8 +109,8 @@ class Survey:
         order = sorted(self.units, key=lambda u: last if u.layer is None else u.layer)
         return [Run(u, key_of(f, self._recipe)) for u in order for f in u.formats]
 
-    def head_passes(self, share: float) -> float:
-        """What logits of a share of tokens take, as passes of all of them through a layer."""
+    def head_passes(self) -> float:
+        """What logits and their softmax take, as passes through a layer."""
         config = self.decoder.config
         inside = [d.module for d in self._decisions.values() if d.module.layer is not None]
         layer = sum(m.numel for m in inside if m.kind == "linear" and "expert" not in m.roles)
@@ -119,7 +118,7 @@ class Survey:
             used = config.num_experts_per_token / config.num_experts
             layer += int(used * sum(m.numel for m in inside if "expert" in m.roles))
         each = layer / max(config.num_layers, 1)
-        return 2 * share * config.vocab_size * config.hidden_size / max(each, 1)
+        return 2 * config.vocab_size * config.hidden_size / max(each, 1)
 
     def settle(self, passes: Passes) -> None:
         """Run all pieces through the model as it is, and settle every unit in every format."""

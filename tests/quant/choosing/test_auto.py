@@ -18,10 +18,11 @@ from megtool.errors import CalibrationError, FormatError, RecipeError, UsageErro
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.pieces import Piece
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.choosing.auto import Choice, choose
 from megtool.quant.choosing.sensitivities import Sensitivities
-from megtool.quant.choosing.sensitivity import measure
+from megtool.quant.choosing.sensitivity import measure, spread
 from megtool.quant.choosing.units import key_of, list_units
 from megtool.quant.recipes.dialects import recipe_from
 from megtool.quant.recipes.match import match
@@ -102,6 +103,11 @@ def true_loss(decided: Decided, batches: list[Batch]) -> Callable[[Choice], floa
                 recorder.see(batch)
                 decoder(batch)
             statistics |= recorder.take()
+        recorder.start(None)
+        for batch in batches:
+            recorder.see(batch)
+            decoder(batch)
+        statistics |= recorder.take()
         expected = [decoder(b).flatten(0, 1) for b in batches]
 
     def loss(choice: Choice) -> float:
@@ -184,6 +190,60 @@ def test_little_memory_and_layers_on_disk_change_nothing(
         assert found.losses[name] == pytest.approx(dict(some), rel=1e-6, abs=1e-12)
     few = measured(decided, batches, most_tokens=40)
     assert few.num_tokens == 64, "whole rows"
+
+
+def test_a_heads_inputs_are_rounded_with_it(
+    folder: Path,
+    batches: list[Batch],
+    checkout: Path,
+    tmp_path: Path,
+    true_loss: Callable[[Choice], float],
+) -> None:
+    text = (checkout / "quant_recipes" / "auto_nvfp4_fp8.yaml").read_text()
+    head = "  - match: {role: lm_head}"
+    before, _, after = text.partition(head)
+    rest = after[after.index("  - match") :]
+    (tmp_path / "head.yaml").write_text(before + rest)
+    decided = decide(folder, tmp_path / "head.yaml")
+    found = measured(decided, batches)
+    everything = chosen(decided, found, bits=16)
+    unit = next(u for u in list_units(decided.matched.decisions, decided.recipe) if u.layer is None)
+    for f in unit.formats:
+        alone = tuple(
+            replace(d, format=f if d.module.name in unit.modules else None)
+            for d in everything.decisions
+        )
+        expected = true_loss(replace(everything, decisions=alone))
+        key = key_of(f, decided.recipe)
+        assert found.losses[unit.name][key] == pytest.approx(expected, rel=0.01, abs=1e-8)
+
+
+@pytest.mark.parametrize("method", ["kl_div", "gradient"])
+def test_progress_goes_on_all_the_time(decided: Decided, batches: list[Batch], method: str) -> None:
+    said: list[tuple[str, int, int]] = []
+    recipe = replace(decided.recipe, algorithm={"method": method})
+    measured(replace(decided, recipe=recipe), batches, progress=lambda *about: said.append(about))
+    assert {stage for stage, _, _ in said} == {"sensitivity"}
+    totals = {total for _, _, total in said}
+    assert len(totals) == 1, "what is expected is known from the first word on"
+    assert sum(n for _, n, _ in said) == totals.pop()
+    assert sum(n > 0 for _, n, _ in said) > 3
+
+
+def test_few_tokens_are_taken_from_all_over_the_data() -> None:
+    def piece(first: int, rows: int, width: int, **more: torch.Tensor) -> Piece:
+        tokens = torch.arange(first * 1000, first * 1000 + rows * width).view(rows, width)
+        return Piece(batch=Batch(tokens_BS=tokens, **more), first=first)
+
+    pieces = [piece(0, 4, 200), piece(4, 4, 200)]
+    some = spread(pieces, 256)
+    assert [p.batch.shape for p in some] == [(1, 128), (1, 128)]
+    assert torch.equal(some[1].batch.tokens_BS, pieces[1].batch.tokens_BS[:1, :128])
+    assert [p.batch.shape for p in spread(pieces, 10**6)] == [(4, 128), (4, 128)]
+    left = torch.ones(4, 200, dtype=torch.bool)
+    left[:, :150] = False
+    (whole,) = spread([piece(0, 4, 200, valid_BS=left)], 256)
+    assert whole.batch.shape == (2, 200), "what stands on the right is not cut off"
 
 
 def test_the_choice_is_better_than_others_of_its_size(
