@@ -66,12 +66,13 @@ FAMILY = Family(
         Row(
             _EXPERTS + "gate_up_proj",
             Stacked(Transposed(Interleaved(_EXPERT + "gate.weight", _EXPERT + "up.weight")), "e"),
+            plain=True,
         ),
         Row(
             _EXPERTS + "gate_up_proj_bias",
             Stacked(Interleaved(_EXPERT + "gate.bias", _EXPERT + "up.bias"), "e"),
         ),
-        Row(_EXPERTS + "down_proj", Stacked(Transposed(_EXPERT + "down.weight"), "e")),
+        Row(_EXPERTS + "down_proj", Stacked(Transposed(_EXPERT + "down.weight"), "e"), plain=True),
         Row(_EXPERTS + "down_proj_bias", Stacked(_EXPERT + "down.bias", "e")),
         Row(
             _EXPERTS + "gate_up_proj_blocks",

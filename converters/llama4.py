@@ -40,6 +40,7 @@ FAMILY = Family(
             "normalised in the others alone, have to be set by hand in Megatron",
         ),
     ),
+    # Quantised experts lie in a tensor each: loaders (vLLM's, SGLang's) take codes of no others.
     # The intermediate size is that of experts, the routed and the shared one.
     config=(
         Key("num_hidden_layers", "num_layers"),
@@ -84,8 +85,16 @@ FAMILY = Family(
         Row(
             _STORED + "experts.gate_up_proj",
             Stacked(Transposed(Cat(_EXPERT + "gate.weight", _EXPERT + "up.weight")), "e"),
+            plain=True,
         ),
-        Row(_STORED + "experts.down_proj", Stacked(Transposed(_EXPERT + "down.weight"), "e")),
+        Row(
+            _STORED + "experts.down_proj",
+            Stacked(Transposed(_EXPERT + "down.weight"), "e"),
+            plain=True,
+        ),
+        Row(_STORED + "experts.{e}.gate_proj.weight", _EXPERT + "gate.weight"),
+        Row(_STORED + "experts.{e}.up_proj.weight", _EXPERT + "up.weight"),
+        Row(_STORED + "experts.{e}.down_proj.weight", _EXPERT + "down.weight"),
         Row(_STORED + "shared_expert.gate_proj.weight", _MLP + "shared.gate.weight"),
         Row(_STORED + "shared_expert.up_proj.weight", _MLP + "shared.up.weight"),
         Row(_STORED + "shared_expert.down_proj.weight", _MLP + "shared.down.weight"),

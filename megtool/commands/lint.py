@@ -27,8 +27,9 @@ class LintReport:
     """What engines would have against a folder.
 
     `targets` are engines with their versions, `form` is how the folder says it is quantised, and
-    `formats` counts its linear modules by what their tensors are ("" is plain). `num_rules` were
-    held against it, those that are not about this form left out.
+    `formats` counts its linear modules by what their tensors are ("" is plain; experts that lie
+    in one tensor are one). `num_rules` were held against it, those that are not about this form
+    left out.
     """
 
     path: str
@@ -140,6 +141,8 @@ def lint(
             if one.unknown:
                 findings[_newer(one)] = None
     formats = Counter(one.algo for one in subject.linear)
+    if subject.form == "mxfp4":
+        formats["MXFP4"] += len(subject.stacked)
     return LintReport(
         path=str(path),
         targets=tuple(t.name for t in targets),

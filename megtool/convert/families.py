@@ -11,7 +11,7 @@ from typing import Any
 from megtool.config import ModelConfig
 from megtool.convert.canonical import Weight
 from megtool.convert.expression import Expression
-from megtool.convert.mapping import Table
+from megtool.convert.mapping import Row, Table
 from megtool.convert.moe_settings import Assumed, Noted
 from megtool.convert.settings import OneOf, Setting, read_settings, write_settings
 from megtool.errors import MappingError, UnknownFamilyError
@@ -65,6 +65,12 @@ class Family:
     traits: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: Mapping[str, Weight] = field(default_factory=dict)
     limits: tuple[tuple[Expression, str], ...] = ()
+
+    @property
+    def for_codes(self) -> Family:
+        """The family with the names and places that loaders look for quantised weights in."""
+        rows = tuple(r for r in self.hf if not (isinstance(r, Row) and r.plain))
+        return self if len(rows) == len(self.hf) else replace(self, hf=rows)
 
     def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """The model's configuration from the keys of its config.json.

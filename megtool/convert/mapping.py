@@ -246,13 +246,14 @@ class Row:
     `stored` is the name written; `also` are other names accepted when reading. `when` is a
     condition on the configuration and the indices in the names: where it is false the row does
     not apply. Rows that make the same canonical tensor are alternatives: reading takes what is
-    stored, writing the first.
+    stored, writing the first; where weights become codes, the first that is not `plain`.
     """
 
     stored: str
     word: WordLike
     also: tuple[str, ...] = ()
     when: Expression = True
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +289,7 @@ def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
             word=Renamed(row.word, "layers.{l}.", "mtp.{m}."),
             also=names(row)[1:],
             when=as_mtp(row.when),
+            plain=row.plain,
         )
         for row in table
         if isinstance(row, Row) and stored[0][0] in row.stored
@@ -311,7 +313,7 @@ def without_computed(row: Row, model: Model) -> Iterator[Row]:
         def stored(name: str, values: dict[str, int] = values) -> str:
             return _COMPUTED.sub(lambda m: str(model.value(m[1], values)), fill_in(name, values))
 
-        yield Row(stored(row.stored), of, tuple(stored(a) for a in row.also), row.when)
+        yield Row(stored(row.stored), of, tuple(stored(a) for a in row.also), row.when, row.plain)
 
 
 def stack_layers(table: Table) -> tuple[Row | Dropped, ...]:

@@ -38,6 +38,8 @@ from megtool.commands.target import Request, make_target
 from megtool.errors import StorageError
 from megtool.log import Progress
 from megtool.quant.proofs.proof import Proof, prove
+from megtool.quant.recipes.modules import in_blocks
+from megtool.quant.treatment import Settlement
 
 if TYPE_CHECKING:
     from megtool.commands.quantizing.job import Job
@@ -259,7 +261,7 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
         quality = compare_quantised(
             before,
             after,
-            Simulation(after.decoder, job.points, found.settlement, weights=False),
+            Simulation(after.decoder, job.points, _as_engines_run(job, found), weights=False),
             texts,
             window=window,
             stride=window,
@@ -275,6 +277,16 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
         kl_99=c.kl_percentiles[2],
         kl_max=quality.kl_max,
         agreement=quality.agreement,
+    )
+
+
+def _as_engines_run(job: Job, found: Settled) -> Settlement:
+    """What was settled, without the inputs of experts in blocks: engines leave these as they are
+    (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
+    blocks = {d.module.name for d in job.decisions if in_blocks(d.module)}
+    treatments = found.settlement.treatments
+    return replace(
+        found.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,27 +11,30 @@ import numpy as np
 
 from megtool.checkpoint.feed import Feed
 from megtool.commands.opened import Opened
+from megtool.commands.quantizing.places import Lie, check_blocks, lie_of, misplaced, refusal
 from megtool.commands.target import Target
 from megtool.errors import CalibrationError, MappingError, UsageError
 from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import BLOCKS
 from megtool.quant.treatment import Floats, Settlement, Treatment
+from megtool.quant.writing.blocks import blocks_of, expert_feeds
 from megtool.quant.writing.given import Folded, Given
 from megtool.quant.writing.hf_config import Layer, quantization
 from megtool.quant.writing.pack import Weight, feeds_of, grain_of, taken_as
 from megtool.quant.writing.stored import Held, caches_of, held_of, input_scale
-from megtool.tensors.box import strides
-from megtool.tensors.relation import Placement
+from megtool.quant.writing.turned import Turned
+from megtool.quant.writing.woven import woven
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """A canonical weight in a stored module: its decision, its treatment, its first row there."""
+    """A canonical weight in a stored module: its decision, its treatment, where its rows lie."""
 
     decision: Decision
     treatment: Treatment
     weight: Weight
-    at: int
+    lie: Lie
     amax: float = 0.0
 
 
@@ -83,6 +86,7 @@ def stored_modules(
     Raises:
         MappingError: see `check_storable`.
     """
+    check_blocks(decisions, target)
     tensors = {t.name: t for t in target.side.tensors}
     out: dict[str, StoredModule] = {}
     for d in decisions:
@@ -91,8 +95,10 @@ def stored_modules(
         name = f"{d.module.name}.weight"
         to = target.side.placements[name]
         tensor = tensors[to.stored]
-        if why := misplaced(d, to, tensor):
-            raise _refusal([(d, tensor, why)], is_all=False)
+        lie = lie_of(to, tensor)
+        why = misplaced(d, to, tensor)
+        if lie is None or why:
+            raise refusal([(d, tensor, why)], is_all=False)
         weight = Weight(
             placement=opened.placement_of(name),
             shape=(d.module.shape[0], d.module.shape[1]),
@@ -100,10 +106,10 @@ def stored_modules(
             treatment=treatments[d.module.name],
         )
         stored = out.setdefault(
-            tensor.name, StoredModule(name=tensor.name.removesuffix(".weight"), tensor=tensor)
+            tensor.name, StoredModule(name=_module_name(tensor.name), tensor=tensor)
         )
         stored.pieces.append(
-            Piece(decision=d, treatment=treatments[d.module.name], weight=weight, at=to.base[0])
+            Piece(decision=d, treatment=treatments[d.module.name], weight=weight, lie=lie)
         )
     shared: dict[str, list[str]] = defaultdict(list)
     for name, p in target.side.placements.items():
@@ -113,62 +119,8 @@ def stored_modules(
     return [out[t.name] for t in target.side.tensors if t.name in out]
 
 
-def check_places(decisions: Sequence[Decision], target: Target) -> None:
-    """Refuse weights that lie otherwise than as consecutive whole rows of a stored tensor.
-
-    Raises:
-        MappingError: with all of them, and whether any of the family's could be quantised.
-    """
-    tensors = {t.name: t for t in target.side.tensors}
-    taken = [d for d in decisions if d.format is not None and d.format.algo]
-    wrong = []
-    for d in taken:
-        to = target.side.placements[f"{d.module.name}.weight"]
-        if why := misplaced(d, to, tensors[to.stored]):
-            wrong.append((d, tensors[to.stored], why))
-    if wrong:
-        raise _refusal(wrong, is_all=len(wrong) == len(taken))
-
-
-def _refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool) -> MappingError:
-    """All weights that cannot be stored as codes, by the names they have in every layer."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for d, _, why in wrong:
-        name = ".".join("*" if p.isdecimal() else p for p in d.module.name.split("."))
-        if name not in alike[why]:
-            alike[why].append(name)
-    first, tensor, _ = wrong[0]
-    label = first.format.label if first.format else ""
-    told = "; ".join(f"{', '.join(names)} {why}" for why, names in alike.items())
-    globs = ", ".join(name for names in alike.values() for name in names)
-    hint = f"keep them by a rule before the others: - {{match: {{glob: [{globs}]}}, format: keep}}"
-    if is_all:
-        hint = "no weight of this family can be written so: nothing is left to quantise"
-    return MappingError(
-        f"{len(wrong):,} weights are to be quantised ({first.module.name} to {label}), and a "
-        f"Hugging Face folder of this family stores them so that no engine loads codes: {told}",
-        tensor=tensor.name,
-        hint=hint,
-    )
-
-
-def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
-    """How a weight lies, if not as consecutive whole rows of the stored tensor; else empty."""
-    why = ""
-    if len(tensor.shape) != 2:
-        why = "stacked with others"
-    elif not tensor.name.endswith(".weight"):
-        why = f"as {tensor.name!r}, for which loaders have no scales"
-    else:
-        apart = (tensor.shape[1], 1)
-        lies = [m * apart[k] for m, k in zip(to.mults, to.dims, strict=True)]
-        plain = all(
-            n == 1 or a == b for n, a, b in zip(to.shape, lies, strides(to.shape), strict=True)
-        )
-        if not plain or to.base[1] or d.module.shape[1] != tensor.shape[1]:
-            across = any(k == 0 and n > 1 for n, k in zip(to.shape[-1:], to.dims[-1:], strict=True))
-            why = "transposed" if across else "interleaved with others"
-    return why
+def _module_name(stored: str) -> str:
+    return stored.removesuffix(".weight").removesuffix(BLOCKS)
 
 
 def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
@@ -195,9 +147,10 @@ def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
         )
     for p in stored.pieces:
         grain = grain_of(p.weight)
-        if p.at % grain:
+        if p.lie.at % grain or (p.lie.is_woven and p.lie.run % grain):
+            where = f"{p.lie.run} rows at a time" if p.lie.is_woven else f"at row {p.lie.at}"
             raise MappingError(
-                f"{p.decision.module.name} begins at row {p.at} of the tensor it is stored in, "
+                f"{p.decision.module.name} begins {where} in the tensor it is stored in, "
                 f"and {p.decision.label} packs {grain} rows together",
                 tensor=stored.tensor.name,
                 hint="keep it by a rule before the others, or take another format",
@@ -212,6 +165,11 @@ def _ones(piece: Piece) -> Floats:
 def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[Held]:
     """The tensors of a module; `checked` asks for what calibration has to know."""
     first = stored.pieces[0]
+    if len(stored.tensor.shape) == 3:
+        shape = stored.tensor.shape
+        return [
+            Held(tensor=t) for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
+        ]
     inputs = [s for p in stored.pieces if checked and (s := input_scale(p.treatment)) is not None]
     rows, width = stored.tensor.shape
     return held_of(
@@ -227,16 +185,40 @@ def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[Held]:
 
 def feeds_of_module(stored: StoredModule, held: Sequence[Held]) -> list[Feed]:
     """What fills the tensors of one module."""
-    computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
     amax = max(p.amax for p in stored.pieces)
+    if len(stored.tensor.shape) == 3:
+        codes, scales = (h.tensor for h in held)
+        return [
+            feed
+            for p, weight in _as_stored(stored)
+            for feed in expert_feeds(weight, (codes, scales), expert=p.lie.matrix, at=p.lie.at)
+        ]
+    computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
     out: list[Feed] = []
-    for p in stored.pieces:
-        weight = p.weight
-        if p.treatment.format.algo == "FP8":  # one scale, of all that is stored as one
-            weight = replace(weight, treatment=replace(p.treatment, amax=None))
-        out += feeds_of(weight, computed, at=p.at, amax=amax)
+    for p, weight in _as_stored(stored):
+        made = feeds_of(weight, computed, at=p.lie.at, amax=amax)
+        out += [Turned(feed=f) for f in made] if p.lie.is_turned else made
     values = tuple((h.tensor, h.value) for h in held if h.value is not None)
     return [*out, Given(values=values)] if values else out
+
+
+def _as_stored(stored: StoredModule) -> Iterator[tuple[Piece, Weight]]:
+    """Weights that lie in rows of their own, and as one those whose rows alternate."""
+    among: dict[int, list[Piece]] = defaultdict(list)
+    for p in stored.pieces:
+        if p.lie.is_woven:
+            among[p.lie.matrix].append(p)
+        else:
+            yield p, _with_one_scale(p)
+    for some in among.values():
+        some.sort(key=lambda p: p.lie.at)
+        yield some[0], woven([_with_one_scale(p) for p in some], [p.lie.run for p in some])
+
+
+def _with_one_scale(piece: Piece) -> Weight:
+    if piece.treatment.format.algo != "FP8":
+        return piece.weight  # else there is one scale, of all that is stored as one
+    return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
 
 
 def folded_norms(opened: Opened, settlement: Settlement, target: Target) -> list[Folded]:
@@ -290,7 +272,28 @@ def cache_scales(decisions: Sequence[Decision], settlement: Settlement) -> list[
     return out
 
 
-def config_of(decisions: Sequence[Decision], modules: Sequence[StoredModule]) -> dict[str, Any]:
+def excluded_from_blocks(
+    decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
+) -> list[str] | None:
+    """What stands beside experts that are MXFP4 blocks; None where none are.
+
+    Attention is named as a whole, as those who load it are used to.
+    """
+    if not any(s.tensor.name.endswith(BLOCKS) for s in modules):
+        return None
+    out = []
+    for d in decisions:
+        to = target.side.placements.get(f"{d.module.name}.weight")
+        if d.format is not None or to is None or d.module.kind not in ("linear", "embedding"):
+            continue
+        name = _module_name(to.stored)
+        out.append(name.rpartition(".")[0] if d.module.roles & {"qkv", "proj"} else name)
+    return out if any(d.module.name == "head" for d in decisions) else [*out, "lm_head"]
+
+
+def config_of(
+    decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
+) -> dict[str, Any]:
     """What config files say of all this."""
     caches = {d.format.kv_algo for d in decisions if d.format is not None and d.format.kv_algo}
     if len(caches) > 1:
@@ -311,7 +314,7 @@ def config_of(decisions: Sequence[Decision], modules: Sequence[StoredModule]) ->
     kept: dict[str, None] = {}
     for d in decisions:
         if d.format is None and d.module.kind == "linear":
-            kept.update(dict.fromkeys(d.module.called("hf")))
+            kept[_module_name(target.side.placements[f"{d.module.name}.weight"].stored)] = None
     if not any(d.module.name == "head" for d in decisions):
         kept["lm_head"] = None  # tied, and yet a module to engines
     if not kept:  # loaders of NVFP4 refuse an empty list

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,23 +36,24 @@ from megtool.commands.quantizing.layout import (
     Piece,
     StoredModule,
     cache_scales,
-    check_places,
     config_of,
+    excluded_from_blocks,
     feeds_of_module,
     folded_norms,
     stored_modules,
     tensors_of,
     treatments_of,
 )
+from megtool.commands.quantizing.places import check_places, target_of
 from megtool.commands.staged import write_staged, written_files
-from megtool.commands.target import Request, Target, make_target
+from megtool.commands.target import Request, Target
 from megtool.errors import MegtoolError
 from megtool.log import Progress, silent
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
 from megtool.quant.treatment import Settlement, Treatment
 from megtool.quant.writing.given import Given
-from megtool.quant.writing.hf_config import hf_quant_config, with_quantization
+from megtool.quant.writing.hf_config import hf_quant_config, with_blocks, with_quantization
 from megtool.quant.writing.stored import needs_amax
 from megtool.quant.writing.whole_amax import find_amaxes
 from megtool.tensors.sharded import GlobalTensor
@@ -100,7 +101,7 @@ def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
         for d in decisions
         if d.format is not None and d.format.algo
     }
-    target = make_target(opened, Request(to="hf"))
+    target = target_of(opened, decisions, Request(to="hf"))
     check_places(decisions, target)
     for stored in stored_modules(opened, decisions, plain, target):
         tensors_of(stored, checked=False)
@@ -141,9 +142,8 @@ def write(
     began = time.monotonic()
     count = usual_threads(threads)
     system = files or Files()
-    target = make_target(
-        opened, Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
-    )
+    request = Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
+    target = target_of(opened, decisions, request)
     modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
     for stored in modules:
         tensors_of(stored)
@@ -202,6 +202,21 @@ def write(
         repaired_units=copied.repaired,
         warnings=tuple(stage.messages),
     )
+
+
+def _said(
+    decisions: Sequence[Decision],
+    modules: Sequence[StoredModule],
+    target: Target,
+    small: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """The files that say what is quantised, in the words of those who load it."""
+    config = small.get("config.json")
+    if (kept := excluded_from_blocks(decisions, modules, target)) is not None:
+        return {} if config is None else {"config.json": with_blocks(config, kept)}
+    said = config_of(decisions, modules, target)
+    out = {} if config is None else {"config.json": with_quantization(config, said)}
+    return out | {QUANT_FILE: hf_quant_config(said)}
 
 
 def find_shared_amaxes(
@@ -272,10 +287,7 @@ def _plan(
     tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
     tensors += [h.tensor for h in caches]
     small = {n: data for n, data in target.destination.small.items() if n != INDEX}
-    said = config_of(decisions, modules)
-    if "config.json" in small:
-        small["config.json"] = with_quantization(small["config.json"], said)
-    small[QUANT_FILE] = hf_quant_config(said)
+    small |= _said(decisions, modules, target, small)
     laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
     placements = {n: p for n, p in target.side.placements.items() if n not in gone}
     return build(

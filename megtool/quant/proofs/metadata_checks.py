@@ -13,6 +13,7 @@ from megtool.quant.proofs.folder import CACHE_SCALES, COMPANIONS, Folder, Stored
 from megtool.quant.proofs.said_checks import check_said
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.match import Decision
+from megtool.quant.writing.turned import TURNED
 
 _ALL = "no engine loads it"
 _ROUTES = "engines that follow the file take these bytes for something else"
@@ -66,9 +67,7 @@ def check_metadata(
     """
     for name, what in folder.faults:
         yield error("config", name, what, _ALL)
-    if not folder.has_tokenizer:
-        make = error if tokenizer else warning
-        yield make("tokenizer", folder.path.name, "no tokenizer is there", "engines cannot start")
+    yield from check_tokenizer(folder, is_due=tokenizer)
     beside, inline = in_quant_file(folder), in_config(folder)
     if beside is not None and inline is not None:
         yield from check_agreement(beside, inline)
@@ -94,6 +93,13 @@ def check_metadata(
     yield from _smoothing(folder, said)
     yield from _caches(folder, said, decisions, names)
     yield from _strangers(folder, linear, names)
+
+
+def check_tokenizer(folder: Folder, *, is_due: bool) -> Iterator[Finding]:
+    """A folder without a tokenizer; an error where one `is_due`."""
+    if not folder.has_tokenizer:
+        make = error if is_due else warning
+        yield make("tokenizer", folder.path.name, "no tokenizer is there", "engines cannot start")
 
 
 def check_agreement(beside: Declared, inline: Declared) -> Iterator[Finding]:
@@ -205,7 +211,7 @@ def _tensors(
     weight = tensors["weight"]
     if weight.dtype != form.codes:
         yield error("dtype", name, f"weight is {weight.dtype}, {algo} has {form.codes}", _ALL)
-    elif weight.shape != held:
+    elif weight.shape != held and (algo not in TURNED or weight.shape != held[::-1]):
         yield error("shape", name, f"weight is {list(weight.shape)}, {algo} has {list(held)}", _ALL)
     needed = {"weight_scale": True, "weight_scale_2": form.second, "input_scale": form.inputs}
     for last, needs in needed.items():

@@ -19,14 +19,15 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import usual_threads
 from megtool.convert.dialects import Side, read_side
 from megtool.convert.families import detect_family
-from megtool.dtypes import dtype
 from megtool.errors import MegtoolError
 from megtool.log import Progress, silent
 from megtool.quant.calibration.points import list_points, readers_of
+from megtool.quant.proofs.block_checks import check_blocks, has_blocks
 from megtool.quant.proofs.findings import Finding, error, in_order, warning
-from megtool.quant.proofs.folder import COMPANIONS, TOKENIZERS, Folder, open_folder
+from megtool.quant.proofs.folder import TOKENIZERS, Folder, open_folder
 from megtool.quant.proofs.kept_proof import check_readers, compare_kept, recovered
 from megtool.quant.proofs.metadata_checks import check_metadata
+from megtool.quant.proofs.names import absent, num_bytes_of, stored_names
 from megtool.quant.proofs.scale_checks import check_scales
 from megtool.quant.proofs.settled_checks import check_seconds, check_settled, seconds_of
 from megtool.quant.proofs.settled_weights import check_codes, check_scales_settled
@@ -144,16 +145,17 @@ def prove(
         return Proof(path=str(destination), findings=(_unreadable(destination, e),))
     with folder:
         opened = _opened(source, destination, folder, findings)
-        names = _stored_names(decisions, opened[1] if opened else None)
+        names = stored_names(decisions, opened[1] if opened else None)
         tokenizer = any(n.endswith(TOKENIZERS) for n in source.catalogue.attachments)
-        findings += check_metadata(folder, decisions, names, tokenizer=tokenizer)
+        check = check_blocks if has_blocks(decisions) else check_metadata
+        findings += check(folder, decisions, names, tokenizer=tokenizer)
         findings += check_small(folder, small or {})
         findings += check_scales(folder, decisions, names)
         findings += check_settled(folder, decisions, names, settlement)
         if opened is None:
-            findings += _absent(folder, decisions)
+            findings += absent(folder, decisions)
             return Proof(path=str(destination), findings=in_order(findings))
-        sizes = {d.module.name: _num_bytes(folder, names.get(d.module.name)) for d in decisions}
+        sizes = {d.module.name: num_bytes_of(folder, names.get(d.module.name)) for d in decisions}
         seconds = seconds_of(folder, names)
     proof = _Proof(source, *opened, decisions, settlement, seconds, findings)
     rows = proof.run(usual_threads(threads), progress, sizes)
@@ -191,32 +193,6 @@ def _opened(
     for warned in catalogue.warnings:
         findings.append(warning("config", destination.name, warned, "loaders may warn of it too"))
     return catalogue, side
-
-
-def _stored_names(decisions: Sequence[Decision], side: Side | None) -> dict[str, str]:
-    """The stored names of modules by canonical ones: as found, else as they should be."""
-    out = {}
-    for d in decisions:
-        place = side.placements.get(f"{d.module.name}.weight") if side else None
-        if place is not None:
-            out[d.module.name] = place.stored.removesuffix(".weight")
-        elif d.module.kind != "kv_cache" and (called := d.module.called("hf")):
-            out[d.module.name] = called[0]
-    return out
-
-
-def _absent(folder: Folder, decisions: Sequence[Decision]) -> Iterator[Finding]:
-    """Weights that are in no file, of a folder that cannot be decoded for it."""
-    for d in decisions:
-        stored = [f"{name}.weight" for name in d.module.called("hf")]
-        if d.module.kind != "kv_cache" and stored and not any(n in folder.tensors for n in stored):
-            yield error("missing", d.module.name, f"{stored[0]} is in no file", "engines stop")
-
-
-def _num_bytes(folder: Folder, stored: str | None) -> int:
-    tensors = folder.modules.get(stored or "", {})
-    held = [t for last, t in tensors.items() if last in ("weight", *COMPANIONS)]
-    return sum(numel(t.shape) * dtype(t.dtype).itemsize for t in held)
 
 
 def _files(path: Path) -> Iterator[Any]:

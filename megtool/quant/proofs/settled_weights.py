@@ -24,7 +24,8 @@ from megtool.packing.floats import eight_bit, single
 from megtool.packing.rounding import E2M1, E4M3
 from megtool.packing.scales import modelopt_block, modelopt_exponent, modelopt_scale
 from megtool.quant.proofs.findings import Finding, error
-from megtool.quant.proofs.weight_proof import Job, Weight, jobs_of, map_part
+from megtool.quant.proofs.steps import Lines, map_part
+from megtool.quant.proofs.weight_proof import Job, Weight, jobs_of
 from megtool.quant.treatment import Floats, Settlement, Treatment
 
 _LARGEST: Mapping[str, float] = {"fp8": 448.0, "int8": 127.0, "int4rows": 7.0}
@@ -146,13 +147,11 @@ def check_scales_settled(
 def _stored(w: Weight, catalogue: Catalogue) -> tuple[Floats, float] | None:
     """The scales of a weight's own rows, and the one of the whole tensor (1 if there is none)."""
     scale, second = None, 1.0
-    lo = (w.written.base[0], 0)
-    hi = (lo[0] + w.shape[0], w.shape[1])
+    lines = Lines.of(w.written, w.shape)
     for one in catalogue.packed.get(w.written.stored, ()):
-        if one.part.role == SCALE:
-            begin, stop = one.part.window(lo, hi)
-            index = tuple(slice(*b) for b in zip(begin, stop, strict=True))
-            scale = single(np.array(map_part(catalogue, one)[index]), one.part.dtype)
+        if one.part.role == SCALE and lines is not None:
+            found = lines.pick(map_part(catalogue, one), one.part, 0, w.shape[0], each=False)
+            scale = None if found is None else single(found, one.part.dtype)
         elif one.part.role == SCALE_2 and math.prod(one.part.shape) == 1:
             value = single(np.array(map_part(catalogue, one)), one.part.dtype)
             second = float(value.reshape(-1)[0])

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.sweep import each
 from megtool.checkpoint.transport.side import cut_dims
@@ -25,10 +24,10 @@ from megtool.checkpoint.transport.tile import cut
 from megtool.checkpoint.values import numbers
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, MappingError
-from megtool.packing.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.packing.decode import COLUMNS
 from megtool.packing.floats import single
-from megtool.packing.parts import factors
-from megtool.tensors.box import numel, strides
+from megtool.quant.proofs.steps import LARGEST, Steps, map_part
+from megtool.tensors.box import strides
 from megtool.tensors.relation import Placement, narrow, refine
 
 Floats = NDArray[np.float32]
@@ -42,17 +41,6 @@ SLACK = 2.0**-8
 FOLDED_SLACK = 2.0**-6
 """The same where factors of columns were rounded to bfloat16 too, once with a norm and once more
 in a file."""
-
-LARGEST: Mapping[str, float] = {
-    "fp8": 448.0,
-    "mxfp8": 448.0,
-    "int8": 127.0,
-    "int8words": 127.0,
-    "int4": 7.0,
-    "int4rows": 7.0,
-    "mxfp4": 6.0,
-    "nvfp4": 6.0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,18 +145,6 @@ def without_columns(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]
     return replace(catalogue, packed=packed), factors
 
 
-def map_part(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
-    """A part of a packed tensor, its bytes in no memory until they are looked at."""
-    mapped = np.memmap(
-        catalogue.path(one.file),
-        dtype(one.part.dtype).view,
-        mode="r",
-        offset=one.offset,
-        shape=one.part.shape or (1,),
-    )
-    return mapped.reshape(one.part.shape)
-
-
 def measure(
     weights: Sequence[Weight],
     source: Reader,
@@ -183,7 +159,7 @@ def measure(
     """
     out = {w.name: Sums() for w in weights}
     lock = threading.Lock()
-    scales = {w.name: _Steps.of(w, written.catalogue) for w in weights}
+    scales = {w.name: Steps.of(w.written, w.shape, written.catalogue) for w in weights}
 
     def work(job: Job) -> None:
         found = _measured(job, source, written, scales[job.weight.name])
@@ -227,49 +203,7 @@ def jobs_of(w: Weight, source: Reader, written: Reader) -> Iterator[Job]:
         yield Job(w, start, narrow(p, lo, hi), narrow(q, lo, hi))
 
 
-@dataclass(slots=True)
-class _Steps:
-    """The scales of a packed weight as mapped arrays, by role."""
-
-    kind: str
-    base: tuple[int, int]
-    parts: list[tuple[StoredPart, NDArray[Any]]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, w: Weight, catalogue: Catalogue) -> _Steps | None:
-        """None where elements do not lie as the matrix does, so that scales are not lined up."""
-        packing = catalogue[w.written.stored].packing
-        kind = (packing or "").partition(":")[0]
-        place = w.written
-        if kind not in LARGEST or place.dims != (0, 1) or place.mults != (1, 1):
-            return None
-        out = cls(kind, (place.base[0], place.base[1]))
-        for one in catalogue.packed[place.stored]:
-            if one.part.role == ZEROS:
-                return None
-            if one.part.role != CODES and numel(one.part.shape):
-                out.parts.append((one, map_part(catalogue, one)))
-        return out
-
-    def step(self, first: int, end: int, columns: int) -> Floats:
-        """What a code of one stands for in some rows, `[rows or 1, columns or 1]`."""
-        lo = (self.base[0] + first, self.base[1])
-        hi = (self.base[0] + end, self.base[1] + columns)
-        out = np.ones((1, 1), np.float32)
-        for one, mapped in self.parts:
-            if one.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
-                continue
-            begin, stop = one.part.window(lo, hi)
-            window = np.array(mapped[tuple(slice(*b) for b in zip(begin, stop, strict=True))])
-            values, per = factors(window, one.part, lo, hi, (0, 1))
-            if per:
-                values = np.repeat(values, per, axis=1)
-            with np.errstate(all="ignore"):
-                out = out / values if one.part.role == DIVISOR else out * values
-        return out
-
-
-def _measured(job: Job, source: Reader, written: Reader, steps: _Steps | None) -> Sums:
+def _measured(job: Job, source: Reader, written: Reader, steps: Steps | None) -> Sums:
     u, v = source.canonical(job.source), written.canonical(job.written)
     x = numbers(u.read().reshape(-1), u.dtype).astype(np.float32, copy=False)
     y = numbers(v.read().reshape(-1), v.dtype).astype(np.float32, copy=False)
@@ -297,11 +231,12 @@ def _measured(job: Job, source: Reader, written: Reader, steps: _Steps | None) -
     first = job.start // columns
     size, gap = np.abs(x).reshape(-1, columns), apart.reshape(-1, columns)
     ratio = _rows(out, size, gap, first)
-    if steps is None:
+    step = None if steps is None else steps.step(first, first + len(size), columns)
+    if steps is None or step is None:
         out.lost_row, out.lost_row_error = out.worst_row, out.worst_row_error
     else:
         with np.errstate(all="ignore"):
-            step = np.abs(steps.step(first, first + len(size), columns))
+            step = np.abs(step)
         _lost(out, steps.kind, size, gap, step, ratio, first)
         slack = SLACK if gammas is None else FOLDED_SLACK
         _bounded(out, steps.kind, size, gap, step, slack, first)

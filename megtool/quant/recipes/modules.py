@@ -30,6 +30,10 @@ ROLES = (
 SCHEMES = ("canonical", "hf", "megatron")
 """Whose names a pattern is held against."""
 
+BLOCKS = "_blocks"
+"""How the stored name of gpt-oss's experts ends where they are MXFP4: all of a layer in one tensor,
+`[experts, rows, groups, 16]`, with `_scales` beside it."""
+
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _BY_LAST = {
     **dict.fromkeys(("q", "k", "v", "q_down", "q_up", "kv_down", "kv_up"), "qkv"),
@@ -215,8 +219,9 @@ def _stored_names(side: Side, dialect: str) -> dict[str, str]:
     """Stored names by canonical ones in a dialect; nothing where the family has none in it."""
     if dialect == "hf" and side.family is None:
         return {}
+    family = side.family.for_codes if side.family is not None else None
     try:
-        target = write_side(side, dialect=dialect, per_layer=True)
+        target = write_side(side, dialect=dialect, family=family, per_layer=True)
     except MappingError:
         return {}
     return {name: p.stored for name, p in target.placements.items()}
@@ -231,7 +236,7 @@ def _spelled(stored: str, scheme: str, module: str) -> tuple[str, ...]:
     Megatron builds experts as one grouped layer or one by one; both names are given, the latter
     with the expert's number in the whole model.
     """
-    name = stored.removesuffix(".weight")
+    name = stored.removesuffix(".weight").removesuffix(BLOCKS)
     if scheme == "megatron" and ".experts." in module:
         expert = module.split(".experts.")[1].split(".")[0]
         return (
@@ -239,6 +244,15 @@ def _spelled(stored: str, scheme: str, module: str) -> tuple[str, ...]:
             _MEGATRON_EXPERTS.sub(f".experts.local_experts.{expert}.", name),
         )
     return (name,)
+
+
+_OWN_TENSOR = re.compile(r"\.experts\.\d+\.")
+
+
+def in_blocks(module: Module) -> bool:
+    """Codes of the module lie with those of the other experts in `BLOCKS`."""
+    names = module.called("hf")
+    return "expert" in module.roles and bool(names) and not _OWN_TENSOR.search(names[0])
 
 
 def fused_with(module: Module) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from megtool.errors import UsageError
 from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SMOOTHING, Format
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import fused_with
+from megtool.quant.recipes.modules import fused_with, in_blocks
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
 
@@ -23,8 +23,9 @@ class Support:
     """One line: what an engine loads from a version on.
 
     `since` is the first version known to; `main` is a state of the sources of 2026-08 that no
-    release number is known for. `what` is `linear`, `kv`, or `mixed` (one of several formats in
-    one model). `dense` lines say nothing about experts.
+    release number is known for. `what` is `linear`, `kv`, `mixed` (one of several formats in one
+    model), or `blocks` (all experts of a layer in one tensor, as gpt-oss has them). `dense` lines
+    say nothing about experts.
     """
 
     engine: str
@@ -35,6 +36,7 @@ class Support:
     dense: bool = False
 
 
+_BLOCKS = "config.json of openai/gpt-oss-20b: quant_method mxfp4"
 _VLLM = "docs.vllm.ai/en/v{}/api/vllm/model_executor/layers/quantization/modelopt"
 _MODELOPT_PY = "vllm modelopt.py at 00155cde"
 _TRTLLM = "nvidia.github.io/TensorRT-LLM/{}/features/quantization.html"
@@ -74,6 +76,13 @@ TABLE: tuple[Support, ...] = (
     Support(engine="vllm", since="main", what="kv", algos=("NVFP4",), source=_MODELOPT_PY),
     Support(
         engine="vllm",
+        since="0.11.0",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"vllm mxfp4.py and models/gpt_oss.py; {_BLOCKS}",
+    ),
+    Support(
+        engine="vllm",
         since="main",
         what="mixed",
         algos=("FP8", "NVFP4", "W4A16_NVFP4"),
@@ -110,8 +119,22 @@ TABLE: tuple[Support, ...] = (
         algos=("FP8", "FP8_PB_WO", "NVFP4", "W4A16_AWQ", "W4A8_AWQ"),
         source="TensorRT-LLM quantization/modelopt_config.py at 2edf354d",
     ),
+    Support(
+        engine="trtllm",
+        since="main",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"TensorRT-LLM _torch/model_config.py; {_BLOCKS}",
+    ),
     Support(engine="sglang", since="0.5", what="linear", algos=("FP8", "NVFP4"), source=_SGLANG),
     Support(engine="sglang", since="0.5", what="kv", algos=("FP8",), source=_SGLANG),
+    Support(
+        engine="sglang",
+        since="0.5",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"sglang srt/layers/quantization/mxfp4.py; {_BLOCKS}",
+    ),
 )
 
 ENGINES = tuple(dict.fromkeys(s.engine for s in TABLE))
@@ -245,7 +268,8 @@ def check_target(
             for algo in algos:
                 used[algo].append(d)
     for algo, some in used.items():
-        lines = [s for s in target.lines("linear") if algo in s.algos]
+        what = "blocks" if all(in_blocks(d.module) for d in some) else "linear"
+        lines = [s for s in target.lines(what) if algo in s.algos]
         if not lines:
             problems.add(_line(some), f"{target.name} does not load {algo}", _known(target, algo))
         elif all(s.dense for s in lines) and any("expert" in d.module.roles for d in some):

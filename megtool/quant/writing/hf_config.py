@@ -94,6 +94,22 @@ def with_quantization(config: bytes, said: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def with_blocks(config: bytes, kept: Iterable[str]) -> bytes:
+    """A config.json that says that all experts are MXFP4 blocks, as OpenAI's gpt-oss has it.
+
+    `kept` are the stored names of all that could be taken for a quantised module and is none.
+    """
+    value = json.loads(config)
+    value["quantization_config"] = {
+        "modules_to_not_convert": sorted(dict.fromkeys(_LAYER_NUMBER.sub(".*", n) for n in kept)),
+        "quant_method": "mxfp4",
+    }
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
 def inline(said: Mapping[str, Any]) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 

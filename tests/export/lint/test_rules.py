@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from megtool.commands.lint import lint
 from megtool.errors import UsageError
 from megtool.export.lint.all_rules import RULES
+from tests.commands.quantizing import family_models
+from tests.commands.quantizing.test_write import quantise as write
 from tests.export.lint.compressed_folder import compress, deepseek
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import quantise, randomised
@@ -51,7 +53,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     deepseek(dense, at / "deepseek")
+    blocks(at / "gpt-oss", at / "blocks")
     return at
+
+
+def blocks(plain: Path, folder: Path) -> None:
+    """gpt-oss, its experts in MXFP4."""
+    family_models.save("gpt_oss", plain)
+    write(plain, folder, "mxfp4_experts", max_shard_bytes=1 << 30)
 
 
 def spelled(folder: Path, algo: str) -> None:
@@ -181,6 +190,14 @@ QUANT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}
 UNHEARD_OF = config(lambda c: c.update(architectures=["FooLM"], model_type="foo"))
 KEPT = ["lm_head", "model.layers.1.self_attn*"]
 
+STACKED = "model.layers.1.mlp.experts"
+FP8 = torch.float8_e4m3fn
+
+
+def named(architecture: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config.update(architectures=[architecture])
+
+
 BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
     (
         "files",
@@ -193,6 +210,14 @@ BREAKS: list[tuple[str, str, str, Change, tuple[str, ...]]] = [
         ALL,
     ),
     ("architectures", "none", "fp8", config(lambda c: c.update(architectures=None)), ALL),
+    ("blocks", "no scales", "blocks", drop(f"{STACKED}.down_proj_scales"), ALL),
+    ("blocks", "plain", "blocks", put(f"{STACKED}.gate_up_proj", torch.ones(4, 8, 8)), ALL),
+    ("blocks", "floats", "blocks", changed(f"{STACKED}.down_proj_scales", torch.Tensor.float), ALL),
+    ("blocks", "cut", "blocks", changed(f"{STACKED}.down_proj_blocks", lambda t: t[:, :9]), ALL),
+    ("blocks", "attention", "blocks", put(f"{Q}.weight", torch.ones(8, 8).to(FP8)), ALL),
+    ("llama4-rotary", "blocks", "pb", config(named("Llama4ForCausalLM")), ("vllm", "sglang")),
+    ("llama4-rotary", "rows", "nvfp4", config(named("Llama4ForCausalLM")), ("sglang",)),
+    ("llama4-rotary", "old", "awq", config(named("Llama4ForCausalLM")), ("vllm@0.15.0",)),
     ("method", "unknown", "ct fp8", inline(lambda s: s.update(quant_method="hqq")), ALL),
     ("method", "codes unsaid", "fp8", both(only_inline, only_beside), ALL),
     ("config-agree", "two algorithms", "fp8", beside(lambda s: s.update(quant_algo="NVFP4")), ALL),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megtool.commands.recipe import explain_recipe, list_recipes
+from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
 from tests.quant import tiny_models
 
@@ -25,6 +26,7 @@ NAMES = [
     "kv_nvfp4",
     "mixed_nvfp4_fp8",
     "mxfp4",
+    "mxfp4_experts",
     "mxfp8",
     "nvfp4",
     "nvfp4_awq",
@@ -52,7 +54,12 @@ def test_every_line_is_explained(name: str, checkout: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_explains_both_models(name: str, llama: Path, moe: Path) -> None:
+    of_experts = name == "mxfp4_experts"
     for path in (llama, moe):
+        if of_experts and path is llama:
+            with pytest.raises(RecipeError, match="role expert"):
+                explain_recipe(path, name)
+            continue
         report = explain_recipe(path, name)
         by_name = {m.name: m for m in report.modules}
         kept = [m for m in report.modules if {"embedding", "lm_head", "router"} & {*m.roles}]
@@ -65,8 +72,9 @@ def test_every_recipe_explains_both_models(name: str, llama: Path, moe: Path) ->
             assert report.kv_bytes < report.kv_source_bytes
         else:
             assert report.num_bytes < report.source_bytes
+            rest = [m for m in report.modules if m.kind == "linear" and m not in kept]
             assert all(
-                m.format != "keep" for m in report.modules if m.kind == "linear" and m not in kept
+                (m.format != "keep") == ("expert" in m.roles or not of_experts) for m in rest
             )
         assert by_name["embed"].count == 1
 
