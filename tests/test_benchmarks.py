@@ -23,6 +23,7 @@ OPTIONS = {
     "reflink_speed.py": ["--gib", "0.05", "--rounds", "1"],
     "plan_scale.py": ["--layers", "8", "--experts", "64", "--rounds", "1"],
     "startup.py": ["--rounds", "1"],
+    "gpu_speed.py": [],
     "kernel_speed.py": ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1"],
     "cross_entropy_memory.py": ["--rounds", "1", "--vocab", "16384", "--tokens", "1024"],
     "forward_speed.py": [
@@ -250,6 +251,16 @@ def test_every_kernel_is_timed_beside_a_copy(measure: Measure) -> None:
     assert len({f["job"] for f in figures}) >= 9
     assert all(f["share"] > 0 and f["num_bytes"] > 0 for f in figures)
     assert "x copy" in printed
+
+
+def test_without_a_gpu_nothing_is_measured_there(measure: Measure) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    printed, figures = measure("gpu_speed.py")
+    assert "no CUDA device" in printed
+    assert not figures
 
 
 def test_passes_are_timed_against_transformers(measure: Measure) -> None:

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from megtool.kernels.activation import activate, gated
 from megtool.kernels.choice import use
-from megtool.kernels.dropout_add import bias_dropout_add
+from megtool.kernels.cross_entropy import cross_entropy
+from megtool.kernels.experts import permute, unpermute
+from megtool.kernels.fp8 import cast_fp8
 from megtool.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax
@@ -43,6 +45,7 @@ class Job:
     inputs: Sequence[Tensor]
     constants: Sequence[Tensor] = ()
     liger: Callable[..., Any] | None = None
+    has_backward: bool = True
 
 
 def jobs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Job]:
@@ -59,6 +62,12 @@ def jobs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Job]
     scores = numbers(1, max(1, tokens * hidden // keys**2), keys, keys)
     mask = torch.ones(keys, keys, dtype=torch.bool, device=device).tril()
     sinks = numbers(scores.shape[1])
+    logits = numbers(tokens, 4 * hidden)
+    labels = torch.randint(0, 4 * hidden, (tokens,), device=device)
+    chosen = torch.rand(tokens, 8, device=device).topk(2).indices
+    rows, row_ids, _ = permute(x, chosen, 8)
+    probs = torch.rand(tokens, 2, device=device)
+    unit = torch.ones((), device=device)
     liger = liger_functions()
     return [
         Job(
@@ -87,15 +96,30 @@ def jobs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Job]
         ),
         Job(name="squared relu", run=lambda x: activate(x, "relu2"), inputs=(x,)),
         Job(
-            name="bias + dropout + add",
-            run=lambda x, b, r: bias_dropout_add(x, b, r, 0.1, training=True),
-            inputs=(x, weight, residual),
-        ),
-        Job(
             name="softmax with cap and sinks",
             run=lambda s, k, m: masked_softmax(s, m, scale=0.1, softcap=30.0, sinks_N=k),
             inputs=(scores, sinks),
             constants=(mask,),
+        ),
+        Job(name="cross entropy", run=cross_entropy, inputs=(logits,), constants=(labels,)),
+        Job(
+            name="permute, with the sorting",
+            run=lambda x, e: permute(x, e, 8)[0],
+            inputs=(x,),
+            constants=(chosen,),
+        ),
+        Job(
+            name="unpermute",
+            run=lambda r, p, ids: unpermute(r, ids, p),
+            inputs=(rows, probs),
+            constants=(row_ids,),
+        ),
+        Job(
+            name="cast to FP8",
+            run=lambda x, s: cast_fp8(x, s, "e4m3"),
+            inputs=(x,),
+            constants=(unit,),
+            has_backward=False,
         ),
     ]
 
@@ -104,12 +128,19 @@ def liger_functions() -> dict[str, Callable[..., Any]]:
     """What liger-kernel has of the same, where it is installed and there is a GPU."""
     if find_spec("liger_kernel") is None or not torch.cuda.is_available():
         return {}
+    from liger_kernel.ops import swiglu
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
+    # Later releases take gate and up in one tensor, as ours do; those before need two copies.
+    joint = getattr(swiglu, "LigerFusedGateUpSiLUMulFunction", None)
+    parted = swiglu.LigerSiLUMulFunction
     return {
         "rms_norm": lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-5, 0.0, "llama", False),
-        "swiglu": lambda y: LigerSiLUMulFunction.apply(*(h.contiguous() for h in y.chunk(2, -1))),
+        "swiglu": lambda y: (
+            parted.apply(*(h.contiguous() for h in y.chunk(2, -1)))
+            if joint is None
+            else joint.apply(y)
+        ),
     }
 
 
@@ -191,7 +222,7 @@ def main() -> None:
     )
     for job in jobs(given.tokens, given.hidden, given.device, dtype):
         for kind, prepare in {"forward": forward, "backward": backward}.items():
-            if kind == "backward" and not given.backward:
+            if kind == "backward" and not (given.backward and job.has_backward):
                 continue
             works = {name: prepare(job, run) for name, run in ways(job, given).items()}
             taken: dict[str, list[float]] = {name: [] for name in works}

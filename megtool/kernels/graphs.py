@@ -13,6 +13,7 @@ back after the warm-up, also where the capture fails. Gradients have to have the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,9 +45,9 @@ class Graphs:
 
     Inputs are copied into storages of the graph, outputs out of it: they are the caller's, and
     carry no autograd history. With `copies=False` the outputs are the graph's own and hold until
-    the next call with the same shapes. `pool` joins the memory of several `Graphs` that never run
-    at the same time. A graph is chosen by shapes, strides aside, dtypes, grad mode and the kernels
-    in use.
+    the next call: graphs of other shapes work in the same memory. `pool` joins the memory of
+    several `Graphs` that never run at the same time. A graph is chosen by shapes, strides aside,
+    dtypes, grad mode and the kernels in use.
 
     Raises MissingPackageError where there is no CUDA device, UsageError for inputs elsewhere,
     GraphRuleError where the function cannot be captured.
@@ -104,15 +105,21 @@ class Graphs:
                 self.function(*static)
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (data loading, collectives) may allocate while this one records.
+        # Other threads (data loading, collectives) may allocate while this one records. The outer
+        # stream is there for a capture that breaks: torch then stays on the one it recorded on.
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
                 outputs = map_tensors(torch.Tensor.detach, self.function(*static))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # what ran in the warm-up cannot be recorded
+            abandon(self.pool)
+            first = _first(error)
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise GraphRuleError(
-                f"the function cannot be captured: {str(error).strip().splitlines()[0]}",
+                f"the function cannot be captured: {str(first).strip().splitlines()[0]}",
                 hint="megtool.kernels.rehearsal names the operation",
             ) from error
         finally:
@@ -124,6 +131,31 @@ class Graphs:
         copy_into(captured.inputs, inputs)
         captured.graph.replay()
         return map_tensors(torch.clone, captured.outputs) if self.copies else captured.outputs
+
+
+def abandon(pool: Any) -> None:
+    """Let go of what a capture that broke still holds; nothing is wrong where it holds nothing.
+
+    torch (2.10, 2.11) stops at the error that ends the recording: its allocator goes on to take
+    the pool for that capture, and random numbers stay those of a capture, until one ends well.
+    """
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # "not currently recording": it has ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with (
+        contextlib.suppress(RuntimeError),
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        torch.zeros(1, device="cuda")
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that broke a capture, of which the one that ends it comes."""
+    while error.__context__ is not None and isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
 
 
 def graphed(function: Function, device: torch.device | str, **options: Any) -> Graphs:

@@ -196,13 +196,20 @@ def test_a_failed_capture_leaves_the_state_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_capture_on_a_gpu_leaves_the_state_and_the_stream() -> None:
-    scene = Scene("cuda")
-    run = Graphs(lambda x: scene.advance(x) * x.sum().item(), state=[scene.count])
-    with pytest.raises(GraphRuleError, match="cannot be captured"):
-        run(torch.ones(1, device="cuda"))
-    assert scene.count == 0
-    assert scene.advance(torch.ones(1, device="cuda")) == 1
+def test_a_failed_capture_on_a_gpu_leaves_all_as_it_was() -> None:
+    """The state, the stream, the random numbers, and what the next capture needs."""
+    scene, one, here = Scene("cuda"), torch.ones(1, device="cuda"), torch.cuda.current_stream()
+    run = Graphs(lambda x: scene.advance(x) * torch.rand_like(x).sum().item(), state=[scene.count])
+    for _ in range(2):
+        with pytest.raises(GraphRuleError, match=r"cannot be captured.*captur"):
+            run(one)
+        assert scene.count == 0
+        assert torch.cuda.current_stream() == here
+    assert scene.advance(one) == 1
+    assert 0 < torch.rand(8, device="cuda").sum() < 8
+    again = Graphs(lambda x: x * 2, pool=run.pool)
+    assert again(one) == 2
+    assert again(one * 2) == 4
 
 
 @pytest.mark.gpu

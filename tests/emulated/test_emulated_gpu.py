@@ -1,0 +1,157 @@
+"""What runs on a GPU runs on an emulated one: placement, waiting, captures, layouts of operands.
+
+`tests/emulated/device.py` says what the emulation is, and what it cannot show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulated.device import build
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+FEW = ("llama(yarn)", "gemma2(tie_word_embeddings=True,num", "gpt2", "deepseek_v3", "gpt_oss")
+ON_GPU = (
+    "tests/kernels",
+    "tests/optim",
+    "tests/inference/test_generate.py",
+    "tests/inference/test_load.py",
+    "tests/quant/simulation",
+)
+COMMANDS = (
+    "tests/commands/test_finetune.py::test_the_same_command_goes_on_with_the_same_bits",
+    "tests/commands/test_finetune_fp8.py",
+    "tests/commands/test_evaluate.py",
+    "tests/commands/test_generate.py",
+)
+
+REFUSED = """
+import sys
+from pathlib import Path
+from tests.emulated.device import start
+start(Path(sys.argv[1]))
+import pytest
+import torch
+
+one, here = torch.ones(16, 16, device="cuda", requires_grad=True), torch.ones(16, 16)
+(one @ one).sum().backward()
+assert one.grad.is_cuda and one.grad.sum().item() == 2 * 16**3
+x = one.detach()
+assert (x + torch.tensor(1.0)).is_cuda and x[torch.arange(3)].is_cuda
+assert (x.sum() > 0) and x[0].tolist() == [1.0] * 16
+
+def scaled(a, b, columns=True):
+    a, b = (t.to(torch.float8_e4m3fn) for t in (a, b))
+    unit = torch.ones((), device="cuda")
+    return torch._scaled_mm(a, b.t() if columns else b, unit, unit)
+
+for wrong, said in (
+    (lambda: x + here, "devices|same device"),
+    (lambda: x @ here, "same device"),
+    (lambda: x.index_select(0, torch.arange(3)), "same device"),
+    (lambda: x.numpy(), "can't convert cuda"),
+    (lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "generator"),
+    (lambda: torch.empty(3, device="cuda", pin_memory=True), "pinned"),
+    (lambda: scaled(x, x[:9]), "multiple of 16"),
+    (lambda: scaled(x, x, columns=False), "rows times columns"),
+):
+    with pytest.raises((RuntimeError, TypeError), match=said):
+        wrong()
+graph, out = torch.cuda.CUDAGraph(), None
+with torch.cuda.graph(graph):
+    out = (x * 2).sum(0)
+x.fill_(3)
+assert out[0] == 32
+graph.replay()
+assert out[0] == 96
+for waits in (lambda: x.sum().item(), lambda: x[x > 0], lambda: x.cpu(), lambda: x.nonzero()):
+    before = torch.cuda.current_stream()
+    with torch.cuda.stream(before):
+        with pytest.raises(RuntimeError, match="during capture"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                waits()
+        assert torch.cuda.current_stream() is not before
+    assert torch.cuda.current_stream() is before
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the emulated GPU with")
+    if torch.version.cuda is not None:
+        pytest.skip("a torch with CUDA cannot be given another device")
+    return build(tmp_path_factory.mktemp("device"), compiler)
+
+
+def run(checkout: Path, *arguments: str) -> str:
+    """What a Python process says that starts with a GPU."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=checkout,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stdout[-8000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def families(checkout: Path, library: Path, *arguments: str) -> list[dict[str, Any]]:
+    told = run(checkout, "-m", "tests.emulated.families", str(library), *arguments)
+    rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    wrong = [row for row in rows if row["error"]]
+    assert not wrong, "\n".join(f"{row['name']} {row['dtype']}: {row['error']}" for row in wrong)
+    return rows
+
+
+def test_the_emulation_refuses_what_cuda_refuses(library: Path, checkout: Path) -> None:
+    run(checkout, "-c", REFUSED, str(library))
+
+
+def test_families_run_there(library: Path, checkout: Path) -> None:
+    rows = families(checkout, library, "torch", *FEW)
+    assert len(rows) >= 2 * len(FEW)
+    for row in rows:  # experts in fp32 are looped over, on numbers that the host reads
+        has_experts = row["name"].startswith(("deepseek", "gpt_oss"))
+        assert row["graphed"] == (not has_experts or row["dtype"] == "torch.bfloat16"), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_all_families_run_there(kernels: str, library: Path, checkout: Path) -> None:
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    names = ("llama(yarn)", "gpt_oss-yarn") if kernels == "triton" else ()  # slow, interpreted
+    rows = families(checkout, library, kernels, *names)
+    assert len(rows) >= (2 * len(names) or 100)
+
+
+def tests(checkout: Path, library: Path, kernels: str, marked: str, *names: str) -> str:
+    """Run tests of this checkout in one process with a GPU."""
+    return run(
+        checkout, "-m", "tests.emulated.device", str(library), kernels, "-q", "-m", marked, *names
+    )
+
+
+@pytest.mark.slow
+def test_what_is_marked_gpu_passes_there(library: Path, checkout: Path) -> None:
+    pytest.importorskip("triton")
+    assert " passed" in tests(checkout, library, "auto", "gpu", *ON_GPU)
+
+
+@pytest.mark.slow
+def test_commands_take_it_and_give_the_same(library: Path, checkout: Path) -> None:
+    assert " passed" in tests(checkout, library, "torch", "not slow and not peers", *COMMANDS)
