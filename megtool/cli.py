@@ -16,7 +16,7 @@ import typer
 from megtool import __version__
 from megtool.cli_amax import amax_app
 from megtool.cli_export import _export
-from megtool.cli_finetune import _finetune
+from megtool.cli_finetune import Sections, _finetune
 from megtool.cli_lint import _lint
 from megtool.cli_model import _evaluate, _generate
 from megtool.cli_options import (
@@ -354,7 +354,7 @@ app.command("generate")(_generate)
 app.command("evaluate")(_evaluate)
 app.command("quantize")(_quantize)
 app.command("export")(_export)
-app.command("finetune")(_finetune)
+app.command("finetune", cls=Sections)(_finetune)
 app.command("lint")(_lint)
 app.add_typer(recipe_app)
 app.add_typer(amax_app)

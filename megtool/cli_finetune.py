@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from typer.core import TyperCommand
 
 from megtool.cli_model import of_rank
 from megtool.cli_options import DryRun, Json, Quiet, Source, Verbose, option, place, source_option
@@ -20,6 +24,32 @@ Config = Annotated[
     Path | None,
     source_option("A YAML file of options; those given here win.", "--config", metavar="YAML"),
 ]
+
+
+WIDE = 140
+"""Columns of a terminal from which tables hold the longest of Megatron's option names."""
+
+
+class Sections(TyperCommand):
+    """A command of so many options that its help is plain text on a narrow terminal, in the
+    sections that a wide one frames: tables would cut the names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write all of it."""
+        if shutil.get_terminal_size().columns < WIDE:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the parameters, section by section."""
+        sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            usual = f"{parameter.param_type_name.capitalize()}s"
+            if record := parameter.get_help_record(ctx):
+                sections[getattr(parameter, "rich_help_panel", None) or usual].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def _finetune(**given: Any) -> int:

@@ -46,6 +46,15 @@ class LayoutError(UsageError):
     """The parallel layout asked for does not divide the model."""
 
 
+class OutOfMemoryError(MegtoolError):
+    """More memory is needed than there is; the message says how much, the hint what needs less.
+
+    No `UsageError`, which all ranks meet alike: it may be that of a single one.
+    """
+
+    exit_status = 2
+
+
 class DestinationError(UsageError):
     """The destination exists, is locked, cannot be written, or lies inside the source."""
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from megtool.kernels.activation import activate, gated
 from megtool.kernels.choice import use
 from megtool.kernels.cross_entropy import cross_entropy
+from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.kernels.experts import permute, unpermute
 from megtool.kernels.fp8 import cast_fp8
 from megtool.kernels.norm import add_rms_norm, layer_norm, rms_norm
@@ -95,6 +96,11 @@ def jobs(tokens: int, hidden: int, device: str, dtype: torch.dtype) -> list[Job]
             inputs=(both, bias),
         ),
         Job(name="squared relu", run=lambda x: activate(x, "relu2"), inputs=(x,)),
+        Job(
+            name="bias + dropout + add",
+            run=lambda x, b, r: bias_dropout_add(x, b, r, 0.1, seed=1),
+            inputs=(x, weight, residual),
+        ),
         Job(
             name="softmax with cap and sinks",
             run=lambda s, k, m: masked_softmax(s, m, scale=0.1, softcap=30.0, sinks_N=k),

@@ -14,7 +14,16 @@ from megtool.commands.evaluate_report import (
     EvaluateReport,
     WorstPosition,
 )
-from megtool.commands.running import Manner, Runnable, Source, load_forward, on_ranks, open_runnable
+from megtool.commands.running import (
+    LESS_MEMORY,
+    Manner,
+    Runnable,
+    Source,
+    load_forward,
+    on_ranks,
+    open_runnable,
+)
+from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
 from megtool.log import Progress, silent
 
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_WINDOW = 2048
 _BATCH_TOKENS = 4096
+_LESS_MEMORY = f"a smaller --batch-size or --window, --on-demand, {LESS_MEMORY}"
 
 
 def evaluate(
@@ -55,6 +65,7 @@ def evaluate(
     pp: int | None = None,
     ep: int | None = None,
     etp: int | None = None,
+    cp: int | None = None,
     iteration: str | None = None,
     family: str | None = None,
     like: str | Path | None = None,
@@ -71,7 +82,8 @@ def evaluate(
     questions of tasks into the chat template too; `limit` is how many are asked of each task, and
     `shots` how many solved ones stand before each.
 
-    A window of `window` tokens (the model's positions, 2048 at most) begins every `stride` tokens
+    A window of `window` tokens (the model's positions, 2048 at most; tasks may use all positions)
+    begins every `stride` tokens
     (a window); each token counts once, in the first window that predicts it. `against` is a second
     model, in any format, that is run on the same windows and compared token by token.
 
@@ -102,12 +114,14 @@ def evaluate(
         pp=pp,
         ep=ep,
         etp=etp,
+        cp=cp,
         threads=threads,
     )
     runnable = open_runnable(given)
     spoken = runnable.tokenizer(tokenizer)
     other = None if against is None else _other(Path(against), given, runnable)
     most = runnable.config.max_positions
+    longest = window or most
     window, stride = _windows(window, stride, most)
     at_once = batch_size or max(1, _BATCH_TOKENS // window)
     texts: list[Document] = []
@@ -122,6 +136,7 @@ def evaluate(
             max_tokens=max_tokens,
         )
     if dry_run:
+        check_layout(runnable.config, manner.layout)
         return _plan(runnable, str(data or tasks), texts, window, stride, at_once)
     return _evaluate(
         runnable,
@@ -129,7 +144,15 @@ def evaluate(
         spoken,
         texts,
         manner,
-        _Sizes(window=window, stride=stride, at_once=at_once, limit=limit, shots=shots, chat=chat),
+        _Sizes(
+            window=window,
+            longest=longest,
+            stride=stride,
+            at_once=at_once,
+            limit=limit,
+            shots=shots,
+            chat=chat,
+        ),
         data=None if data is None else str(data),
         tasks=tasks,
         progress=progress,
@@ -138,7 +161,10 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
+    """`longest`: so many tokens of a task's question are shown; of longer ones the last."""
+
     window: int
+    longest: int
     stride: int
     at_once: int
     limit: int | None
@@ -165,7 +191,7 @@ def _evaluate(
 
     total = check_documents(texts, runnable.config.vocab_size) if data is not None else 0
     began = time.monotonic()
-    with on_ranks(manner) as groups:
+    with on_ranks(manner, less=_LESS_MEMORY) as groups:
         forward = load_forward(runnable, manner, groups, progress)
         theirs = None if other is None else load_forward(other, manner, groups, progress)
         loaded = time.monotonic()
@@ -195,7 +221,7 @@ def _evaluate(
                 spoken,
                 names,
                 batch_size=sizes.at_once,
-                window=sizes.window,
+                window=sizes.longest,
                 limit=sizes.limit,
                 shots=sizes.shots,
                 chat=sizes.chat,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.commands.finetune_after import draw, export
+from megtool.commands.finetune_beside import beside_of, check_early
 from megtool.commands.finetune_place import (
     CACHE_FOLDER,
     batch_before,
@@ -23,6 +24,7 @@ from megtool.commands.finetune_place import (
     with_batch,
 )
 from megtool.commands.finetune_plan import (
+    LESS_MEMORY,
     dtype_of,
     num_parameters,
     open_feeds,
@@ -88,10 +90,11 @@ def finetune(
     folder = Path(destination)
     check_apart(Path(source), folder)
     begun = begun_of(folder, settings)
+    check_early(runnable, settings)
     if dry_run:
         return plan_only(runnable, folder, settings, begun)
     manner = Manner(device=settings.device, kernels=settings.kernels, threads=settings.threads)
-    with on_ranks(manner, settings.layout) as groups:
+    with on_ranks(manner, settings.layout, less=LESS_MEMORY) as groups:
         return _Run(runnable, folder, settings, begun, groups, progress).go()
 
 
@@ -108,7 +111,6 @@ class _Run:
 
     def go(self) -> FinetuneReport:
         """Prepare everything, train, and say what came of it."""
-        from megtool.commands.finetune_beside import beside_of
         from megtool.train.further import Further
         from megtool.train.keeping import Identity
         from megtool.train.log import RunLog
@@ -176,7 +178,8 @@ class _Run:
                 saver=saver,
                 folder=folder,
                 further=further,
-                args=_megatron_args(settings, plan, stages[0].dtype, optimizer),
+                args=_megatron_args(settings, plan, stages[0].dtype, optimizer)
+                | ({} if further.balancing is None else further.balancing.args),
             )
             begun_at = standing.iteration
             outcome = train(job, standing, progress=self.progress)
@@ -242,8 +245,7 @@ class _Run:
         from megtool.train.fingerprint import fingerprint
         from megtool.train.keeping import Identity
 
-        settings, catalogue = self.settings, self.runnable.opened.catalogue
-        files = [catalogue.path(n) for n in range(len(catalogue.files))]
+        settings, opened = self.settings, self.runnable.opened
         curve = {
             "train_iters": plan.train_iters,
             "global_batch_size": plan.global_batch_size,
@@ -258,7 +260,7 @@ class _Run:
             # On every rank where a change is an error, and not told by the first alone.
             source=""
             if self.groups.rank and not settings.lora_rank
-            else fingerprint(files, catalogue.root),
+            else fingerprint(opened.catalogue, opened.side),
         )
         if before is not None:
             for changed in mine.check(before, self.folder):
@@ -365,6 +367,8 @@ def _megatron_args(
         "adam_beta2",
         "adam_eps",
         "sequence_parallel",
+        "hidden_dropout",
+        "attention_dropout",
     )
     if settings.fp8_recipe is not None:
         own += ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")

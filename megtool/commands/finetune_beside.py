@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megtool.checkpoint.facts import args_of
 from megtool.commands.running import Runnable, Source, open_runnable
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
@@ -16,6 +18,25 @@ if TYPE_CHECKING:
     from megtool.model.decoder import Decoder
     from megtool.train.further import Beside
     from megtool.train.plan import RunPlan
+
+
+def check_early(runnable: Runnable, settings: TrainSettings) -> None:
+    """Refuse what headers alone forbid, before data are read and weights are loaded.
+
+    Raises:
+        UsageError: routers or adapters of experts are asked for what they do not do.
+        MegtoolError: the teacher cannot be opened, or has another vocabulary.
+    """
+    from megtool.model.lora import check_experts
+    from megtool.train.balancing import balance_settings
+    from megtool.train.distill import check_pair
+    from megtool.train.further import lora_settings
+
+    balance_settings(settings, runnable.config, args_of(runnable.opened.catalogue))
+    if (lora := lora_settings(settings)) is not None:
+        check_experts(runnable.config, lora)
+    if settings.teacher is not None:
+        check_pair(runnable.config, open_runnable(Source(path=settings.teacher)).config)
 
 
 def beside_of(
@@ -32,6 +53,7 @@ def beside_of(
         CalibrationError: it needs a calibration and there is none, or one of another model.
         MegtoolError: the teacher cannot be read, or cannot teach here.
     """
+    from megtool.train.balancing import balance_settings
     from megtool.train.further import Beside
 
     model, rounded, teacher = runnable.opened.model, None, None
@@ -55,13 +77,15 @@ def beside_of(
         rounded=rounded,
         teacher=teacher,
         num_microbatches=plan.num_microbatches,
+        balance=balance_settings(settings, runnable.config, args_of(runnable.opened.catalogue)),
     )
 
 
 def check_beside(
     runnable: Runnable, settings: TrainSettings, layout: ParallelConfig, dtype: str, device: str
-) -> int:
-    """Refuse beforehand what `beside_of` and FP8 would; returns a rank's bytes of the teacher.
+) -> tuple[int, int]:
+    """Refuse beforehand what `beside_of` and FP8 would, and `check_early` has not; returns a rank's
+    bytes of the teacher, and of the weights that are kept while rounded ones are in their place.
 
     Raises:
         UsageError: there is no FP8 on the device, or no layer is left to it.
@@ -70,20 +94,21 @@ def check_beside(
     import torch
 
     from megtool.optim.fp8.linear import require_products
-    from megtool.train.distill import check_pair
+    from megtool.train.distill import teachers_layout
     from megtool.train.fp8 import layers_in_fp8
     from megtool.train.further import fp8_settings
-    from megtool.train.sizes import seated, weight_bytes_of
+    from megtool.train.sizes import rounded_bytes_of, weight_bytes_of
 
     if (told := fp8_settings(settings)) is not None:
         layers_in_fp8(told, runnable.config.num_layers)
         if dtype == "float16":
             raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
         require_products(torch.device(device))
+    copied = 0
     if settings.qat is not None:
         from megtool.commands.rounding import job_for_training
 
-        job_for_training(
+        job = job_for_training(
             runnable.opened.path,
             settings.qat,
             settings.calibration,
@@ -91,28 +116,31 @@ def check_beside(
             family=settings.family,
             like=settings.like,
         )
+        named = [d.module.name for d in job.decisions if d.format is not None]
+        copied = rounded_bytes_of(runnable.config, layout, dtype, named)
     if settings.teacher is None:
-        return 0
+        return 0, copied
     found = open_runnable(Source(path=settings.teacher))
-    check_pair(runnable.config, found.config, seated(layout, 0))
-    return weight_bytes_of(found.config, layout, dtype)
+    layout = teachers_layout(layout, runnable.config, found.config)
+    return weight_bytes_of(found.config, layout, dtype), copied
 
 
-def _teacher(path: Path, settings: TrainSettings, student: Decoder, progress: Progress) -> Decoder:
-    """The teacher on this rank, in the student's type and layout."""
+def _teacher(
+    path: Path, settings: TrainSettings, student: Decoder, progress: Progress
+) -> list[Decoder]:
+    """The teacher's chunks on this rank, in the student's type and layout."""
     from megtool.commands.finetune_plan import stored_of
-    from megtool.train.distill import check_pair
+    from megtool.train.distill import teachers_layout
     from megtool.train.setup import load_for_training
 
     found = open_runnable(Source(path=path))
     groups = student.groups
-    check_pair(student.config, found.config, groups)
-    (teacher,) = load_for_training(
+    layout = teachers_layout(groups.parallel, student.config, found.config)
+    return load_for_training(
         stored_of(found.opened),
-        groups,
+        replace(groups, parallel=layout),
         dtype=student.dtype,
         threads=settings.threads,
         vocab_multiple=student.padded_vocab // groups.tp.size,
         progress=progress,
     )
-    return teacher

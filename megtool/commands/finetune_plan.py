@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from megtool.train.feeds import Feeds
     from megtool.train.plan import RunPlan
 
+LESS_MEMORY = (
+    "a smaller --micro-batch-size or --seq-length, --recompute-granularity full, or more processes "
+    "(torchrun, --tp)"
+)
+"""What training needs less memory with."""
+
 
 def open_feeds(
     runnable: Runnable,
@@ -64,6 +70,8 @@ def run_plan(
         num_samples=len(feeds.train),
         replicas=layout.dp,
         stages=layout.pp,
+        cp=layout.cp,
+        tp=layout.tp,
     )
 
 
@@ -95,7 +103,7 @@ def plan_only(
     device = settings.device or _usual_device()
     dtype = dtype_of(settings, device.partition(":")[0])
     sizes = sizes_of(stored_of(runnable.opened), settings, layout, dtype)
-    teacher_bytes = check_beside(runnable, settings, layout, dtype, device)
+    teacher_bytes, rounded_bytes = check_beside(runnable, settings, layout, dtype, device)
     return FinetunePlan(
         source=str(runnable.opened.path),
         destination=str(folder),
@@ -111,6 +119,8 @@ def plan_only(
         gradient_bytes=sizes.gradient_bytes,
         optimizer_bytes=sizes.optimizer_bytes,
         teacher_bytes=teacher_bytes,
+        rounded_bytes=rounded_bytes,
+        adapter_bytes=sizes.adapter_bytes,
         samples=len(feeds.train),
         eval_samples=0 if feeds.evaluation is None else len(feeds.evaluation),
         counts=feeds.counts,
@@ -139,7 +149,7 @@ def _usual_device() -> str:
 
 def sizes_said(layout: ParallelConfig) -> dict[str, int]:
     """A layout by its axes, as reports have it."""
-    return {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ep", "etp", "dp")}
+    return {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
 
 
 def num_parameters(runnable: Runnable) -> int:

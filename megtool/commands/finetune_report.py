@@ -24,7 +24,11 @@ def said_layout(sizes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetunePlan:
-    """What a run would do. Bytes are those of the rank with most parameters."""
+    """What a run would do. Bytes are those of the rank with most parameters.
+
+    `adapter_bytes` are among `weight_bytes`; `rounded_bytes` are those of the weights that
+    quantisation-aware training keeps while rounded ones are in their place.
+    """
 
     source: str
     destination: str
@@ -49,6 +53,8 @@ class FinetunePlan:
     tokens_per_step: int
     train_iters: int
     teacher_bytes: int = 0
+    rounded_bytes: int = 0
+    adapter_bytes: int = 0
     exit_status: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -68,11 +74,15 @@ class FinetunePlan:
             f"  parameters  {self.num_parameters / 1e6:,.1f} M, on a rank "
             f"{self.rank_parameters / 1e6:,.1f} M, of which {self.rank_trained / 1e6:,.1f} M learn"
         )
-        total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.teacher_bytes
+        total = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        total += self.teacher_bytes + self.rounded_bytes
         teacher = f", teacher {format_bytes(self.teacher_bytes)}" if self.teacher_bytes else ""
+        if self.rounded_bytes:
+            teacher += f", weights beside rounded ones {format_bytes(self.rounded_bytes)}"
+        adapters = f" (adapters {format_bytes(self.adapter_bytes)})" if self.adapter_bytes else ""
         yield (
-            f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}, "
-            f"gradients {format_bytes(self.gradient_bytes)}, "
+            f"  a rank      {format_bytes(total)}: weights {format_bytes(self.weight_bytes)}"
+            f"{adapters}, gradients {format_bytes(self.gradient_bytes)}, "
             f"optimizer {format_bytes(self.optimizer_bytes)}{teacher}, and activations"
         )
         yield f"  data        {_counts(self)}"

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
-from megtool.commands.running import Manner, Runnable, Source, load_forward, on_ranks, open_runnable
+from megtool.commands.running import (
+    LESS_MEMORY,
+    Manner,
+    Runnable,
+    Source,
+    load_forward,
+    on_ranks,
+    open_runnable,
+)
+from megtool.convert.sharding import check_layout
 from megtool.errors import FormatError, StorageError, UsageError
 from megtool.log import Progress, silent
 
@@ -24,6 +33,7 @@ _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
 _MOST_AT_ONCE = 16
 _NEW_TOKENS = 128
+_LESS_MEMORY = f"a smaller --batch-size or --max-new-tokens, --on-demand, {LESS_MEMORY}"
 
 Message = Mapping[str, Any]
 Conversation = str | tuple[Message, ...]
@@ -85,6 +95,7 @@ def generate(
     from megtool.inference.batching import Request
     from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
+    from megtool.inference.stopping import Stops
 
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     conversations = _conversations(prompt, prompts, field, chat, system)
@@ -112,11 +123,15 @@ def generate(
     requests = []
     for n, one in enumerate(conversations):
         tokens = _tokens(one, spoken)
-        new = max_new_tokens or max(1, min(_NEW_TOKENS, positions - len(tokens)))
+        new = max_new_tokens
+        if new is None:
+            new = max(1, min(_NEW_TOKENS, positions - len(tokens)))
         requests.append(Request(number=n, prompt=tokens, max_new_tokens=new))
     check_requests(requests, runnable.config)
+    Stops(stop)  # refuses what is no stop string
     num_slots = min(len(requests), batch_size or _MOST_AT_ONCE)
     if dry_run:
+        check_layout(runnable.config, manner.layout)
         return _plan(runnable, requests, num_slots, manner)
     return _run(
         runnable,
@@ -160,7 +175,7 @@ def _run(
 
     conversations, requests = prompts.conversations, prompts.requests
     began = time.monotonic()
-    with on_ranks(manner) as groups:
+    with on_ranks(manner, less=_LESS_MEMORY) as groups:
         forward = load_forward(runnable, manner, groups, progress)
         loaded = time.monotonic()
         first = groups.rank == 0

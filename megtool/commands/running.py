@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,15 @@ from typing import TYPE_CHECKING
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.small_files import hugging_face_files, saved_tokenizer
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.errors import FormatError, LayoutError, MappingError, MissingPackageError, UsageError
-from megtool.log import Progress
+from megtool.errors import (
+    FormatError,
+    LayoutError,
+    MappingError,
+    MissingPackageError,
+    OutOfMemoryError,
+    UsageError,
+)
+from megtool.log import Progress, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +34,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
+
+LESS_MEMORY = "--dtype bfloat16, or more processes (torchrun, --tp)"
+"""What needs less memory whatever runs a model."""
+_TRIED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -51,6 +63,7 @@ class Manner:
     pp: int | None = None
     ep: int | None = None
     etp: int | None = None
+    cp: int | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +73,13 @@ class Manner:
     @property
     def layout(self) -> ParallelConfig:
         """The layout; every size not given is 1."""
-        return ParallelConfig(tp=self.tp or 1, pp=self.pp or 1, ep=self.ep or 1, etp=self.etp or 0)
+        return ParallelConfig(
+            tp=self.tp or 1,
+            pp=self.pp or 1,
+            ep=self.ep or 1,
+            etp=self.etp or 0,
+            cp=self.cp or 1,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +178,16 @@ def runnable_of(opened: Opened) -> Runnable:
 
 
 @contextmanager
-def on_ranks(manner: Manner, layout: ParallelConfig | None = None) -> Iterator[Groups]:
+def on_ranks(
+    manner: Manner, layout: ParallelConfig | None = None, *, less: str = LESS_MEMORY
+) -> Iterator[Groups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
-    `layout` stands for the manner's own, where it has axes that the manner has not.
+    `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
+    the options that need less memory.
 
     Raises:
+        OutOfMemoryError: what the block does needs more memory than there is.
         LayoutError: there are too few processes, or too many.
         MissingPackageError: the device is not there, or the kernels.
         UsageError: there is no such kind of device.
@@ -177,7 +200,7 @@ def on_ranks(manner: Manner, layout: ParallelConfig | None = None) -> Iterator[G
 
     layout = manner.layout if layout is None else layout
     if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        axes = ("tp", "pp", "ep", "dp")
+        axes = ("tp", "pp", "ep", "cp", "dp")
         said = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
         raise LayoutError(
             f"{said} needs {layout.world_size} processes, and this is one",
@@ -194,6 +217,10 @@ def on_ranks(manner: Manner, layout: ParallelConfig | None = None) -> Iterator[G
     try:
         with use(manner.kernels):
             yield groups
+    except (RuntimeError, MemoryError) as e:
+        if (needed := _lacking(e)) is None:
+            raise
+        raise OutOfMemoryError(f"{device} has no {needed} left", hint=less) from e
     finally:
         groups.stop()
 
@@ -221,6 +248,21 @@ def load_forward(runnable: Runnable, manner: Manner, groups: Groups, progress: P
         progress=progress,
     )
     return Forward(decoder, groups, find_nan=find_nan)
+
+
+def _lacking(error: RuntimeError | MemoryError) -> str | None:
+    """How much memory was asked for in vain, where that is the error: torch's, or numpy's."""
+    import torch
+
+    said = str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not known and "can't allocate memory" not in said:
+        return None
+    match = _TRIED.search(said)
+    if match is None:
+        return "memory"
+    number, unit = match[1].split() if " " in match[1] else (match[1], "bytes")
+    return format_bytes(int(number)) if unit == "bytes" else match[1]
 
 
 def _device(name: str | None) -> torch.device:

@@ -22,6 +22,7 @@ _PARQUET = (".parquet",)
 _PLAIN = (".txt",)
 _KNOWN = (*_JSON, *_PARQUET, *_PLAIN)
 _REFUSED = (".csv", ".tsv", ".zst", ".xz", ".bz2", ".zip", ".gz", ".arrow", ".bin", ".idx")
+_ONE_A_LINE = "one object a line; `jq -c .[]` makes that of an array"
 _HUB = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^:]+))??(:(?P<split>[^:]+))?")
 
 
@@ -94,7 +95,9 @@ def _document(
     """What a record says, by the field that was asked for or the first known one."""
     at = f"line {number}: " if number else ""
     if not isinstance(record, Mapping):
-        raise FormatError(f"{at}{type(record).__name__} instead of an object", file=file)
+        raise FormatError(
+            f"{at}{type(record).__name__} instead of an object", file=file, hint=_ONE_A_LINE
+        )
     chosen = field or next((name for name in _FIELDS if name in record), None)
     if chosen is None or chosen not in record:
         there = ", ".join(sorted(map(str, record))) or "none"
@@ -238,7 +241,7 @@ def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
                 raise FormatError(
                     f"line {number}: no JSON: {e}",
                     file=path,
-                    hint="one object a line; `jq -c .[]` makes that of an array",
+                    hint=_ONE_A_LINE,
                 ) from e
             now = raw.tell() if zipped else before + len(line)
             yield _document(record, field, file=str(path), number=number, num_bytes=now - before)

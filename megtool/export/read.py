@@ -19,7 +19,9 @@ from megtool.export.folders.structure import Found, is_zero
 _CACHE = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale")
 _CACHE_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias|.+\.[kv]_bias")
 _CACHE_ZERO = re.compile(r".+\.[kv]_zero_point")
-_EMBEDDING = re.compile(r"(?:^|[._])(?:embed|wte|wpe|emb|embd|embeddings?|tok)(?=[._]|$)|embed_")
+_EMBEDDING = re.compile(
+    r"(?![._]?embed_out\b)(?:(?:^|[._])(?:embed|wte|wpe|emb|embd|embeddings?|tok)(?=[._]|$)|embed_)"
+)
 
 
 def read_coded(path: Path) -> CodedFolder:
@@ -197,6 +199,6 @@ def _kept(catalogue: Catalogue, quantised: set[str]) -> tuple[str, ...]:
     ]
     config = catalogue.metadata.get("config")
     tied = isinstance(config, dict) and config.get("tie_word_embeddings")
-    if tied and not {"lm_head", *out} & (quantised | set(out)):
+    if tied and not any(n.rpartition(".")[2] == "lm_head" for n in (*quantised, *out)):
         out.append("lm_head")
     return tuple(out)

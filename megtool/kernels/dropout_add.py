@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels import dropout_add_triton
-from megtool.kernels.choice import Kernel
+from megtool.kernels.choice import Chosen, Kernel
 
 
 def bias_dropout_add(
@@ -16,27 +15,36 @@ def bias_dropout_add(
     residual: Tensor,
     p: float,
     *,
-    training: bool,
+    seed: int = 0,
     scale: float = 1.0,
 ) -> Tensor:
     """`residual + scale * dropout(x + bias)`, in the wider one of the dtypes of x and residual.
 
-    Dropout zeroes an element with probability `p` and divides the others by `1 - p`, while
-    `training`. Which ones follows torch.manual_seed, but not alike in all implementations.
-
-    For models that are trained with dropout; `megtool.model` has none, so its layers add plainly.
+    Dropout zeroes an element with probability `p` and divides the others by `1 - p`. Which ones
+    `seed` (below 2**63) decides, on a device and in an implementation, and no state of torch's.
     """
-    run = _BIAS_DROPOUT_ADD.on(x.device)
-    return run(x, bias, residual, p if training else 0.0, scale)
+    # torch.compile takes no generators.
+    cannot: tuple[Chosen, ...] = ("compile",) if p else ()
+    run = _BIAS_DROPOUT_ADD.on(x.device, without=cannot)
+    return run(x, bias, residual, p, seed, scale)
+
+
+def drop(x: Tensor, p: float, seed: int) -> Tensor:
+    """Dropout of `x`, with what `seed` decides about."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    kept.bernoulli_(1 - p, generator=generator)
+    # The factor is no tensor: in 16 bits it would be rounded.
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, scale: float
 ) -> Tensor:
     if bias is not None:
         x = x + bias
     if p:
-        x = F.dropout(x, p, True)
+        x = drop(x, p, seed)
     return torch.add(residual, x, alpha=scale)
 
 

@@ -16,30 +16,29 @@ _BLOCK = 1024
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
+    x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int, scale: float
 ) -> Tensor:
-    """See `dropout_add.bias_dropout_add`; `p` is 0 where nothing is trained."""
-    out: Tensor = _DropoutAdd.apply(x, bias, residual, p, scale)  # type: ignore[no-untyped-call]
+    """See `dropout_add.bias_dropout_add`."""
+    values = (x, bias, residual, p, seed, scale)
+    out: Tensor = _DropoutAdd.apply(*values)  # type: ignore[no-untyped-call]
     return out
 
 
 class _DropoutAdd(torch.autograd.Function):
-    """It keeps the seed, and draws the same numbers again in backward.
-
-    The seed is drawn on the device by torch's generator: it costs no synchronisation, follows
-    torch.manual_seed, and is another one at each replay of a CUDA graph.
-    """
+    """It keeps the seed, and draws the same numbers again in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, p: float, scale: float
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        p: float,
+        seed: int,
+        scale: float,
     ) -> Tensor:
         x = x.contiguous()
-        seed = torch.empty(0, dtype=torch.int64, device=x.device)
-        if p:
-            seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=x.device)
-        ctx.save_for_backward(seed)
-        ctx.way = (p, scale, x.dtype, None if bias is None else bias.dtype)
+        ctx.way = (p, seed, scale, x.dtype, None if bias is None else bias.dtype)
         out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
         launch(
             _forward,
@@ -64,8 +63,7 @@ class _DropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (seed,) = ctx.saved_tensors
-        p, scale, dtype, bias_dtype = ctx.way
+        p, seed, scale, dtype, bias_dtype = ctx.way
         grad = grads[0]
         dx = grad.to(dtype)
         if p or scale != 1:
@@ -90,7 +88,7 @@ class _DropoutAdd(torch.autograd.Function):
         if bias_dtype is not None:
             kept = torch.promote_types(dtype, torch.float32)
             shift = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=kept).to(bias_dtype)
-        return dx, shift, grads[0], None, None
+        return dx, shift, grads[0], None, None, None
 
 
 def _factor(p: float, scale: float) -> float:
@@ -103,7 +101,7 @@ def _forward(
     bias_ptr: Any,
     residual_ptr: Any,
     out_ptr: Any,
-    seed_ptr: Any,
+    seed: Any,
     num_elements: Any,
     size: Any,
     p: Any,
@@ -121,7 +119,7 @@ def _forward(
         x += tl.load(bias_ptr + at % size, mask=inside, other=0.0).to(ACC)
     x = x * factor
     if DROP:
-        x = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, x)
+        x = tl.where(tl.rand(seed, at) < p, 0.0, x)
     x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(ACC)
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -129,7 +127,7 @@ def _forward(
 def _backward(
     grad_ptr: Any,
     dx_ptr: Any,
-    seed_ptr: Any,
+    seed: Any,
     num_elements: Any,
     p: Any,
     factor: Any,
@@ -142,5 +140,5 @@ def _backward(
     inside = at < num_elements
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC) * factor
     if DROP:
-        grad = tl.where(tl.rand(tl.load(seed_ptr), at) < p, 0.0, grad)
+        grad = tl.where(tl.rand(seed, at) < p, 0.0, grad)
     tl.store(dx_ptr + at, grad.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -42,11 +42,7 @@ def layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes.
-
-    For layers that own the norm behind their residual. Those of `megtool.model` do not: it belongs
-    to the projection that follows (`layer_norm_weight`), as in Megatron's checkpoints.
-    """
+    """The norm of `x + residual` in x's dtype, and that sum in the wider one of their dtypes."""
     run = _ADD_RMS_NORM.on(x.device, without=_too_long(x))
     return run(x, residual, weight, eps, zero_centered)
 
@@ -60,7 +56,7 @@ def add_layer_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same with a layer norm, for the same callers."""
+    """The same with a layer norm."""
     run = _ADD_LAYER_NORM.on(x.device, without=_too_long(x))
     return run(x, residual, weight, bias, eps, zero_centered)
 
@@ -113,5 +109,15 @@ _RMS_NORM = Kernel(
 _LAYER_NORM = Kernel(
     "layer_norm", _layer_norm, triton=norm_triton.layer_norm, te=transformer_engine.layer_norm
 )
-_ADD_RMS_NORM = Kernel("add_rms_norm", _add_rms_norm, triton=norm_triton.add_rms_norm)
-_ADD_LAYER_NORM = Kernel("add_layer_norm", _add_layer_norm, triton=norm_triton.add_layer_norm)
+_ADD_RMS_NORM = Kernel(
+    "add_rms_norm",
+    _add_rms_norm,
+    triton=norm_triton.add_rms_norm,
+    te=transformer_engine.add_rms_norm,
+)
+_ADD_LAYER_NORM = Kernel(
+    "add_layer_norm",
+    _add_layer_norm,
+    triton=norm_triton.add_layer_norm,
+    te=transformer_engine.add_layer_norm,
+)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError
+from megtool.kernels.dropout_add import drop
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax
 from megtool.model.batch import Frame
+from megtool.model.dropout import Chance, drawn_by
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
 from megtool.model.norm import Norm, NormLayer
@@ -21,7 +26,53 @@ from megtool.model.parameters import mark, mark_parts
 from megtool.model.rotary import has_rotation
 from megtool.model.taps import CacheTap
 from megtool.parallel.collectives import copy_to, gather_columns
+from megtool.parallel.context import gather_tokens
 from megtool.parallel.groups import Groups
+
+
+def attend_all(
+    query_BNSD: Tensor,
+    key_BKLD: Tensor,
+    value_BKLD: Tensor,
+    frame: Frame,
+    layer: int,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """`attend` for all queries that this rank has, under the masks of a layer."""
+    stretches = frame.stretches(layer)
+    chances: Sequence[Chance | None] = [None] * len(stretches)
+    if frame.draws is not None:
+        chances = [frame.draws.attention(layer, n) for n in range(len(stretches))]
+    if len(stretches) == 1:
+        return attend(
+            query_BNSD,
+            key_BKLD,
+            value_BKLD,
+            stretches[0][1],
+            scale=scale,
+            softcap=softcap,
+            sinks_N=sinks_N,
+            chance=chances[0],
+        )
+    outs = [
+        attend(
+            query,
+            key_BKLD[:, :, :keys],
+            value_BKLD[:, :, :keys],
+            mask,
+            scale=scale,
+            softcap=softcap,
+            sinks_N=sinks_N,
+            chance=chance,
+        )
+        for query, (keys, mask), chance in zip(
+            query_BNSD.chunk(len(stretches), 2), stretches, chances, strict=True
+        )
+    ]
+    return torch.cat(outs, 1)
 
 
 def attend(
@@ -33,22 +84,39 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
+    chance: Chance | None = None,
 ) -> Tensor:
     """What every query gets from the values it attends to: [B, S, N, D of the values].
 
     N is a multiple of K: query head n attends to the keys of head `n // (N / K)`. Scores are
     `scale * q k`, bent by `softcap`; a sink takes a part of each row's weight and gives nothing.
+    Dropout leaves weights out by `chance`, of each query and key for itself.
     """
     if not softcap and sinks_N is None:
-        out = F.scaled_dot_product_attention(
-            query_BNSD,
-            key_BKLD,
-            value_BKLD,
-            attn_mask=mask.bias(query_BNSD.dtype),
-            is_causal=mask.is_causal,
-            scale=scale,
-            enable_gqa=query_BNSD.shape[1] != key_BKLD.shape[1],
-        )
+        bias, is_causal = mask.bias(query_BNSD.dtype), mask.is_causal
+        query = query_BNSD
+        if query.is_cuda and query.shape[1] != key_BKLD.shape[1]:
+            # Kernels that share keys among heads take neither masks nor fp32 (torch to 2.13).
+            if query.shape[2] == 1 and not is_causal:
+                query = query.reshape(query.shape[0], key_BKLD.shape[1], -1, query.shape[3])
+            elif bias is not None or query.dtype == torch.float32:
+                key_BKLD, value_BKLD = _for_each_head(query, key_BKLD, value_BKLD)
+        if is_causal and query_BNSD.shape[2] != key_BKLD.shape[2]:
+            # What SDPA itself calls causal lets the first query see the first key alone.
+            bias, is_causal = causal_lower_right(query_BNSD.shape[2], key_BKLD.shape[2]), False
+        with nullcontext() if chance is None else drawn_by(chance.seed, query.device):
+            out = F.scaled_dot_product_attention(
+                query,
+                key_BKLD,
+                value_BKLD,
+                attn_mask=bias,
+                dropout_p=0.0 if chance is None else chance.share,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=query.shape[1] != key_BKLD.shape[1],
+            )
+        if query.shape != query_BNSD.shape:
+            out = out.reshape(*query_BNSD.shape[:3], -1)
         return out.transpose(1, 2)
     b, n, s, d = query_BNSD.shape
     k, keys = key_BKLD.shape[1:3]
@@ -62,8 +130,15 @@ def attend(
         softcap=softcap,
         sinks_N=sinks_N,
     )
+    if chance is not None:
+        weights = drop(weights, chance.share, chance.seed)
     out = weights.view(b, k, n // k * s, keys) @ value_BKLD
     return out.view(b, n, s, -1).transpose(1, 2)
+
+
+def _for_each_head(query: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values copied for every head of their group; all scores would take more memory."""
+    return tuple(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in held)
 
 
 class CoreAttention(nn.Module):
@@ -81,7 +156,8 @@ class Attention(nn.Module):
     A rank has N = num_heads / tp query heads and K = num_kv_heads / tp key and value heads. With
     more ranks than key and value heads, Megatron still cuts the fused rows evenly: ranks then
     gather the rows' outputs and pick theirs, and several hold the same key and value head (K = 1).
-    `cache_tap` is handed keys and values `[B, S, K, D]` before they are used or cached.
+    `cache_tap` is handed keys and values `[B, S, K, D]` before they are used or cached. With
+    context parallelism S is this rank's tokens, and their queries attend to those of all ranks.
 
     Raises:
         LayoutError: the heads do not go evenly over the ranks.
@@ -161,14 +237,16 @@ class Attention(nn.Module):
             query = query * self._temperature(frame.positions_BS, query.dtype)
         if self.cache_tap is not None:
             key, value = self.cache_tap(key, value)
+        key, value = gather_tokens((key, value), frame.cp)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if frame.cache is not None:
             key, value = frame.cache.append(self.layer, key, value)
-        out_BSND = attend(
+        out_BSND = attend_all(
             query,
             key,
             value,
-            frame.mask(self.layer),
+            frame,
+            self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
             sinks_N=self.core_attention.softmax_offset if config.attn_sinks else None,

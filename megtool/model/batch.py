@@ -8,7 +8,7 @@ N query heads (of this rank), K key and value heads (of this rank), D head size,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.kernels.graphs import is_rehearsed
+from megtool.parallel.groups import ALONE, Group
 
 if TYPE_CHECKING:
     from megtool.model.cache import Cache
+    from megtool.model.dropout import Draws
     from megtool.model.masks import Mask, Masks
     from megtool.model.rotary import Rotary, Rotation
 
@@ -31,6 +33,8 @@ class Batch:
     they count valid tokens, on from those in the cache. `valid_BS` is false for padding, which may
     stand on the left or on the right and is never attended to. Tokens attend within equal
     `documents_BS` alone; positions do not start again by themselves where a document does.
+    `counted_BS` is false for tokens that fill rows up: losses of routers leave them out, and they
+    are attended to as others are.
 
     Raises:
         UsageError: there is no token, or a shape is not that of the tokens.
@@ -40,6 +44,7 @@ class Batch:
     positions_BS: Tensor | None = None
     valid_BS: Tensor | None = None
     documents_BS: Tensor | None = None
+    counted_BS: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens_BS.dim() != 2:
@@ -50,7 +55,7 @@ class Batch:
             raise UsageError(
                 f"tokens have shape {list(self.tokens_BS.shape)}", hint="one row and token at least"
             )
-        for name in ("positions_BS", "valid_BS", "documents_BS"):
+        for name in ("positions_BS", "valid_BS", "documents_BS", "counted_BS"):
             value: Tensor | None = getattr(self, name)
             if value is None:
                 continue
@@ -120,21 +125,35 @@ def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
 class Frame:
     """What all layers of one forward pass share: sizes, positions, rotations, masks, the cache.
 
-    Rotations and masks are made when a layer first asks for its kind, and kept for the others.
-    `positions_BS` has a batch of 1 where all rows have the same.
+    Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
+    for the backward pass where layers are computed again: other passes may have run since.
+    `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
+    routers have counted their choices (`megtool.model.balance`), and `draws` what dropout leaves
+    out, if there is any (`megtool.model.dropout`). With context parallelism (`cp`)
+    all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
+    `last_B` are the largest positions of whole rows.
     """
 
     num_rows: int
     num_tokens: int
     positions_BS: Tensor
     rotary: Rotary
-    masks: Masks
+    masks: tuple[Masks, ...]
     cache: Cache | None = None
+    cp: Group = ALONE
+    last_B: Tensor | None = None
+    counted_BS: Tensor | None = None
+    balanced: set[int] = field(default_factory=set)
+    draws: Draws | None = None
+    _turns: dict[int, Rotation | None] = field(default_factory=dict)
 
     def rotation(self, layer: int) -> Rotation | None:
         """Cosines and sines for a layer; None for a layer without rotary embedding."""
-        return self.rotary.of(layer, self.positions_BS)
+        if layer not in self._turns:
+            self._turns[layer] = self.rotary.of(layer, self.positions_BS, self.last_B)
+        return self._turns[layer]
 
-    def mask(self, layer: int) -> Mask:
-        """What a layer's queries may attend to."""
-        return self.masks.of(layer)
+    def stretches(self, layer: int) -> list[tuple[int, Mask]]:
+        """For each stretch of this rank's queries, all equally long: the number of keys up to its
+        end, and which of these a layer's queries may attend to."""
+        return [(masks.span.num_keys, masks.of(layer)) for masks in self.masks]

@@ -50,6 +50,19 @@ class Span:
             is_counted=batch.positions_BS is None,
         )
 
+    def part(self, start: int, stop: int) -> Span:
+        """The queries from `start` to `stop` of a pass without a cache, and the keys up to them."""
+        valid_BL = self.valid_BL
+        return Span(
+            num_keys=stop,
+            start=start,
+            queries_BS=self.queries_BS[:, start:stop],
+            positions_BS=self.positions_BS[:, start:stop],
+            key_positions_BL=self.key_positions_BL[:, :stop],
+            valid_BL=None if valid_BL is None else valid_BL[:, :stop],
+            is_counted=self.is_counted,
+        )
+
 
 class Cache(ABC):
     """What attention keeps from pass to pass; used without gradients.

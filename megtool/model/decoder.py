@@ -13,14 +13,16 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, Frame, check_ids, check_positions
 from megtool.model.cache import Cache, Span
+from megtool.model.dropout import Draws, Dropout
 from megtool.model.layer import Layer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
-from megtool.model.masks import Masks
+from megtool.model.masks import masks_of
 from megtool.model.norm import Norm, NormLayer
 from megtool.model.rotary import Rotary
 from megtool.model.taps import Tap
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.context import chunk_size, own_tokens, whole_tokens
+from megtool.parallel.groups import Groups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 # Logits of one pass and rank that are kept for the backward pass, which saves one product of four;
@@ -40,19 +42,33 @@ class Stage:
     head: bool = True
 
 
-def rows_of_rank(tokens: int, tp: Group) -> int:
-    """How many of so many tokens are a rank's rows with sequence parallelism.
+def rows_of_rank(tokens: int, tp: int, cp: int = 1) -> int:
+    """How many of so many tokens, B*S / cp, are a rank's rows with sequence parallelism.
 
     Raises:
         LayoutError: tp does not divide them.
     """
-    if tokens % tp.size:
+    if tokens % tp:
+        share, divisor = ("B*S", "tp") if cp == 1 else ("B*S / cp", "tp * cp")
         raise LayoutError(
-            f"sequence parallelism over tp={tp.size} cannot share out B*S = {tokens} tokens",
-            hint=f"B*S has to be a multiple of tp: pad to {tokens + -tokens % tp.size} tokens, "
-            "or turn sequence parallelism off",
+            f"sequence parallelism over tp={tp} cannot share out {share} = {tokens} tokens",
+            hint=f"B*S has to be a multiple of {divisor}: {(tokens + -tokens % tp) * cp} tokens, "
+            "or go without sequence parallelism",
         )
-    return tokens // tp.size
+    return tokens // tp
+
+
+def check_no_context(groups: Groups) -> None:
+    """Refuse context parallelism where keys and values are to be kept.
+
+    Raises:
+        LayoutError: there is some.
+    """
+    if groups.cp.size > 1:
+        raise LayoutError(
+            f"cp={groups.cp.size} with a cache of keys and values",
+            hint="--tp, --pp or --ep generate; context parallelism is for passes over whole rows",
+        )
 
 
 def check_kind(config: ModelConfig) -> None:
@@ -117,7 +133,8 @@ class Decoder(nn.Module):
     Parameters have Megatron's names, one key per layer, and this rank's shapes. On the device
     `meta`, the default, they hold nothing until a loader puts tensors in. Between blocks, tokens
     are rows x_TH; with `sequence_parallel` those of this rank, an equal part of all, except where
-    heads or vocabulary are cut instead.
+    heads or vocabulary are cut instead. With context parallelism each rank is given whole rows,
+    and works on its own tokens of them: x_TH are those, B rows of S / cp tokens each.
 
     Raises:
         LayoutError: sizes do not go evenly over the ranks.
@@ -145,6 +162,7 @@ class Decoder(nn.Module):
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
         self.rotary = Rotary(config, dtype=dtype)
         self.head_tap: Tap | None = None
+        self.dropout = Dropout()  # in training mode, of passes without a cache
         self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -187,7 +205,7 @@ class Decoder(nn.Module):
     def forward(
         self, batch: Batch, cache: Cache | None = None, *, last_only: bool = False
     ) -> Tensor:
-        """Logits of every next token: [B, S, vocab_size], on every tp rank.
+        """Logits of every next token: [B, S, vocab_size], on every tp and cp rank.
 
         With `last_only` of the last valid token of each row alone: [B, 1, vocab_size], without
         gradients.
@@ -196,10 +214,10 @@ class Decoder(nn.Module):
 
     def head(self, x_TH: Tensor, batch: Batch, *, last_only: bool = False) -> Tensor:
         """What `forward` gives, from the states of `hidden`."""
-        rows, tokens = batch.shape
+        (rows, tokens), cp = batch.shape, self.groups.cp
         if last_only:
             x_TH = self._gathered(x_TH).detach()
-            x_BSH = x_TH.view(rows, tokens, -1)
+            x_BSH = whole_tokens(x_TH.view(rows, tokens // cp.size, -1), cp)
             if batch.valid_BS is None:
                 x_TH = x_BSH[:, -1]
             else:
@@ -207,19 +225,20 @@ class Decoder(nn.Module):
                 last_B = (batch.valid_BS * places_S).argmax(1)
                 x_TH = x_BSH[torch.arange(rows, device=x_TH.device), last_B]
             return self._logits(x_TH, sequence_parallel=False).view(rows, 1, -1)
-        return self.logits(x_TH).view(rows, tokens, -1)
+        return whole_tokens(self.logits(x_TH).view(rows, tokens // cp.size, -1), cp)
 
     def loss(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of all tokens' losses (float32), and how many there are (int64).
 
         `labels_BS` holds the token that is to follow each of the batch's; -100 counts for nothing.
+        With context parallelism both are of this rank's tokens.
         """
         return self.loss_of(self.hidden(batch), labels_BS)
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """What `loss` gives, from the states of `hidden`."""
         config, tp, weight_VH = self.config, self.groups.tp, self.output_weight_for(x_TH)
-        labels_T = labels_BS.flatten()
+        labels_T = own_tokens(labels_BS, self.groups.cp).flatten()
         if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
             logits_TV = vocab_logits(
                 x_TH, weight_VH, tp, sequence_parallel=self.sequence_parallel, gather=False
@@ -259,12 +278,17 @@ class Decoder(nn.Module):
         Raises:
             UsageError: tokens on the CPU that are not in the vocabulary, or at places that no
                 embedding was learned for.
-            LayoutError: sequence parallelism does not divide the tokens.
+            LayoutError: sequence or context parallelism does not divide the tokens, or there is a
+                cache, which no context parallelism fills.
         """
-        rows, tokens = batch.shape
+        (rows, tokens), cp = batch.shape, self.groups.cp
         check_ids(batch.tokens_BS, self.config.vocab_size)
+        if cp.size > 1:
+            tokens = 2 * chunk_size(tokens, cp.size)
+            if cache is not None:
+                check_no_context(self.groups)
         if self.sequence_parallel:
-            rows_of_rank(rows * tokens, self.groups.tp)
+            rows_of_rank(rows * tokens, self.groups.tp.size, cp.size)
         span = Span.fresh(batch) if cache is None else cache.begin(batch)
         if self.config.position_embedding == "learned":
             check_positions(span.positions_BS, self.config.max_positions)
@@ -272,27 +296,34 @@ class Decoder(nn.Module):
         return Frame(
             num_rows=rows,
             num_tokens=tokens,
-            positions_BS=span.positions_BS,
+            positions_BS=own_tokens(span.positions_BS, cp),
             rotary=self.rotary,
-            masks=Masks(self.config, span, documents_BS=batch.documents_BS),
+            masks=masks_of(self.config, span, batch.documents_BS, cp),
             cache=cache,
+            cp=cp,
+            last_B=span.positions_BS.amax(1) if cp.size > 1 else None,
+            counted_BS=None if batch.counted_BS is None else own_tokens(batch.counted_BS, cp),
+            draws=Draws.of(self.dropout, self.groups.tp, self.sequence_parallel)
+            if self.training and cache is None
+            else None,
         )
 
     def embed(self, batch: Batch, frame: Frame) -> Tensor:
         """The first residual, x_TH (with sequence parallelism this rank's rows)."""
         if self.embedding is None or not self.stage.embedding:
             raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
-        x_TH: Tensor = self.embedding.word_embeddings(batch.tokens_BS.flatten())
+        tokens_BS = own_tokens(batch.tokens_BS, self.groups.cp)
+        x_TH: Tensor = self.embedding.word_embeddings(tokens_BS.flatten())
         if not batch.tokens_BS.is_meta:
             _require_values(self.embedding.word_embeddings.weight)
         if self.embedding_scale != 1:
             x_TH = x_TH * self.embedding_scale
         if self.config.position_embedding == "learned":
             places = self.embedding.position_embeddings(frame.positions_BS)
-            x_TH = (x_TH.view(*batch.shape, -1) + places).flatten(0, 1)
+            x_TH = (x_TH.view(*tokens_BS.shape, -1) + places).flatten(0, 1)
             if self.sequence_parallel:
                 x_TH = scatter_rows(x_TH, self.groups.tp)
-        return x_TH
+        return x_TH if frame.draws is None else frame.draws.embedded(x_TH)
 
     def run(self, x_TH: Tensor, frame: Frame) -> Tensor:
         """The residual behind this stage's layers."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.rotary import rotate
-from megtool.model.attention import attend
+from megtool.model.attention import attend_all
 from megtool.model.batch import Frame
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import Norm
@@ -23,7 +23,8 @@ from megtool.model.parameters import mark
 from megtool.model.rotary import Rotation
 from megtool.model.taps import CacheTap, Tap
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
-from megtool.parallel.groups import Groups
+from megtool.parallel.context import gather_tokens
+from megtool.parallel.groups import ALONE, Group, Groups
 
 
 class LatentAttention(nn.Module):
@@ -79,7 +80,7 @@ class LatentAttention(nn.Module):
 
         def down(size: int) -> DownLinear:
             return DownLinear(
-                hidden, size, partial=self.sequence_parallel, dtype=dtype, device=device
+                hidden, size, tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
             )
 
         if config.q_lora_rank:
@@ -119,6 +120,7 @@ class LatentAttention(nn.Module):
             latent, shared = self._tapped(latent, shared, self.cache_tap)
         if frame.cache is None:
             keys_values = self.linear_kv_up_proj.project(latent).view(b, s, self.num_heads, -1)
+            keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
             out = self._attend(nope, rope, keys_values, shared, frame)
         else:
             latent = of_all(latent, self.tp).view(b, s, 1, -1)
@@ -157,11 +159,12 @@ class LatentAttention(nn.Module):
         shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
         query = torch.cat((nope_BSND, rope_BSNR), -1).transpose(1, 2)
         key = torch.cat((key, shared), -1).transpose(1, 2)
-        return attend(
+        return attend_all(
             query,
             key,
             value.transpose(1, 2),
-            frame.mask(self.layer),
+            frame,
+            self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
         )
@@ -181,7 +184,8 @@ class LatentAttention(nn.Module):
         less, and a tap of the up-projection is to see what is multiplied.
         """
         config = self.config
-        weight_NDC = self.linear_kv_up_proj.weight.view(self.num_heads, -1, config.kv_lora_rank)
+        weight_OC = self._up_weight()
+        weight_NDC = weight_OC.view(self.num_heads, -1, config.kv_lora_rank)
         sizes = [config.qk_nope_head_dim, config.v_head_dim]
         key_NDC, value_NDC = torch.split(weight_NDC, sizes, 1)
         made, rank = sum(sizes), config.kv_lora_rank
@@ -190,44 +194,58 @@ class LatentAttention(nn.Module):
             latent_BLC = latent_B1LC.squeeze(1)
             if tap is not None:
                 latent_BLC = tap(latent_BLC.flatten(0, 1)).view(latent_BLC.shape)
-            keys_values = F.linear(latent_BLC, self.linear_kv_up_proj.weight)
+            keys_values = F.linear(latent_BLC, weight_OC)
             keys_values = keys_values.view(*keys_values.shape[:2], self.num_heads, -1)
             shared = shared_B1LR.transpose(1, 2)
             return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame)
         within = torch.einsum("bsnd,ndc->bnsc", nope_BSND, key_NDC)
-        out_BSNC = attend(
+        out_BSNC = attend_all(
             torch.cat((within, rope_BSNR.transpose(1, 2)), -1),
             torch.cat((latent_B1LC, shared_B1LR), -1),
             latent_B1LC,
-            frame.mask(self.layer),
+            frame,
+            self.layer,
             scale=self.scale,
             softcap=config.attn_softcap,
         )
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
 
+    def _up_weight(self) -> Tensor:
+        """The up-projection of keys and values, with what an adapter adds to it."""
+        linear = self.linear_kv_up_proj
+        if linear.adapter is None:
+            return linear.weight
+        delta: Tensor = linear.adapter.delta()  # type: ignore[operator]
+        return (linear.weight.float() + delta).to(linear.weight.dtype)
+
 
 class DownLinear(nn.Module):
-    """`y = x W^T` with all of W on every rank; `partial` where a rank has a part of the tokens."""
+    """`y = x W^T` with all of W on every rank of a group, which with `sequence_parallel` has a part
+    of the tokens each. What `adapter` makes of them is added (`megtool.model.lora`)."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
+        group: Group = ALONE,
         *,
-        partial: bool,
+        sequence_parallel: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
         self.tap: Tap | None = None
+        self.adapter: nn.Module | None = None
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.weight = mark(nn.Parameter(weight), partial=partial)
+        self.weight = mark(nn.Parameter(weight), partial=self.sequence_parallel)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """The product of this rank's rows."""
         if self.tap is not None:
             x_TH = self.tap(x_TH)
-        return F.linear(x_TH, self.weight)
+        y = F.linear(x_TH, self.weight)
+        return y if self.adapter is None else y + self.adapter(x_TH)
 
 
 def softmax_scale(config: ModelConfig) -> float:

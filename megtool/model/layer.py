@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
+from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
 from megtool.model.batch import Frame
+from megtool.model.dropout import Chance
 from megtool.model.latent_attention import LatentAttention
+from megtool.model.linear import ColumnLinear
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import Norm, NormLayer
@@ -19,8 +24,10 @@ class Layer(nn.Module):
     """A layer, under its number in the whole model.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
-    except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). Norms
-    after them, where a model has those, are `post_layernorm` of their last projections.
+    except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
+    before the MLP is computed together with the addition to the residual before it, unless dropout
+    is. Norms after attention and MLP, where a model has those, are `post_layernorm` of their last
+    projections, and come before dropout.
     """
 
     def __init__(
@@ -55,9 +62,9 @@ class Layer(nn.Module):
             self.self_attention = build(LatentAttention)
         else:
             self.self_attention = build(Attention)
-        is_moe = layer in config.moe_layers
-        self.pre_mlp_layernorm = norm_layer() if is_moe else None
-        if is_moe:
+        self.is_moe = layer in config.moe_layers
+        self.pre_mlp_layernorm = norm_layer() if self.is_moe else None
+        if self.is_moe:
             self.mlp = build(MoeMlp)
         else:
             self.mlp = build(Mlp)
@@ -70,11 +77,32 @@ class Layer(nn.Module):
 
     def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
         """The residual behind the layer."""
-        attended = self.attend(x_TH, frame)
+        attended, norm = self.attend(x_TH, frame), self.mlp_norm
+        first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
         if self.config.parallel_residual:
-            return self._add(self._add(x_TH, attended), self.feed(x_TH))
-        x_TH = self._add(x_TH, attended)
-        return self._add(x_TH, self.feed(x_TH))
+            normal_TH = norm.normalise(x_TH)
+            x_TH = self._add(x_TH, attended, first)
+        elif first is not None:
+            x_TH = self._add(x_TH, attended, first)
+            normal_TH = norm.normalise(x_TH)
+        else:
+            if self.config.residual_scale != 1:
+                attended = attended * self.config.residual_scale
+            normal_TH, x_TH = norm.of_sum(attended, x_TH)
+        return self._add(x_TH, self.feed(normal_TH, frame), second)
+
+    @property
+    def mlp_norm(self) -> NormLayer | ColumnLinear:
+        """What holds the norm before the MLP."""
+        if self.pre_mlp_layernorm is not None:
+            return self.pre_mlp_layernorm
+        first = self.mlp.get_submodule("linear_fc1")
+        return cast(ColumnLinear, first)
+
+    def reads(self) -> list[nn.Parameter]:
+        """Parameters of `mlp_norm`, which this layer reads before it calls their holder."""
+        held = self.mlp_norm.named_parameters(recurse=False)
+        return [p for name, p in held if self.is_moe or name.startswith("layer_norm_")]
 
     def attend(self, x_TH: Tensor, frame: Frame) -> Tensor:
         """What attention adds to the residual."""
@@ -83,12 +111,14 @@ class Layer(nn.Module):
         y_TH: Tensor = self.self_attention(x_TH, frame)
         return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
 
-    def feed(self, x_TH: Tensor) -> Tensor:
-        """What the MLP, or the experts, add to the residual."""
-        if self.pre_mlp_layernorm is not None:
-            x_TH = self.pre_mlp_layernorm(x_TH)
-        y_TH: Tensor = self.mlp(x_TH)
+    def feed(self, x_TH: Tensor, frame: Frame) -> Tensor:
+        """What the MLP, or the experts, add to the residual, from what `mlp_norm` makes of it."""
+        y_TH: Tensor = self.mlp(x_TH, frame) if self.is_moe else self.mlp(x_TH)
         return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
 
-    def _add(self, residual_TH: Tensor, branch_TH: Tensor) -> Tensor:
-        return torch.add(residual_TH, branch_TH, alpha=self.config.residual_scale)
+    def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: Chance | None) -> Tensor:
+        scale = self.config.residual_scale
+        if chance is None:
+            return torch.add(residual_TH, branch_TH, alpha=scale)
+        share, seed = chance.share, chance.seed
+        return bias_dropout_add(branch_TH, None, residual_TH, share, seed=seed, scale=scale)

@@ -2,6 +2,7 @@
 
 A layer `y = W x + b` becomes `y = W x + b + alpha / rank * B A x` (Hu et al., 2021). A fused layer
 (queries, keys and values; gate and up) has one A, and the rows of its B lie as those of its weight.
+Layers of experts have matrices for each (`megtool.model.expert_lora`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
+from megtool.model.expert_lora import ExpertAdapter
+from megtool.model.latent_attention import DownLinear
 from megtool.model.linear import ColumnLinear, RowLinear, column_product
+from megtool.model.moe import ExpertLinear
 from megtool.model.parameters import mark
 from megtool.parallel.collectives import reduce_from, reduce_scatter_rows
 from megtool.parallel.groups import ALONE, Group
 
+Linear = ColumnLinear | RowLinear | DownLinear
+
+_LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+_MLPS = ("mlp", "mlp.experts.experts", "mlp.shared_experts")
 ROLES = {
-    "qkv": "self_attention.linear_qkv",
-    "proj": "self_attention.linear_proj",
-    "fc1": "mlp.linear_fc1",
-    "fc2": "mlp.linear_fc2",
+    "qkv": tuple(f"self_attention.linear_{name}" for name in ("qkv", *_LATENT)),
+    "proj": ("self_attention.linear_proj",),
+    "fc1": tuple(f"{mlp}.linear_fc1" for mlp in _MLPS),
+    "fc2": tuple(f"{mlp}.linear_fc2" for mlp in _MLPS),
 }
-"""Where the linear layers of a role are in a layer."""
+"""Where the linear layers of a role are in a layer, those of them that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +77,17 @@ class Adapter(nn.Module):
     """What LoRA adds to a layer: `lora_A` `[rank, in]` and `lora_B` `[out, rank]`, of this rank.
 
     Of a column-parallel layer B is cut as its rows are, of a row-parallel one A as its columns;
-    the other matrix is whole on all ranks. Between the two, the ranks exchange `[T, rank]`.
+    the other matrix is whole on all ranks. Between the two, the ranks exchange `[T, rank]`. Of a
+    layer that all ranks have whole both are.
     Dropout leaves out the same inputs at every tp size, where torch's generators are in the same
     state on all tp ranks.
     """
 
-    def __init__(self, linear: ColumnLinear | RowLinear, settings: LoraSettings) -> None:
+    def __init__(self, linear: Linear, settings: LoraSettings) -> None:
         super().__init__()
         self.group, self.sequence_parallel = linear.group, linear.sequence_parallel
         self.is_column = isinstance(linear, ColumnLinear)
+        self.is_whole = isinstance(linear, DownLinear)
         self.scale, self.dropout = settings.scale, settings.dropout
         weight, whole = linear.weight, self.sequence_parallel
         out, inner = weight.shape
@@ -88,8 +98,8 @@ class Adapter(nn.Module):
         column = self.is_column
         self.lora_A = mark(
             new(settings.rank, inner),
-            split_dim=None if column else 1,
-            partial=column and whole,
+            split_dim=1 if self.is_row else None,
+            partial=not self.is_row and whole,
         )
         self.lora_B = mark(
             new(out, settings.rank),
@@ -97,17 +107,18 @@ class Adapter(nn.Module):
             partial=not column and whole,
         )
 
+    @property
+    def is_row(self) -> bool:
+        """Ranks have other inputs each."""
+        return not (self.is_column or self.is_whole)
+
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
         """Begin anew: B is zero, A as PEFT draws it, by `seed` and the layer's `name` alone."""
         rank, inner = self.lora_A.shape
-        whole = inner if self.is_column else inner * self.group.size
-        number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
-        bound = 1 / math.sqrt(whole)  # kaiming_uniform_(a=sqrt(5))
-        drawn = torch.empty(rank, whole)
-        drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
-        begin = 0 if self.is_column else self.group.rank * inner
-        self.lora_A.copy_(drawn[:, begin : begin + inner])
+        whole = inner * self.group.size if self.is_row else inner
+        begin = self.group.rank * inner if self.is_row else 0
+        self.lora_A.copy_(drawn(rank, whole, f"{seed} {name}")[:, begin : begin + inner])
         self.lora_B.zero_()
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -116,7 +127,7 @@ class Adapter(nn.Module):
         h_TR = F.linear(x_TI, self.lora_A) * self.scale
         if self.is_column:
             return column_product(h_TR, self.lora_B, None, self.group, self.sequence_parallel)
-        if self.group.size > 1:
+        if self.group.size > 1 and self.is_row:
             if self.sequence_parallel:
                 h_TR = reduce_scatter_rows(h_TR, self.group)
             else:
@@ -132,9 +143,9 @@ class Adapter(nn.Module):
         if not self.training or not self.dropout:
             return x_TI
         rows, columns = ALONE, ALONE
-        if self.is_column and self.sequence_parallel:
+        if not self.is_row and self.sequence_parallel:
             rows = self.group
-        elif not self.is_column:
+        elif self.is_row:
             columns = self.group
         kept = _own(_drawn(x_TI, rows, columns, 1 - self.dropout), x_TI, rows, columns)
         return x_TI * kept.to(x_TI.dtype).mul_(1 / (1 - self.dropout))
@@ -142,6 +153,14 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""
         return f"rank={self.lora_A.shape[0]}, scale={self.scale:g}, dropout={self.dropout:g}"
+
+
+def drawn(rank: int, width: int, name: str) -> Tensor:
+    """An A matrix as PEFT draws it, by a name alone."""
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    bound = 1 / math.sqrt(width)  # kaiming_uniform_(a=sqrt(5))
+    generator = torch.Generator().manual_seed(number)
+    return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
 
 
 def _drawn(x_TI: Tensor, rows: Group, columns: Group, share: float) -> Tensor:
@@ -156,24 +175,17 @@ def _own(whole: Tensor, x_TI: Tensor, rows: Group, columns: Group) -> Tensor:
     return whole[rows.rank * t :][:t, columns.rank * i :][:, :i].clone()
 
 
-def check_roles(config: ModelConfig, roles: Sequence[str]) -> None:
-    """Refuse adapters where a model has no such layer.
+def check_experts(config: ModelConfig, settings: LoraSettings) -> None:
+    """Refuse what adapters of experts cannot do.
 
     Raises:
-        UsageError: experts, which take none, or latent attention, which has no fused layer.
+        UsageError: dropout, which PEFT has none of where all experts are one parameter.
     """
-    refused: dict[str, str] = {}
-    if config.moe_layers:
-        refused |= dict.fromkeys(("fc1", "fc2"), "experts")
-    if config.kv_lora_rank:
-        refused["qkv"] = "latent attention"
-    left = ",".join(r for r in ROLES if r not in refused)
-    for role in roles:
-        if role in refused:
-            raise UsageError(
-                f"LoRA for {role}, and {refused[role]} of this model takes no adapters",
-                hint=f"--lora-target {left}",
-            )
+    if config.moe_layers and settings.dropout and {"fc1", "fc2"} & set(settings.roles):
+        raise UsageError(
+            f"LoRA dropout {settings.dropout:g} for experts, which take none",
+            hint="--lora-dropout 0, or --lora-target qkv,proj",
+        )
 
 
 def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
@@ -182,19 +194,26 @@ def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
     To be called when the weights are loaded: adapters have their type and device.
 
     Raises:
-        UsageError: the model has no layers of a role.
+        UsageError: dropout for experts.
     """
-    check_roles(stages[0].config, settings.roles)
+    check_experts(stages[0].config, settings)
     added = 0
     for decoder in stages:
         decoder.requires_grad_(False)
+        held = dict(decoder.named_modules())
         for number in decoder.stage.layers:
-            for role in settings.roles:
-                name = f"decoder.layers.{number}.{ROLES[role]}"
-                linear = decoder.get_submodule(name)
-                if not isinstance(linear, ColumnLinear | RowLinear):
+            for place in (p for role in settings.roles for p in ROLES[role]):
+                name = f"decoder.layers.{number}.{place}"
+                linear = held.get(name)
+                if linear is None:
+                    continue
+                adapter: Adapter | ExpertAdapter
+                if isinstance(linear, ExpertLinear):
+                    adapter = ExpertAdapter(linear, decoder.groups.ep, settings)
+                elif isinstance(linear, Linear):
+                    adapter = Adapter(linear, settings)
+                else:
                     raise UsageError(f"LoRA for {name}, which is no linear layer of its own")
-                adapter = Adapter(linear, settings)
                 adapter.reset(settings.seed, name)
                 adapter.train(linear.training)
                 linear.adapter = adapter
@@ -202,14 +221,18 @@ def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
     return added
 
 
-def adapters_of(decoder: Decoder) -> Iterator[tuple[str, ColumnLinear | RowLinear, Adapter]]:
+def adapters_of(
+    decoder: Decoder,
+) -> Iterator[tuple[str, Linear | ExpertLinear, Adapter | ExpertAdapter]]:
     """The layers that have adapters, by Megatron's names."""
     for name, module in decoder.named_modules():
-        if isinstance(module, ColumnLinear | RowLinear) and isinstance(module.adapter, Adapter):
+        if not isinstance(module, Linear | ExpertLinear):
+            continue
+        if isinstance(module.adapter, Adapter | ExpertAdapter):
             yield name, module, module.adapter
 
 
-def merged_weight(linear: ColumnLinear | RowLinear, adapter: Adapter) -> Tensor:
+def merged_weight(linear: Linear | ExpertLinear, adapter: Adapter | ExpertAdapter) -> Tensor:
     """The weight with its adapter's part in it, rounded once to the weight's type."""
     weight = linear.weight.detach()
     return (weight.float() + adapter.delta()).to(weight.dtype)

@@ -10,15 +10,18 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.model.cache import Span
 from megtool.model.rotary import has_rotation, has_window
+from megtool.parallel.context import chunk_size, chunks_of
+from megtool.parallel.groups import Group
 
 
 @dataclass(slots=True)
 class Mask:
     """The keys that queries may attend to, in the cheapest form that says it.
 
-    All of them where `allowed` is None, or, with `is_causal`, those up to the query's own number;
-    else `allowed` is true for them, bool [B, 1, S, L] (batch may be 1). A query always may attend
-    to its own key, so that no row is empty. Padding takes no place in a window.
+    All of them where `allowed` is None, or, with `is_causal`, those up to the query's own, the last
+    query's being the last key; else `allowed` is true for them, bool [B, 1, S, L] (batch may be
+    1). A query always may attend to its own key, so that no row is empty. Padding takes no place in
+    a window.
     """
 
     allowed: Tensor | None = None
@@ -42,13 +45,42 @@ class Mask:
         return self.allowed
 
 
+def masks_of(
+    config: ModelConfig, span: Span, documents_BS: Tensor | None, cp: Group
+) -> tuple[Masks, ...]:
+    """The masks of each stretch of a rank's queries: of all, or of two (context parallelism)."""
+    if cp.size == 1:
+        return (Masks(config, span, documents_BS=documents_BS),)
+    size = chunk_size(span.num_keys, cp.size)
+    ends = [(number + 1) * size for number in chunks_of(cp)]
+    return tuple(
+        Masks(
+            config,
+            span.part(end - size, end),
+            documents_BS=None if documents_BS is None else documents_BS[:, :end],
+            is_part=True,
+        )
+        for end in ends
+    )
+
+
 class Masks:
-    """The masks of one forward pass, each made when a layer first asks for its kind."""
+    """The masks of one forward pass, each made when a layer first asks for its kind.
+
+    `documents_BS` are those of all keys. With `is_part` the queries are the last of the keys' own
+    tokens, and others of the same pass are not here (context parallelism).
+    """
 
     def __init__(
-        self, config: ModelConfig, span: Span, *, documents_BS: Tensor | None = None
+        self,
+        config: ModelConfig,
+        span: Span,
+        *,
+        documents_BS: Tensor | None = None,
+        is_part: bool = False,
     ) -> None:
         self.config, self.span, self.documents_BS = config, span, documents_BS
+        self.is_part = is_part
         self._made: dict[tuple[int, int], Mask] = {}
 
     def of(self, layer: int) -> Mask:
@@ -73,6 +105,8 @@ class Masks:
                 return Mask()
             if span.start == 0 and num_queries == span.num_keys:
                 return Mask(is_causal=True)
+            if self.is_part and span.queries_BS.is_cuda:
+                return Mask(is_causal=True)  # kernels there skip what is not attended to
         query = span.queries_BS[:, :, None]
         key = torch.arange(span.num_keys, device=query.device)
         allowed = key <= query
@@ -83,7 +117,8 @@ class Masks:
                 span.positions_BS[:, :, None] // chunk == span.key_positions_BL[:, None] // chunk
             )
         if self.documents_BS is not None:
-            allowed = allowed & (self.documents_BS[:, :, None] == self.documents_BS[:, None])
+            own_BS = self.documents_BS[:, span.num_keys - num_queries :]
+            allowed = allowed & (own_BS[:, :, None] == self.documents_BS[:, None])
         if span.valid_BL is not None:
             allowed = allowed & span.valid_BL[:, None]
             allowed |= key == query

@@ -21,7 +21,10 @@ def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up."""
+    """A dense MLP; its norm is part of `linear_fc1`, whose rows are gate, then up.
+
+    The layer applies that norm, together with the addition before it (`Layer.mlp_norm`).
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Mlp(nn.Module):
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """What the MLP adds to the residual x_TH (before its scale), in x_TH's rows."""
-        out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
+        """What the MLP adds to the residual (before its scale), of rows after its norm."""
+        inner = activated(self.linear_fc1(x_TH, is_normal=True), self.config)
+        out: Tensor = self.linear_fc2(inner)
         return out

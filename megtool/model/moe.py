@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.kernels.experts import grouped_linear, invert, permute, unpermute, waits_for_host
+from megtool.model.batch import Frame
 from megtool.model.mlp import activated
 from megtool.model.parameters import mark
 from megtool.model.router import Router
@@ -63,7 +64,9 @@ class MoeMlp(nn.Module):
         self.labels_T: Tensor | None = None
         self.labels_R: Tensor | None = None
         self.shows_all = self.is_showing = False
-        self.router = Router(config, partial=self.sequence_parallel, dtype=dtype, device=device)
+        self.router = Router(
+            config, layer, partial=self.sequence_parallel, dtype=dtype, device=device
+        )
         # Two levels, as Megatron's names have them: mlp.experts.experts.linear_fc1.weight.
         experts = Experts(config, groups, dtype=dtype, device=device)
         self.experts = nn.ModuleDict({"experts": experts})
@@ -86,11 +89,11 @@ class MoeMlp(nn.Module):
         linears = (m for m in experts.modules() if isinstance(m, ExpertLinear))
         return self.is_in_place and not any(waits_for_host(m.weight) for m in linears)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, frame: Frame | None = None) -> Tensor:
         """The sum of each token's experts by their shares, and of the shared ones."""
         if self.shows_all:
             self._show_all(x_TH)
-        out_TH = self._routed(x_TH, *self.router(x_TH))
+        out_TH = self._routed(x_TH, *self.router(x_TH, frame))
         if self.shared_experts is not None:
             out_TH = out_TH + self.shared_experts(x_TH)
         return out_TH
@@ -229,6 +232,8 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         is_summed = split_dim == 2
+        self.group, self.split_dim = group, split_dim
+        self.adapter: nn.Module | None = None
         self.adds_bias = group.is_first or not is_summed
         self.tap: ExpertTap | None = None
         weight = torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
@@ -241,13 +246,17 @@ class ExpertLinear(nn.Module):
             self.bias = mark(made, split_dim=split, expert=True)
 
     def forward(self, rows: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert, `counts_E` of them each; `tap` is handed both."""
+        """Rows sorted by expert, `counts_E` of them each; `tap` is handed both.
+
+        What `adapter` makes of them is added (`megtool.model.expert_lora`).
+        """
         if self.tap is not None:
             rows = self.tap(rows, counts_E)
         bias: Tensor | None = self.bias
         if bias is not None and not self.adds_bias:
             bias = bias - bias.detach()  # zero, with the gradient of one
-        return grouped_linear(rows, self.weight, counts_E, bias)
+        y = grouped_linear(rows, self.weight, counts_E, bias)
+        return y if self.adapter is None else y + self.adapter(rows, counts_E)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
-from megtool.kernels.norm import layer_norm, rms_norm
+from megtool.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megtool.model.parameters import mark
 
 
@@ -39,6 +39,15 @@ class Norm:
             return layer_norm(x, weight, bias, self.eps, zero_centered=self.zero_centered)
         return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
 
+    def of_sum(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`x + residual` normalised, and that sum."""
+        zero_centered = self.zero_centered
+        if self.kind == "layernorm":
+            return add_layer_norm(x, residual, weight, bias, self.eps, zero_centered=zero_centered)
+        return add_rms_norm(x, residual, weight, self.eps, zero_centered=zero_centered)
+
 
 class NormLayer(nn.Module):
     """A norm that holds its own `weight` (and `bias`), of `size` elements.
@@ -68,3 +77,12 @@ class NormLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` normalised over its last dimension."""
         return self.norm(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """As a call."""
+        out: Tensor = self(x)
+        return out
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + residual` normalised, and that sum."""
+        return self.norm.of_sum(x, residual, self.weight, self.bias)

@@ -15,6 +15,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache import Cache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.model.parameters import mark
+from megtool.parallel.context import chunk_size, own_tokens
 from megtool.parallel.groups import Groups
 from megtool.parallel.pipeline import Pipeline, divisors, near
 
@@ -172,7 +173,7 @@ class Schedule:
     def step(self, batch: Batch, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of all tokens' losses (float32) and their number, on every stage.
 
-        Gradients are those of the sum.
+        Gradients are those of the sum. With context parallelism all of it is of this rank's tokens.
 
         Raises:
             LayoutError: the microbatches do not divide the rows.
@@ -198,7 +199,7 @@ class Schedule:
         total = torch.stack(self._losses).sum() if self._losses else zero
         if pp.handle is not None:
             dist.broadcast(total, src=pp.ranks[-1], group=pp.handle)
-        return total, (labels_BS != -100).sum()
+        return total, (own_tokens(labels_BS, self.groups.cp) != -100).sum()
 
     def _alone(self, facts: dict[str, Tensor], labels_BS: Tensor) -> None:
         parts = {name: value.chunk(self.num_microbatches) for name, value in facts.items()}
@@ -268,12 +269,14 @@ def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = No
     """Room for what comes from the stage before: x_TH, or this rank's rows of it.
 
     Raises:
-        LayoutError: sequence parallelism does not divide the tokens.
+        LayoutError: sequence or context parallelism does not divide the tokens.
     """
-    tokens = batch.tokens_BS.numel()
-    rows = rows_of_rank(tokens, decoder.groups.tp) if decoder.sequence_parallel else tokens
+    (num, tokens), cp = batch.shape, decoder.groups.cp.size
+    tokens = num * (tokens if cp == 1 else 2 * chunk_size(tokens, cp))
+    if decoder.sequence_parallel:
+        tokens = rows_of_rank(tokens, decoder.groups.tp.size, cp)
     where = decoder.groups.device if device is None else device
-    return torch.empty(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=where)
+    return torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=where)
 
 
 def _wait(sending: list[tuple[dist.Work | None, Tensor]]) -> None:
@@ -286,7 +289,7 @@ def _wait(sending: list[tuple[dist.Work | None, Tensor]]) -> None:
 def _facts(batch: Batch) -> dict[str, Tensor]:
     """A batch's fields as arguments that go row by row, without those that are not there."""
     out = {"tokens_BS": batch.tokens_BS}
-    for name in ("positions_BS", "valid_BS", "documents_BS"):
+    for name in ("positions_BS", "valid_BS", "documents_BS", "counted_BS"):
         value: Tensor | None = getattr(batch, name)
         if value is not None:
             out[name] = value.expand(batch.shape)

@@ -90,10 +90,11 @@ class Rotary:
         length = self.scaling.get(key) or self.config.extra.get(key)
         return int(length or self.config.max_positions)
 
-    def of(self, layer: int, positions_BS: Tensor) -> Rotation | None:
+    def of(self, layer: int, positions_BS: Tensor, last_B: Tensor | None = None) -> Rotation | None:
         """The rotation of a layer's queries and keys; None where they do not turn.
 
         The last positions asked for are remembered, by identity, since all layers share them.
+        `last_B` as in `rotation`.
         """
         if not has_rotation(self.config, layer):
             return None
@@ -102,18 +103,23 @@ class Rotary:
             self._made = (positions_BS, {})
         rotations = self._made[1]
         if is_local not in rotations:
-            rotations[is_local] = self.rotation(positions_BS, is_local=is_local)
+            rotations[is_local] = self.rotation(positions_BS, is_local=is_local, last_B=last_B)
         return rotations[is_local]
 
     def forget(self) -> None:
         """Let go of the last rotations."""
         self._made = (None, {})
 
-    def rotation(self, positions_BS: Tensor, *, is_local: bool = False) -> Rotation:
-        """Cosines and sines of positions, int64 `[B, S]`."""
+    def rotation(
+        self, positions_BS: Tensor, *, is_local: bool = False, last_B: Tensor | None = None
+    ) -> Rotation:
+        """Cosines and sines of positions, int64 `[B, S]`.
+
+        `last_B` is each row's largest position, where these are not all of them.
+        """
         device = positions_BS.device
         if not is_local and self.kind in ("dynamic", "longrope", "su"):
-            found = self._by_row(positions_BS.amax(1) + 1)
+            found = self._by_row((positions_BS.amax(1) if last_B is None else last_B) + 1)
         else:
             found = self.frequencies(self.original_length, is_local=is_local, device=device)
         angles = positions_BS[..., None].float() * found.per_position

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
+from megtool.model.balance import Balance
+from megtool.model.batch import Frame
 from megtool.model.parameters import mark
 from megtool.model.taps import Tap
 
@@ -26,6 +28,7 @@ class Router(nn.Module):
     Parameters: `weight` `[E, H]`, `bias` `[E]`, and `expert_bias` `[E]` in fp32, which decides who
     is chosen but not how much that counts, and which no gradient reaches. `partial` says that a
     rank routes a part of the tokens alone, so that gradients have to be added up over tp.
+    `balance` is told of what is chosen in training.
 
     Raises:
         MappingError: scores of a kind that is not known, or groups that do not divide the experts.
@@ -34,6 +37,7 @@ class Router(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
+        layer: int = 0,
         *,
         partial: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -41,8 +45,9 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         _check(config)
-        self.config = config
+        self.config, self.layer = config, layer
         self.tap: Tap | None = None
+        self.balance: Balance | None = None
         num, hidden = config.num_experts, config.hidden_size
         weight = torch.empty(num, hidden, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=partial)
@@ -54,11 +59,19 @@ class Router(nn.Module):
             counted = torch.zeros(num, dtype=torch.float32, device=device)
             self.expert_bias = mark(nn.Parameter(counted, requires_grad=False))
 
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32)."""
+    def forward(self, x_TH: Tensor, frame: Frame | None = None) -> tuple[Tensor, Tensor]:
+        """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
+
+        In training, `balance` adds its losses to the backward pass of a `frame`'s shares.
+        """
         if self.tap is not None:
             x_TH = self.tap(x_TH)
-        return choose(self.logits(x_TH), self.config, self.expert_bias)
+        logits_TE = self.logits(x_TH)
+        experts_TK, probs_TK = choose(logits_TE, self.config, self.expert_bias)
+        watched = self.training and torch.is_grad_enabled()
+        if watched and self.balance is not None and frame is not None:
+            probs_TK = self.balance(logits_TE, experts_TK, probs_TK, frame, self.layer)
+        return experts_TK, probs_TK
 
     def all(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """All experts for each token, experts_TE, and the share each of them would have."""

@@ -86,7 +86,7 @@ class DistributedOptimizer(Optimizer):
         """See `Optimizer.bucket_size`: as Megatron chooses, several where reductions overlap."""
         if not self.settings.overlap_grad_reduce:
             return None
-        return self.settings.bucket_size or default_bucket_size(self.groups.dp.size)
+        return self.settings.bucket_size or default_bucket_size(self.groups.replicas.size)
 
     @property
     def sums_in_fp32(self) -> bool:

@@ -18,9 +18,10 @@ class Gathering:
 
     With `overlap` they are on their way while the next forward pass runs, and a module waits for
     the buckets of its own parameters before it runs. Which module asks for a parameter is seen in
-    the first step: the one that holds it, or the nearest around it that is called at all. What is
-    used without any module being called (a matrix that is read by name) comes first, and is waited
-    for at once.
+    the first step: the one that holds it, or the nearest around it that is called at all; but a
+    module around may say of a parameter that it `reads` it itself, before it calls the holder. What
+    is used without any module being called (a matrix that is read by name) comes first, and is
+    waited for at once.
 
     `modules` are those that the forward passes of this process run through. `begin` starts one
     bucket, given a tag, where it is not to be gathered as it is.
@@ -94,12 +95,18 @@ class Gathering:
         if not self._learning:
             return
         self._learning = False
+        readers = {
+            id(p): id(module) for module in self._modules for p in getattr(module, "reads", tuple)()
+        }
         for module in self._modules:
             for parameter in module.parameters(recurse=False):
                 place = self._of.get(id(parameter))
                 if place is None:
                     continue
-                asks = [m for m in self._path[id(module)] if m in self._called]
+                path = self._path[id(module)]
+                if id(parameter) in readers:
+                    path = path[: path.index(readers[id(parameter)]) + 1]
+                asks = [m for m in path if m in self._called]
                 if asks:
                     self._wanted_by.setdefault(asks[-1], set()).add(place)
                 else:

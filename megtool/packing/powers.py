@@ -19,6 +19,7 @@ from megtool.packing.scratch import look_up, scratch
 
 _FAR = 100  # binary places up to which zeros moved up remain too small for any code but zero's
 _INFINITY = 0x7F80
+_MINUS_ZERO = -0x8000  # its bits as a signed number
 
 
 def encoded(
@@ -41,10 +42,20 @@ def encoded(
     if kind == "float4_e2m1fn":
         room = scratch("codes", values.shape, np.uint8)
         look_up(table, moved, room)
+        _sign_zeros(values, room, half_down=half_down)
         paired(room, out)
     else:
         look_up(table, moved, out)
     return True
+
+
+def _sign_zeros(values: NDArray[np.uint16], codes: NDArray[np.uint8], *, half_down: bool) -> None:
+    """Give FP4 zeros the sign that `small_codes` gives them, whatever their own: moved up they are
+    tiny numbers, and keep it."""
+    if half_down and not values.min():
+        codes[values == 0] = 8
+    if not half_down and values.view(np.int16).min() == _MINUS_ZERO:
+        codes[values == 0x8000] = 0
 
 
 def _moved(

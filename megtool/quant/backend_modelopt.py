@@ -72,7 +72,8 @@ def modelopt_config(
     """ModelOpt's configuration for decisions: everything off, then each module by its name.
 
     Raises:
-        RecipeError: algorithms that it does not have, or several at once.
+        RecipeError: algorithms that it does not have, or several at once; amaxes by rows of weights
+            that transformers has in one module.
         UsageError: what it can calibrate on a GPU alone.
     """
     taken = [d for d in decisions if d.format is not None]
@@ -96,10 +97,27 @@ def modelopt_config(
                     f"ModelOpt runs {algorithm['method']} for {d.format.algo} on a GPU alone",
                     hint="--backend megtool does it on any device",
                 )
+    _check_apart(taken)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for d in taken:
         entries += _entries(d)
     return {"quant_cfg": entries, "algorithm": algorithm}
+
+
+def _check_apart(taken: Sequence[Decision]) -> None:
+    """Refuse weights that transformers has in one module, where rows have amaxes of their own:
+    which of ModelOpt's are whose is not known here."""
+    found: dict[str, Decision] = {}
+    for d in taken:
+        packing = packing_of(d.format) if d.format and d.format.algo else "tensor"
+        if packing.startswith(("nvfp4", "mxfp")) or packing.endswith("tensor"):
+            continue
+        if (first := found.setdefault(_hf_name(d), d)) is not d:
+            raise RecipeError(
+                f"{first.module.name} and {d.module.name} are rows of {_hf_name(d)}, and "
+                f"ModelOpt's amaxes of {d.label} are by rows",
+                hint="--backend megtool calibrates each",
+            )
 
 
 def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:

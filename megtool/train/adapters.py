@@ -13,7 +13,8 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.errors import CheckpointError
 from megtool.model.decoder import Decoder
-from megtool.model.lora import adapters_of
+from megtool.model.expert_lora import ExpertAdapter
+from megtool.model.lora import Adapter, adapters_of
 from megtool.optim.state import StatePiece
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.groups import Group
@@ -27,14 +28,21 @@ A, B = "lora_A", "lora_B"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
     """A matrix of an adapter on this rank: rows (of B) or columns (of A) `here` are those `there`
-    of the whole matrix `name`, of `shape`; `is_cut`: other tp ranks have the others."""
+    of the whole matrix `name`, of `shape`; ranks of the groups `cut` have the others.
+
+    Of one with a matrix for each expert, the experts here are those from `first` on."""
 
     name: str
     shape: tuple[int, ...]
     dim: int
     here: Tensor
     there: Tensor
-    is_cut: bool
+    cut: tuple[Group, ...] = ()
+    first: int = 0
+
+    def part(self, whole: Tensor, held: Tensor) -> Tensor:
+        """Of the whole matrix, that of the experts of what this rank holds."""
+        return whole if len(self.shape) == 2 else whole.narrow(0, self.first, held.shape[0])
 
 
 class AdapterViews:
@@ -42,15 +50,23 @@ class AdapterViews:
 
     A canonical adapter has an A `[rank, in]` for each fused layer, by Megatron's name of the layer
     (`decoder.layers.0.self_attention.linear_qkv.lora_A`), and a B `[out, rank]` for each module
-    (`layers.0.attn.q.lora_B`). All ranks make the same calls.
+    (`layers.0.attn.q.lora_B`). Those of experts are both by the layer's name, A `[E, rank, in]` and
+    B `[E, out, rank]`, whose rows are those of the layer on one rank. All ranks make the same
+    calls.
     """
 
     def __init__(self, stages: Sequence[Decoder]) -> None:
         self.groups = stages[0].groups
         self.spots: dict[str, list[Spot]] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._experts: set[str] = set()
         for decoder in stages:
-            found = {name: adapter for name, _, adapter in adapters_of(decoder)}
+            found: dict[str, Adapter] = {}
+            for name, _, adapter in adapters_of(decoder):
+                if isinstance(adapter, ExpertAdapter):
+                    self._put_experts(name, adapter, decoder.config)
+                else:
+                    found[name] = adapter
             modules = [m for name in found for m in modules_of(name, decoder.config)]
             views = WeightViews(decoder, modules)
             for name, adapter in found.items():
@@ -61,7 +77,7 @@ class AdapterViews:
                 rank, inner = adapter.lora_A.shape
                 out = adapter.lora_B.shape[0]
                 cut = adapter.group.size > 1
-                columns = [(p.pieces, p.shape[1]) for _, p in parts[:1] if not adapter.is_column]
+                columns = [(p.pieces, p.shape[1]) for _, p in parts[:1] if adapter.is_row]
                 for pieces, width in columns or [((), inner)]:
                     here, there = lines(pieces, 1) if columns else (torch.arange(inner),) * 2
                     self.spots[own_A].append(
@@ -71,7 +87,7 @@ class AdapterViews:
                             dim=1,
                             here=here,
                             there=there,
-                            is_cut=cut and not adapter.is_column,
+                            cut=(self.groups.tp,) if cut and adapter.is_row else (),
                         )
                     )
                 for module, part in parts:
@@ -84,9 +100,40 @@ class AdapterViews:
                             dim=0,
                             here=here,
                             there=there,
-                            is_cut=cut and is_rows,
+                            cut=(self.groups.tp,) if cut and is_rows else (),
                         )
                     )
+
+    def _put_experts(self, name: str, adapter: ExpertAdapter, config: ModelConfig) -> None:
+        """Note where both matrices of all experts lie."""
+        etp, first = adapter.etp, adapter.ep.rank * adapter.lora_A.shape[0]
+        for kind, held in ((A, adapter.lora_A), (B, adapter.lora_B)):
+            dim = 2 if kind == A else 1
+            size, shape = held.shape[dim], list(held.shape)
+            shape[0] *= adapter.ep.size
+            here = there = torch.arange(size)
+            is_cut = adapter.split_dim == dim
+            if is_cut:
+                # Gate and up are one above the other, and cut each.
+                parts = 2 if dim == 1 and config.gated else 1
+                shape[dim] *= etp.size
+                there = there.view(parts, -1) + torch.arange(parts).view(-1, 1) * (
+                    (etp.size - 1) * (size // parts)
+                )
+                there = (there + etp.rank * (size // parts)).flatten()
+            self._tensors[own := f"{name}.adapter.{kind}"] = held
+            self._experts.add(own)
+            self.spots[own] = [
+                Spot(
+                    name=f"{name}.{kind}",
+                    shape=tuple(shape),
+                    dim=dim,
+                    here=here,
+                    there=there,
+                    cut=(adapter.ep, etp) if is_cut else (adapter.ep,),
+                    first=first,
+                )
+            ]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -101,8 +148,11 @@ class AdapterViews:
             for spot in self.spots[name]:
                 made = torch.zeros(spot.shape, dtype=held.dtype, device=held.device)
                 there, here = spot.there.to(held.device), spot.here.to(held.device)
-                made.index_copy_(spot.dim, there, held.detach().index_select(spot.dim, here))
-                out[spot.name] = (all_sum(made, self.groups.tp) if spot.is_cut else made).cpu()
+                part = spot.part(made, held)
+                part.index_copy_(spot.dim, there, held.detach().index_select(spot.dim, here))
+                for group in spot.cut:
+                    made = all_sum(made, group)
+                out[spot.name] = made.cpu()
         everywhere: dict[str, Tensor] = {}
         for found in gathered(out, self.groups.pp):
             everywhere |= found
@@ -125,7 +175,7 @@ class AdapterViews:
                     tensor=spot.name,
                     hint="give the --lora-rank and --lora-target that the run was started with",
                 )
-            rows = found.float().index_select(spot.dim, spot.there)
+            rows = spot.part(found, out).float().index_select(spot.dim, spot.there)
             out.index_copy_(spot.dim, spot.here, rows)
         return out
 
@@ -137,7 +187,11 @@ class AdapterViews:
             if p.parameter in self._tensors
         ]
         local: dict[str, dict[str, Tensor]] = {}
-        for found in gathered(mine, self.groups.replicas):
+        # Experts' states are shared out over other replicas.
+        dense = [piece for piece in mine if piece[1] not in self._experts]
+        theirs = [piece for piece in mine if piece[1] in self._experts]
+        groups = self.groups
+        for found in (*gathered(dense, groups.replicas), *gathered(theirs, groups.expert_dp)):
             for state, name, start, values in found:
                 shape = self._tensors[name].shape
                 held = local.setdefault(state, {}).setdefault(name, torch.zeros(shape))
@@ -150,10 +204,20 @@ class AdapterViews:
         return out
 
 
+_LATENT = {
+    f"linear_{name}": name.removesuffix("_proj")
+    for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+}
+
+
 def modules_of(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The canonical modules that are fused in a linear layer, by Megatron's name of it."""
-    _, _, number, *_, last = name.split(".")
+    _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
+    if within == "shared_experts":
+        mlp += "shared."
+    if last in _LATENT:
+        return (attn + _LATENT[last],)
     if last == "linear_qkv":
         gate = ("gate",) if config.attn_output_gate else ()
         return tuple(attn + m for m in ("q", *gate, "k", "v"))

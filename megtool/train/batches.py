@@ -27,7 +27,7 @@ def batch_of(rows: Rows, device: torch.device) -> tuple[Batch, Tensor]:
     """Rows as a batch, and their labels [B, S].
 
     Where no row holds two texts, the batch says nothing of documents: tokens that fill a row up
-    come after all others, so a causal mask is enough.
+    come after all others, so a causal mask is enough. Losses of routers leave them out.
     """
 
     def put(array: NDArray[Any]) -> Tensor:
@@ -41,6 +41,7 @@ def batch_of(rows: Rows, device: torch.device) -> tuple[Batch, Tensor]:
         tokens_BS=put(rows.tokens_BS),
         positions_BS=put(rows.positions_BS) if several else None,
         documents_BS=put(rows.documents_BS) if several else None,
+        counted_BS=None if rows.valid_BS.all() else put(rows.valid_BS),
     )
     return batch, put(rows.labels_BS)
 

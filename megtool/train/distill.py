@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.config import ModelConfig
+from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.head import bend
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import copy_to, gather_rows
-from megtool.parallel.groups import Groups
+from megtool.parallel.context import own_tokens
+from megtool.parallel.pipeline import divisors, near
 
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that are held in float32 at a time."""
@@ -146,12 +148,11 @@ def _softened(
     return logits_CV, top_C + sum_C.log()
 
 
-def check_pair(student: ModelConfig, teacher: ModelConfig, groups: Groups) -> None:
-    """Refuse a teacher that cannot teach this student, or not here.
+def check_pair(student: ModelConfig, teacher: ModelConfig) -> None:
+    """Refuse a teacher that cannot teach this student.
 
     Raises:
         MappingError: another vocabulary.
-        LayoutError: the run has pipeline stages.
     """
     if student.vocab_size != teacher.vocab_size:
         raise MappingError(
@@ -159,29 +160,54 @@ def check_pair(student: ModelConfig, teacher: ModelConfig, groups: Groups) -> No
             f"{student.vocab_size}",
             hint="--teacher SRC: a model with the same tokenizer",
         )
-    if groups.pp.size > 1:
+
+
+def teachers_layout(
+    layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
+) -> ParallelConfig:
+    """How a teacher goes to the student's stages: as the student, or evenly where its layers are
+    other ones.
+
+    Raises:
+        LayoutError: they do not go evenly.
+    """
+    if student.num_layers == teacher.num_layers:
+        return layout
+    if teacher.num_layers % layout.pp:
         raise LayoutError(
-            f"distillation with pp={groups.pp.size}",
-            hint="--pp 1: teacher and student are divided by --tp, --ep and --dp alone",
+            f"pp={layout.pp} does not divide the {teacher.num_layers} layers of the teacher",
+            hint=f"--pp, of {near(divisors(teacher.num_layers), layout.pp)}, or a teacher of as "
+            "many layers as the student",
         )
+    return replace(
+        layout,
+        vpp=1,
+        first_stage_layers=None,
+        last_stage_layers=None,
+        account_for_embedding=False,
+        account_for_loss=False,
+        pipeline_layout=None,
+    )
 
 
 class Distillation:
     """The objective of a run with a teacher, which stands still.
 
     `around` a step it is told the batch, whose microbatches `objective` meets one after the other.
-    The teacher has the student's groups, and sees whole rows.
+    The teacher has the student's groups, and sees whole rows. With pipeline stages, each runs the
+    teacher's own stage on all of the batch before the student's passes, and the last one keeps what
+    the teacher's last norm gives until then.
 
     Raises:
         UsageError: temperature or weight are out of their range.
         MappingError: the vocabularies differ.
-        LayoutError: pipeline stages, or vocabularies that are cut in different places.
+        LayoutError: vocabularies that are cut in different places.
     """
 
     def __init__(
         self,
         student: Decoder,
-        teacher: Decoder,
+        teacher: Decoder | Sequence[Decoder],
         *,
         num_microbatches: int,
         temperature: float = 1.0,
@@ -192,39 +218,47 @@ class Distillation:
                 f"distillation at temperature {temperature} with weight {weight}",
                 hint="a temperature above 0, a weight from 0 to 1",
             )
-        check_pair(student.config, teacher.config, student.groups)
-        if student.groups.tp.size > 1 and student.padded_vocab != teacher.padded_vocab:
+        self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)
+        self.teacher = self.chunks[-1]
+        check_pair(student.config, self.teacher.config)
+        if student.groups.tp.size > 1 and student.padded_vocab != self.teacher.padded_vocab:
             raise LayoutError(
                 f"tp={student.groups.tp.size} cuts vocabularies padded to {student.padded_vocab} "
-                f"and, of the teacher, {teacher.padded_vocab}, in different places",
+                f"and, of the teacher, {self.teacher.padded_vocab}, in different places",
                 hint="--tp 1, or a teacher padded alike",
             )
-        self.teacher = teacher.eval().requires_grad_(False)
+        for chunk in self.chunks:
+            chunk.eval().requires_grad_(False)
         self.num_microbatches = num_microbatches
         self.temperature, self.weight = temperature, weight
         self._batches: deque[Batch] = deque()
+        self._states: deque[Tensor | None] = deque()
 
     @contextmanager
     def around(self, batch: Batch | None) -> Iterator[None]:
         """While the passes of a batch are done; None is for an evaluation."""
-        self._batches.clear()
         if batch is not None:
             self._batches.extend(_microbatches(batch, self.num_microbatches))
+            if self.weight and self.teacher.groups.pp.size > 1:
+                self._states.extend(stream_hidden(self.chunks, self._batches))
         try:
             yield
         finally:
             self._batches.clear()
+            self._states.clear()
 
     def objective(self, head: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
         """The loss of the next microbatch: see the module."""
         batch = self._batches.popleft()
-        labels_T = labels_BS.flatten()
+        labels_T = own_tokens(labels_BS, head.groups.cp).flatten()
         loss = x_TH.new_zeros((), dtype=torch.float32)
         if self.weight < 1:
             loss = loss + (1 - self.weight) * head.loss_of(x_TH, labels_BS)[0]
         if self.weight:
-            with torch.no_grad():
-                teacher_x_TH = self.teacher.hidden(batch)
+            teacher_x_TH = self._states.popleft() if self._states else None
+            if teacher_x_TH is None:
+                with torch.no_grad():
+                    teacher_x_TH = self.teacher.hidden(batch)
             loss = loss + self.weight * self._divergence(head, x_TH, teacher_x_TH, labels_T)
         return loss
 

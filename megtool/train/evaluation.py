@@ -76,12 +76,13 @@ def evaluate(
 def world_sum(
     values: Sequence[float], groups: Groups, everywhere: Sequence[float] = ()
 ) -> list[float]:
-    """Sums over replicas of what the last stages have: each replica counts once.
+    """Sums over replicas of what the last stages have: each replica counts once, and so does each
+    of the ranks that share its rows (context parallelism).
 
     The same bits on every rank, so that all of them decide alike. `everywhere` are added up over
     all ranks instead.
     """
-    counts = groups.tp.is_first and groups.cp.is_first and groups.pp.is_last
+    counts = groups.tp.is_first and groups.pp.is_last
     own = [*(values if counts else [0.0] * len(values)), *everywhere]
     sums = torch.tensor(own, dtype=torch.float64, device=groups.device)
     total: list[float] = all_sum(sums, groups.world).tolist()

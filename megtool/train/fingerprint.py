@@ -1,37 +1,27 @@
-"""Fingerprint: files known again by a sample of their bytes, wherever they lie."""
+"""Fingerprint: a model's weights known again by a sample of them, in every format and layout."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import replace
 
-from megtool.errors import StorageError
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.convert.sides import Side
+from megtool.quant.calibration.fingerprint import of_model
 
-_PLACES, _BYTES, _FILES = 8, 4096, 1000
+_TENSORS = 2000
 
 
-def fingerprint(paths: Iterable[Path], root: Path) -> str:
-    """A digest of the names below `root`, and of size and 32 KiB of each file; of many, of a
-    thousand or two.
+def fingerprint(catalogue: Catalogue, side: Side) -> str:
+    """A digest of how the model computes and of names, shapes, types and some rows of its canonical
+    weights; of very many, of some of them, the same for every checkpoint of the model.
 
     Training changes all weights, so other weights of the same shapes have another one; a copy
-    elsewhere has the same, and files of any size take a few reads.
+    elsewhere, or in another format or layout, has the same, and weights of any size take a few
+    reads each.
 
     Raises:
         StorageError: a file cannot be read.
     """
-    there = sorted(paths)
-    digest = hashlib.sha256("\n".join(os.path.relpath(p, root) for p in there).encode())
-    for path in there[:: max(1, len(there) // _FILES)]:
-        try:
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(size.to_bytes(8, "little"))
-                for n in range(_PLACES):
-                    file.seek(max(0, size - _BYTES) * n // (_PLACES - 1))
-                    digest.update(file.read(_BYTES))
-        except OSError as e:
-            raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
-    return digest.hexdigest()
+    names = sorted(name for name in side.canonical if ":" not in name)
+    some = names[:: max(1, len(names) // _TENSORS)]
+    return of_model(catalogue, replace(side, canonical={n: side.canonical[n] for n in some}))

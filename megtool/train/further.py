@@ -1,6 +1,6 @@
 """Further: what settings do to a model beside training its weights, as one thing to the loop.
 
-A place for each: FP8, LoRA, quantisation-aware training, and distillation.
+A place for each: FP8, LoRA, quantisation-aware training, distillation, balanced experts, dropout.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.convert.families import Family
 from megtool.errors import UsageError
+from megtool.model.balance import BalanceSettings
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
+from megtool.model.dropout import Dropout
 from megtool.model.lora import LoraSettings
 from megtool.model.pipeline import Objective
 from megtool.parallel.groups import Groups
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from megtool.optim.fp8.settings import Fp8Settings
     from megtool.quant.calibration.points import Point
     from megtool.quant.treatment import Settlement
+    from megtool.train.balancing import Balancing
     from megtool.train.distill import Distillation
     from megtool.train.qat import FakeQuantisation
 
@@ -36,26 +40,33 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """What is needed beside settings: the model's `family` and where it lies (`base`), for LoRA;
-    what a recipe makes of it, for quantisation-aware training; and a loaded `teacher`."""
+    what a recipe makes of it, for quantisation-aware training; a loaded `teacher`, by its chunks
+    here; and what is asked of routers (`balance`)."""
 
     family: Family | None = None
     base: str = ""
     rounded: tuple[Sequence[Point], Settlement] | None = None
-    teacher: Decoder | None = None
+    teacher: Sequence[Decoder] | None = None
     num_microbatches: int = 1
+    balance: BalanceSettings | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Further:
-    """What is done to the stages of this rank. `objective` stands for the decoder's own loss."""
+    """What is done to the stages of this rank. `objective` stands for the decoder's own loss.
+
+    `place` tells ranks apart that are to leave out other elements; None where nothing is left out.
+    """
 
     fp8: Fp8Training | None = None
     lora: Lora | None = None
     rounding: FakeQuantisation | None = None
     teaching: Distillation | None = None
     objective: Objective | None = None
+    balancing: Balancing | None = None
     names: Sequence[str] = ()
     seed: int = 0
+    place: str | None = None
 
     @classmethod
     def of(
@@ -73,13 +84,20 @@ class Further:
         """
         beside = Beside() if beside is None else beside
         teaching = _teaching(stages, settings, beside)
+        shares = (settings.hidden_dropout, settings.attention_dropout)
+        for stage in stages:
+            stage.dropout = Dropout(hidden=shares[0], attention=shares[1])
         return cls(
             fp8=_fp8(stages, settings, groups),
             lora=_lora(stages, settings, beside),
             rounding=_rounding(stages, beside),
             teaching=teaching,
             objective=None if teaching is None else teaching.objective,
+            balancing=_balancing(stages, beside),
             seed=settings.seed,
+            place=f"{groups.replicas.rank} {groups.pp.rank}"
+            if any(shares) or settings.lora_dropout
+            else None,
         )
 
     @contextmanager
@@ -93,11 +111,9 @@ class Further:
                 stack.enter_context(self.rounding.around())
             if self.teaching is not None:
                 stack.enter_context(self.teaching.around(batch))
-            if batch is not None and self.lora is not None and self.lora.settings.dropout:
+            if batch is not None and self.place is not None:
                 # By the step alone: a run that goes on leaves out the same.
-                groups = self.lora.stages[0].groups
-                place = f"{self.seed} {iteration} {groups.dp.rank} {groups.pp.rank}"
-                digest = hashlib.sha256(place.encode()).digest()
+                digest = hashlib.sha256(f"{self.seed} {iteration} {self.place}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:7], "little"))
             yield
 
@@ -106,10 +122,16 @@ class Further:
         if self.fp8 is not None:
             self.fp8.load(catalogue)
 
-    def end_step(self) -> None:
-        """After each step of the optimizer; every rank calls it."""
+    def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
+        """Before the passes of each step; every rank calls it."""
+        if self.balancing is not None:
+            self.balancing.begin(labels_BS, loss_scale)
+
+    def end_step(self) -> dict[str, float]:
+        """After each step of the optimizer; every rank calls it. What the log is to say of it."""
         if self.fp8 is not None:
             self.fp8.end_step()
+        return {} if self.balancing is None else self.balancing.end()
 
     def objects(self) -> Mapping[str, bytes]:
         """What this rank adds to a checkpoint, by `names` of the checkpoint's tensors."""
@@ -168,6 +190,14 @@ def _teaching(
         temperature=settings.distill_temperature,
         weight=settings.distill_weight,
     )
+
+
+def _balancing(stages: Sequence[Decoder], beside: Beside) -> Balancing | None:
+    if beside.balance is None:
+        return None
+    from megtool.train.balancing import Balancing
+
+    return Balancing(stages, beside.balance, beside.num_microbatches)
 
 
 def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: Groups) -> Fp8Training | None:

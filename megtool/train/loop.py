@@ -170,6 +170,7 @@ class _Run:
         if job.further.rounding is not None:
             self.wait_for_parameters()
             self.wait_for_copy()
+        job.further.begin_step(labels_BS, job.optimizer.loss_scale)
         with job.further.around(standing.iteration, batch):
             loss, count = self.passes.step(batch, labels_BS)
         loss_sum, num_labels = world_sum([float(loss), float(count)], self.groups)
@@ -179,7 +180,7 @@ class _Run:
         job.optimizer.finish(torch.tensor(num_labels, device=self.groups.device))
         self.wait_for_copy()
         result = job.optimizer.step(rate, weight_decay)
-        job.further.end_step()
+        noted = job.further.end_step()
         if not result.ok:
             self.skip(result, batch, labels_BS)
         else:
@@ -199,11 +200,13 @@ class _Run:
             "consumed_samples": standing.consumed_samples,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(plan.tokens / seconds, 3),
+            **noted,
         }
         if result.num_zeros is not None:
             line["num_zeros"] = result.num_zeros
         if isinstance(job.optimizer.scaler, DynamicScaler):
-            line |= {"loss_scale": result.loss_scale, "skipped": not result.ok}
+            unit = job.optimizer.scaler.unit  # the log has it as files have it, as Megatron's
+            line |= {"loss_scale": result.loss_scale * unit, "skipped": not result.ok}
         job.log.write(line)
         self.tell(line)
 
@@ -216,7 +219,7 @@ class _Run:
         named = f"gradient of {result.first_bad}" if result.first_bad else None
         what = "the gradient is no finite number"
         if isinstance(scaler, DynamicScaler):
-            what += f", even with a loss scale of {result.loss_scale:g}"
+            what += f", even with a loss scale of {result.loss_scale * scaler.unit:g}"
         raise self.stop(what, named)
 
     def trouble(self, what: str, batch: Batch, labels_BS: Tensor) -> TrainingError:

@@ -65,6 +65,7 @@ class Lora:
         self.views = AdapterViews(stages)
         self._family = family
         self._print = frozen_print(stages)
+        PeftForm(self.config, family, [n for s in stages for n, *_ in adapters_of(s)])
 
     @property
     def _dtype(self) -> str:

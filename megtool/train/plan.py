@@ -73,16 +73,32 @@ def row_length(settings: TrainSettings, max_positions: int) -> int:
 
 
 def plan_of(
-    settings: TrainSettings, *, seq_length: int, num_samples: int, replicas: int, stages: int = 1
+    settings: TrainSettings,
+    *,
+    seq_length: int,
+    num_samples: int,
+    replicas: int,
+    stages: int = 1,
+    cp: int = 1,
+    tp: int = 1,
 ) -> RunPlan:
-    """The plan of a run on data of so many samples, by `replicas` of `stages` pipeline stages.
+    """The plan of a run on data of so many samples, by `replicas` of `stages` pipeline stages, each
+    of `cp` ranks that share rows, times `tp` that share these with sequence parallelism.
 
     Raises:
-        LayoutError: replicas and micro batches do not divide the global batch.
+        LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
         UsageError: there is no sample.
     """
     if not num_samples:
         raise UsageError("the data has no sample", hint="is anything in it to be learned?")
+    if cp > 1:
+        from megtool.parallel.context import chunk_size
+
+        chunk_size(seq_length, cp)
+    if settings.sequence_parallel:
+        from megtool.model.decoder import rows_of_rank
+
+        rows_of_rank(settings.micro_batch_size * seq_length // cp, tp, cp)
     micro, batch = settings.micro_batch_size, settings.global_batch_size
     each = micro * replicas
     if batch is None:

@@ -12,6 +12,7 @@ from megtool.train.settings_checks import check
 # ruff: noqa: RUF009 - `said` makes fields, as `dataclasses.field` does
 
 INPUT, TRAINING, OPTIMIZER = "Input", "Training", "Optimizer"
+EXPERTS = "Mixture of experts"
 NUMBERS, MEMORY, LAYOUT = "Numbers", "Memory and overlap", "Parallel layout"
 RUNNING, KEEPING, WATCHING = "Running", "Checkpoints", "Watching"
 LORA, FURTHER = "LoRA", "Quantisation-aware training and distillation"
@@ -97,7 +98,28 @@ class TrainSettings:
         metavar="N",
         least=1,
     )
-    seed: int = said(TRAINING, "Decides the order of the data.", 1234, metavar="N", least=0)
+    seed: int = said(
+        TRAINING,
+        "Decides the order of the data, and what dropout leaves out.",
+        1234,
+        metavar="N",
+        least=0,
+    )
+    hidden_dropout: float = said(
+        TRAINING,
+        "Share left out of embeddings, and of what attention and MLP add to the residual; "
+        "Megatron's own default is 0.1.",
+        0.0,
+        metavar="X",
+        least=0,
+    )
+    attention_dropout: float = said(
+        TRAINING,
+        "Share of attention's weights left out; Megatron's own default is 0.1.",
+        0.0,
+        metavar="X",
+        least=0,
+    )
     freeze: tuple[str, ...] = said(
         TRAINING,
         "Leave parameters as they are, by Megatron's names; repeatable.",
@@ -170,6 +192,26 @@ class TrainSettings:
         (),
         metavar="GLOB=X",
     )
+    # ---- Mixture of experts
+    moe_aux_loss_coeff: float = said(
+        EXPERTS, "Weight of the loss that keeps experts evenly busy.", 0.0, metavar="X", least=0
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = said(
+        EXPERTS, "Busy over a micro batch, or in each of its rows; default: aux_loss."
+    )
+    moe_z_loss_coeff: float = said(
+        EXPERTS, "Weight of the loss that keeps routers' logits small.", 0.0, metavar="X", least=0
+    )
+    moe_router_bias_update_rate: float = said(
+        EXPERTS,
+        "Move the bias that chooses experts so far a step, towards those with less to do.",
+        0.0,
+        metavar="X",
+        least=0,
+    )
+    moe_losses_of_checkpoint: bool = said(
+        EXPERTS, "Take the weights of both losses from the checkpoint, where none is given.", False
+    )
     # ---- Numbers
     bf16: bool | None = said(NUMBERS, "Compute in bfloat16; default on a GPU.")
     fp16: bool | None = said(NUMBERS, "Compute in float16, with a loss scale.")
@@ -229,6 +271,13 @@ class TrainSettings:
     vpp: int | None = said(LAYOUT, "Virtual pipeline stages per rank.", least=1)
     ep: int = said(LAYOUT, "Expert-parallel ranks.", 1, least=1)
     etp: int | None = said(LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", least=1)
+    cp: int = said(
+        LAYOUT,
+        "Context-parallel ranks, which share each row's tokens out.",
+        1,
+        least=1,
+        also="--context-parallel-size",
+    )
     dp: int | None = said(LAYOUT, "Replicas; default: what fills the processes.", least=1)
     sequence_parallel: bool = said(LAYOUT, "Share tokens out over --tp between layers.", False)
     first_stage_layers: int | None = said(LAYOUT, "Layers of the first stage.", least=1)
@@ -282,7 +331,10 @@ class TrainSettings:
     lora_alpha: float | None = said(LORA, "Their scale is alpha / rank; default: 2 x rank.")
     lora_dropout: float = said(LORA, "Share of their inputs left out.", 0.0, least=0)
     lora_target: str = said(
-        LORA, "Which layers: qkv, proj, fc1, fc2.", "qkv,proj,fc1,fc2", metavar="LIST"
+        LORA,
+        "Which layers: qkv (and latent attention's), proj, fc1, fc2 (and experts').",
+        "qkv,proj,fc1,fc2",
+        metavar="LIST",
     )
     # ---- Quantisation-aware training and distillation
     qat: str | None = said(FURTHER, "Round weights and inputs by this recipe.", metavar="RECIPE")
@@ -305,6 +357,7 @@ class TrainSettings:
             vpp=self.vpp or 0,
             ep=self.ep,
             etp=self.etp or 0,
+            cp=self.cp,
             dp=self.dp or 0,
             first_stage_layers=self.first_stage_layers,
             last_stage_layers=self.last_stage_layers,

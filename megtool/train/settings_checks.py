@@ -59,6 +59,8 @@ def _check_numbers(s: TrainSettings) -> None:
         ("muon_momentum", 1.0),
         ("hold_out", 1.0),
         ("lora_dropout", 1.0),
+        ("hidden_dropout", 1.0),
+        ("attention_dropout", 1.0),
     ):
         if not 0 <= getattr(s, name) < below:
             raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
@@ -146,6 +148,19 @@ def _check_further(s: TrainSettings) -> None:
             "--freeze with --lora-rank, which freezes all of the model and trains adapters alone",
         ),
         (s.fp8_recipe is not None and bool(s.fp16), "--fp8-recipe and --fp16"),
+        (
+            bool(s.moe_router_bias_update_rate) and s.lora_rank is not None,
+            "--moe-router-bias-update-rate and --lora-rank, which freezes all of the model",
+        ),
+        (
+            bool(s.moe_aux_loss_coeff) and s.moe_router_load_balancing_type == "none",
+            "--moe-aux-loss-coeff and --moe-router-load-balancing-type none",
+        ),
+        (
+            s.moe_router_load_balancing_type not in (None, "none")
+            and not (s.moe_aux_loss_coeff or s.moe_losses_of_checkpoint),
+            "--moe-router-load-balancing-type without --moe-aux-loss-coeff",
+        ),
     )
     for wrong, said in needs:
         if wrong:

@@ -38,7 +38,7 @@ def load_for_training(
     Raises:
         MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
         LayoutError: the layout does not divide the model; the hint says which sizes do.
-        UsageError: the weights do not fit into memory; the hint says what would.
+        OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
     """
     groups = Groups.alone() if groups is None else groups
@@ -64,7 +64,7 @@ def load_for_training(
     expected = {n: t for stage in stages for n, t in stage.state_dict().items()}
     check_names(weights, expected)
     weights.become({n: named(str(t.dtype).removeprefix("torch.")) for n, t in expected.items()})
-    check_memory(weights, groups.device)
+    check_memory(weights, groups.device, is_trained=True)
     for stage in stages:
         own = list(stage.state_dict())
         if groups.device.type == "cpu":

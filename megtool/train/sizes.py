@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.lora import add_adapters
 from megtool.model.pipeline import build_stages
 from megtool.parallel.groups import Group, Groups
+from megtool.quant.simulation.views import WeightViews, canonical_side
 from megtool.train.further import lora_settings
 from megtool.train.plan import freeze
 from megtool.train.settings import TrainSettings
@@ -19,13 +21,17 @@ from megtool.train.settings import TrainSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Elements and bytes of the rank that holds most; activations are not in it."""
+    """Elements and bytes of the rank that holds most; activations are not in it.
+
+    `adapter_bytes` are those of LoRA's adapters among `weight_bytes`.
+    """
 
     parameters: int
     trained: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    adapter_bytes: int = 0
 
 
 def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dtype: str) -> Sizes:
@@ -53,13 +59,36 @@ def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dt
 
 
 def weight_bytes_of(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
-    """What the weights of a model of one stage take on each rank, as those of a teacher.
+    """What the weights of a model take on each rank of its largest stage, as those of a teacher.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
     """
-    stages = build_stages(config, seated(layout, 0), dtype=getattr(torch, dtype))
-    return sum(p.numel() * p.element_size() for stage in stages for p in stage.parameters())
+    found = []
+    for stage in range(layout.pp):
+        stages = build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype))
+        held = [p for one in stages for p in one.parameters()]
+        found.append(sum(p.numel() * p.element_size() for p in held))
+    return max(found)
+
+
+def rounded_bytes_of(
+    config: ModelConfig, layout: ParallelConfig, dtype: str, modules: Iterable[str]
+) -> int:
+    """What a rank keeps of parameters that are rounded for a step: those with modules' weights."""
+    named, found = list(modules), [0]
+    for stage in range(layout.pp):
+        total = 0
+        for one in build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype)):
+            known = set(canonical_side(config, {str(n) for n in one.stage.layers}).canonical)
+            if one.stage.head:
+                known |= set(canonical_side(config, {""}).canonical)
+            held = WeightViews(one, [m for m in named if f"{m}.weight" in known])
+            for name in held.parameters(held.parts):
+                p = one.get_parameter(name)
+                total += p.numel() * p.element_size()
+        found.append(total)
+    return max(found)
 
 
 def seated(layout: ParallelConfig, stage: int) -> Groups:
@@ -73,6 +102,7 @@ def seated(layout: ParallelConfig, stage: int) -> Groups:
         groups,
         parallel=layout,
         tp=group(layout.tp),
+        cp=group(layout.cp),
         pp=group(layout.pp, stage),
         dp=group(layout.dp),
         ep=group(layout.ep),
@@ -104,4 +134,10 @@ def _sizes(
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
         gradient_bytes=sum(p.numel() * (p.element_size() if narrow else 4) for p in trained),
         optimizer_bytes=round(optimizer),
+        adapter_bytes=sum(
+            p.numel() * p.element_size()
+            for stage in stages
+            for n, p in stage.named_parameters()
+            if ".adapter." in n
+        ),
     )

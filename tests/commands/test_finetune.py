@@ -104,6 +104,21 @@ def test_the_model_is_exported_and_transformers_gives_the_same_loss(model, data,
     assert ours.to_json()["loss"] == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_plan_with_context_parallelism_shares_rows_and_optimizer_state(
+    model, data, tmp_path
+) -> None:
+    more = {"data": [str(data)], "dry_run": True, "cp": 2}
+    plan = finetune(model, tmp_path / "out", seq_length=32, **more)
+    assert isinstance(plan, FinetunePlan)
+    assert plan.layout["cp"] == 2
+    assert plan.rank_parameters >= plan.num_parameters
+    assert plan.optimizer_bytes == 4 * plan.rank_trained  # half of 8
+    assert "cp=2" in "\n".join(plan.lines())
+    with pytest.raises(LayoutError, match="34 tokens do not go evenly") as e:
+        finetune(model, tmp_path / "out", seq_length=34, **more)
+    assert "32 or 36" in str(e.value)
+
+
 def test_a_plan_writes_nothing(model, data, tmp_path, capsys) -> None:
     plan = finetune(model, tmp_path / "out", data=[str(data)], seq_length=32, dry_run=True, tp=2)
     assert isinstance(plan, FinetunePlan)

@@ -14,6 +14,7 @@ from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.opened import open_model
 from megtool.commands.quantize import quantize
+from megtool.commands.reshard import reshard
 from megtool.commands.scaling.inspect import inspect_amax
 from megtool.commands.verify import verify
 from megtool.errors import (
@@ -148,7 +149,6 @@ def test_a_plan_refuses_what_the_run_would(model, data, tmp_path) -> None:
         ({"qat": "fp8"}, CalibrationError, "needs to know the model's inputs"),
         ({"teacher": tmp_path / "nowhere"}, CheckpointError, "nowhere"),
         ({"teacher": small}, MappingError, "vocabulary of 300"),
-        ({"teacher": model, "pp": 2}, LayoutError, "distillation with pp=2"),
         ({"fp8_recipe": "delayed", "fp8_margin": 99}, UsageError, "FP8 margin 99"),
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, UsageError, "99 last"),
     ]
@@ -161,3 +161,51 @@ def test_a_plan_refuses_what_the_run_would(model, data, tmp_path) -> None:
     assert plan.teacher_bytes == plan.weight_bytes
     assert any("teacher" in line for line in plan.lines())
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_goes_on_with_its_base_in_another_format(model, data, tmp_path) -> None:
+    how: dict[str, Any] = {"lora_rank": 4, "save_interval": 2}
+    tune(model, tmp_path / "ref", data, **how, train_iters=4)
+    tune(model, tmp_path / "out", data, **how, train_iters=4, exit_duration_in_mins=1e-9)
+    reshard(model, tmp_path / "base", to="torch_dist", tp=2, pp=2)
+    report = tune(tmp_path / "base", tmp_path / "out", data, **how, train_iters=4)
+    assert (report.begun_at, report.iteration) == (1, 4)
+    assert losses(tmp_path / "out") == losses(tmp_path / "ref")
+    assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
+    safetensors = pytest.importorskip("safetensors.torch")
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = safetensors.load_file(other / "model.safetensors")
+    weights = {n: t + 1e-3 for n, t in weights.items()}
+    safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    reshard(other, tmp_path / "others", to="torch_dist", tp=2)
+    with pytest.raises(TrainingError, match="weights of SRC are others"):
+        tune(tmp_path / "others", tmp_path / "out", data, **how, train_iters=6)
+
+
+def test_a_plan_counts_what_is_kept_beside_the_weights(data, tmp_path) -> None:
+    model = tiny_text.save(tmp_path / "model", hidden_size=64, intermediate_size=64)
+
+    def plan(**more: Any) -> FinetunePlan:
+        found = tune(model, tmp_path / "out", data, dry_run=True, **more)
+        assert isinstance(found, FinetunePlan)
+        return found
+
+    bare = plan()
+    assert (bare.rounded_bytes, bare.adapter_bytes, bare.teacher_bytes) == (0, 0, 0)
+    rounded = plan(qat="mxfp4")
+    opened = open_model(model)
+    linear = [
+        t.numel
+        for n, t in opened.side.canonical.items()
+        if n.startswith("layers.") and len(t.shape) == 2
+    ]
+    assert rounded.rounded_bytes == 4 * sum(linear)
+    assert any("beside rounded ones" in line for line in rounded.lines())
+    assert plan(qat="mxfp4", tp=2).rounded_bytes == rounded.rounded_bytes // 2
+    adapted = plan(lora_rank=4)
+    assert adapted.adapter_bytes == adapted.weight_bytes - bare.weight_bytes
+    assert adapted.adapter_bytes == 4 * adapted.rank_trained
+    piped = plan(teacher=model, pp=2)
+    assert bare.weight_bytes / 2 < piped.teacher_bytes < bare.weight_bytes
+    with pytest.raises(LayoutError):
+        plan(teacher=model, pp=3)

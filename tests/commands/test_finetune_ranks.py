@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from megtool.checkpoint.facts import args_of
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.opened import open_model
 from megtool.commands.verify import verify
 from megtool.errors import MegtoolError
 from megtool.train.log import read_log
@@ -69,6 +71,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
         {"tp": 2, "sequence_parallel": True},
         {"pp": 2},
         {"pp": 2, "vpp": 2},
+        {"cp": 2},
+        {"cp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
     ],
     ids=str,
 )
@@ -81,10 +85,21 @@ def test_two_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
     assert verify(tmp_path / "out", ref, atol=1e-4).exit_status == 0
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 4},
+        {"cp": 2, "dp": 2},
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+        {"cp": 2, "pp": 2},
+        {"cp": 4, "use_distributed_optimizer": False},
+    ],
+    ids=str,
+)
 @pytest.mark.slow
-def test_four_replicas_draw_the_curve_of_one(made, tmp_path) -> None:
+def test_four_processes_draw_the_curve_of_one(layout, made, tmp_path) -> None:
     model, data, ref = made
-    run_world(on_rank, 4, model, str(tmp_path / "out"), data, {"dp": 4})
+    run_world(on_rank, 4, model, str(tmp_path / "out"), data, layout)
     assert curve(tmp_path / "out") == pytest.approx(curve(ref), abs=1e-5)
 
 
@@ -102,9 +117,35 @@ def test_a_run_goes_on_at_another_layout(layout, made, tmp_path) -> None:
     assert curve(out)[:11] == curve(ref)[:11]  # what was logged before stays
 
 
-def test_two_replicas_take_the_first_steps_of_one(made, tmp_path) -> None:
+@pytest.fixture(scope="module")
+def shared_out(made, tmp_path_factory) -> Path:
+    """The run at cp=2 and dp=2, as it was after 10 steps."""
+    model, data, _ = made
+    out = tmp_path_factory.mktemp("shared") / "out"
+    more = {"cp": 2, "dp": 2, "save_interval": 10}
+    run_world(on_rank, 4, model, str(out), data, more)
+    shutil.rmtree(out / "iter_0000020")
+    (out / "latest_checkpointed_iteration.txt").write_text("10")
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_a_run_with_context_parallelism_goes_on_at_another_layout(
+    layout, made, shared_out, tmp_path
+) -> None:
     model, data, ref = made
-    more = {"dp": 2, "train_iters": 3, "lr_decay_iters": STEPS, "eval_interval": 100}
+    out = shutil.copytree(shared_out, tmp_path / "out")
+    args = args_of(open_model(out).catalogue)
+    assert (args["context_parallel_size"], args["data_parallel_size"]) == (2, 2)
+    run_world(on_rank, 2 if layout else 1, model, str(out), data, layout)
+    assert curve(out) == pytest.approx(curve(ref), abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}], ids=str)
+def test_two_processes_take_the_first_steps_of_one(layout, made, tmp_path) -> None:
+    model, data, ref = made
+    more = layout | {"train_iters": 3, "lr_decay_iters": STEPS, "eval_interval": 100}
     run_world(on_rank, 2, model, str(tmp_path / "out"), data, more)
     found = [x["loss"] for x in read_log(tmp_path / "out/log.jsonl") if "loss" in x]
     expected = [x["loss"] for x in read_log(ref / "log.jsonl") if "loss" in x]
@@ -116,6 +157,14 @@ def test_a_world_that_does_not_fit_is_refused_on_every_rank(made, tmp_path) -> N
     for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, {"tp": 4}):
         assert found[0] == "LayoutError"
         assert "tp=4 needs 4 processes, and there are 2" in found[1]
+    odd = {"cp": 2, "seq_length": 18}
+    for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, odd):
+        assert found[0] == "LayoutError"
+        assert "multiple of 4 tokens: 16 or 20" in found[1]
+    odd = {"tp": 2, "seq_length": 15, "sequence_parallel": True}
+    for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, odd):
+        assert found[0] == "LayoutError"
+        assert "multiple of tp: 16 tokens" in found[1]
     batch = {"dp": 2, "global_batch_size": 3}
     for found in run_world(on_rank, 2, model, str(tmp_path / "out"), data, batch):
         assert found[0] == "LayoutError"

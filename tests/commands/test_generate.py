@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megtool.cli import main
@@ -17,10 +18,13 @@ from megtool.commands.demo import demo_weights
 from megtool.commands.generate import generate
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.commands.reshard import reshard
-from megtool.errors import MegtoolError
+from megtool.commands.running import Manner, on_ranks
+from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
 from megtool.log import printable
 from tests.commands import tiny_llama
 from tests.inference import tiny_text
+
+torch = pytest.importorskip("torch")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +162,27 @@ def test_what_makes_no_sense_is_refused(
         generate(folder, **{"device": "cpu", **options})
     assert caught.value.exit_status == status
     assert said in caught.value.message
+
+
+def test_options_are_refused_before_anything_is_loaded(folder: Path) -> None:
+    for wrong, said in (({"stop": [""]}, "a stop string"), ({"tp": 3}, "tp=3 does not divide")):
+        with pytest.raises(UsageError, match=said):
+            generate(folder, prompt=["a"], dry_run=True, **wrong)
+    with pytest.raises(UsageError, match="max_new_tokens is 0"):
+        generate(folder, prompt=["a"], max_new_tokens=0, dry_run=True)
+
+
+def test_memory_that_a_pass_lacks_is_said() -> None:
+    """Of torch's own errors and numpy's; what is not about memory stays what it is."""
+    for ask in (lambda: torch.empty(1 << 49, dtype=torch.uint8), lambda: np.empty(1 << 49, "u1")):
+        with (
+            pytest.raises(OutOfMemoryError, match=r"cpu has no 512(\.0*)? TiB left") as caught,
+            on_ranks(Manner(device="cpu"), less="--batch-size 1"),
+        ):
+            ask()
+        assert caught.value.hint == "--batch-size 1"
+    with pytest.raises(RuntimeError, match="shape"), on_ranks(Manner(device="cpu")):
+        torch.ones(3) + torch.ones(2, 2).view(5)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,18 @@ def test_the_same_text(checkpoint: Path, axes: list[str]) -> None:
     assert len(set(found)) == len(PROMPTS)
 
 
-@layouts
+@pytest.mark.parametrize(
+    "axes",
+    [
+        ["--tp", "2"],
+        ["--pp", "2"],
+        ["--ep", "2"],
+        ["--tp", "2", "--ep", "2", "--etp", "1"],
+        ["--cp", "2"],
+        ["--context-parallel-size", "2", "--ep", "2"],
+    ],
+    ids=" ".join,
+)
 def test_the_same_score(checkpoint: Path, axes: list[str]) -> None:
     text = checkpoint.parent / "text.txt"
     alone = evaluate(checkpoint, data=text, window=32, device="cpu")

@@ -105,7 +105,7 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
     [
         (b'{"text": "a', "line 3: no JSON", "one object a line"),
         (b"[", "line 3: no JSON", "jq"),
-        (b'["a"]', "line 3: list instead of an object", ""),
+        (b'["a"]', "line 3: list instead of an object", "jq -c .[]"),
         (b'{"text": "\xff"}', "line 3: no UTF-8: byte 0xff at 10", "iconv"),
         (b'{"txt": "a", "id": 1}', "line 3: none of the fields", "--field NAME, one of: id, txt"),
         (b'{"text": null}', "line 3: field 'text' holds NoneType", "--field"),

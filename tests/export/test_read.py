@@ -105,6 +105,22 @@ def test_a_mixture_with_caches_and_what_is_kept(tmp_path: Path) -> None:
     assert set(found.kept) == {"lm_head", f"{attention}.q_proj"}
 
 
+@pytest.mark.parametrize(("tied", "head"), [(True, "lm_head"), (False, "embed_out")])
+def test_the_head_is_kept_beside_others(tmp_path: Path, tied: bool, head: str) -> None:
+    wanted = [Wanted(name="model.layers.0.mlp.up_proj", shape=(32, 64), algo="FP8")]
+    folder = make_modelopt(tmp_path / "a", wanted)
+
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 4)
+        tensors["model.embed_in.weight"] = torch.zeros(4, 4)
+        if not tied:
+            tensors[f"{head}.weight"] = torch.zeros(4, 4)
+
+    config = json.loads((rewritten(folder, add) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    assert set(read_coded(folder).kept) == {head, "model.layers.0.mlp.gate"}
+
+
 def _without(last: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.pop(f"{MODULE}.{last}")
 

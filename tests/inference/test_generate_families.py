@@ -41,6 +41,7 @@ LATENT = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+HEADS = ("head_dim", "num_key_value_heads")
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2Config": COMMON | {"sliding_window": 6, "query_pre_attn_scalar": 8},
     "GPT2Config": GPT2,
@@ -48,6 +49,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MixtralConfig": COMMON | {"num_local_experts": 4},
     "GptOssConfig": COMMON
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "Gemma3TextConfig": COMMON
+    | {"num_hidden_layers": 6, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "GPTNeoXConfig": {k: v for k, v in COMMON.items() if k not in HEADS},
+    "Llama4TextConfig": COMMON
+    | {"num_hidden_layers": 4, "num_local_experts": 4, "interleave_moe_layer_step": 2}
+    | {"attention_chunk_size": 8, "floor_scale": 4, "attn_scale": 0.5, "intermediate_size_mlp": 40},
+    "DeepseekV2Config": {k: v for k, v in COMMON.items() if k != "head_dim"}
+    | LATENT
+    | {"q_lora_rank": None, "n_group": None, "topk_group": None},
     "DeepseekV3Config": {k: v for k, v in COMMON.items() if k != "head_dim"} | LATENT,
 }
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
-from megtool.errors import CheckpointError, LayoutError, MappingError, UsageError
+from megtool.errors import (
+    CheckpointError,
+    LayoutError,
+    MappingError,
+    OutOfMemoryError,
+    UsageError,
+)
 from megtool.inference import load as loading
 from megtool.inference.forward import Forward
 from megtool.inference.load import Source, check_finite, find_nan, load, named_weights
@@ -24,6 +30,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.groups import Group, Groups
 from megtool.tensors.parameters import Order
+from megtool.train.setup import load_for_training
 from tests.commands import tiny_llama
 from tests.converters import test_dense, test_moe
 from tests.inference.loading import source_of
@@ -273,14 +280,35 @@ def test_a_configuration_of_another_model(folder: Path) -> None:
 
 def test_memory_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "free_memory", lambda: 40_000)
-    with pytest.raises(UsageError, match=r"take 153\.1 KiB, and cpu has 39\.1 KiB free") as e:
+    with pytest.raises(OutOfMemoryError, match=r"take 153\.1 KiB, and cpu has 39\.1 KiB free") as e:
         load(source_of(folder))
     assert e.value.hint is not None
     assert "--on-demand" in e.value.hint
     assert "--dtype bfloat16" in e.value.hint
-    with pytest.raises(UsageError, match="at a time"):
+    with pytest.raises(OutOfMemoryError, match="at a time"):
         load(source_of(folder), on_demand=True)
     load(source_of(folder), on_demand=True, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({}, "--tp 2"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, "--tp 3"),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1}, "--pp 2"),
+    ],
+)
+def test_a_layout_that_is_hinted_at_divides_the_model(
+    sizes: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "free_memory", lambda: 40_000)
+    stored = source_of(tiny_llama.save(tmp_path / "hf", **sizes))
+    with pytest.raises(OutOfMemoryError) as e:
+        load(stored)
+    assert f"torchrun, {said})" in str(e.value.hint)
+    with pytest.raises(OutOfMemoryError) as e:
+        load_for_training(stored)
+    assert str(e.value.hint) == f"spread the model over more processes (torchrun, {said})"
 
 
 @pytest.mark.parametrize("on_demand", [False, True], ids=["whole", "on demand"])

@@ -12,10 +12,12 @@ from torch import Tensor
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
+from megtool.inference.forward import Forward
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.groups import Groups
+from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
 from tests.commands import tiny_llama
 from tests.gloo_world import run_world
 from tests.inference.loading import source_of
@@ -67,6 +69,36 @@ def test_a_llama(
 ) -> None:
     tiny_llama.save(tmp_path / "hf", dtype="float32", tie_word_embeddings=tied)
     check(tmp_path / "hf", layout, size, **how)
+
+
+def agreed(rank: int, size: int, folder: str, order: str) -> list[int]:
+    """The next token of every row, as this rank is told it."""
+    groups = Groups.start(ParallelConfig(pp=2, dp=2), order=order)
+    try:
+        decoder = load(source_of(Path(folder)), groups=groups, dtype="float32", threads=1)
+        return next_tokens(Forward(decoder))
+    finally:
+        groups.stop()
+
+
+def next_tokens(forward: Forward) -> list[int]:
+    with torch.no_grad():
+        x_TH = forward.hidden(Batch(tokens_BS=TOKENS))
+    last = None if x_TH is None else forward.logits(x_TH.unflatten(0, TOKENS.shape)[:, -1])
+    found: list[int] = forward.agree(
+        None if last is None else last.argmax(-1), len(TOKENS)
+    ).tolist()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [MEGATRON_ORDER, PIPELINE_BEFORE_DATA])
+def test_all_ranks_are_told_what_the_last_stage_chose(order: str, tmp_path: Path) -> None:
+    """Whichever rank that stage is, which the order of the axes decides."""
+    folder = tiny_llama.save(tmp_path / "hf", dtype="float32")
+    expected = next_tokens(Forward(load(source_of(folder), dtype="float32")))
+    assert all(expected)
+    assert run_world(agreed, 4, str(folder), order) == [expected] * 4
 
 
 @pytest.mark.parametrize(

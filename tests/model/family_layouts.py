@@ -17,6 +17,7 @@ from torch.nn import functional
 from megtool.config import ParallelConfig
 from megtool.inference.load import load
 from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.parameters import finish_gradients, sum_over_replicas
 from megtool.model.pipeline import Schedule, forward_stages
@@ -25,6 +26,7 @@ from tests.inference.loading import source_of
 from tests.model.moe_layouts import part
 
 ROWS, LENGTH, VOCABULARY = 4, 14, 101
+PROMPT = 11
 Found = dict[str, float]
 
 
@@ -45,9 +47,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model says of `tokens_and_labels`: loss (a sum), and gradients by name."""
+    """What a model says of `tokens_and_labels`: loss (a sum), and gradients by name.
+
+    `decoded` are logits of the same rows padded on the left, through a cache: a prompt, then one
+    token and another. Those of padding are 0; None where sequence parallelism has no cache.
+    """
 
     logits: Tensor
+    decoded: Tensor | None
     loss: float
     gradients: dict[str, Tensor]
 
@@ -60,6 +67,34 @@ def tokens_and_labels() -> tuple[Tensor, Tensor]:
     labels[0, :4] = -100
     labels[3, 9] = -100
     return line[:, :-1], labels
+
+
+def valid() -> Tensor:
+    """Which tokens of the rows are not padding, which is on the left."""
+    widths = torch.tensor([LENGTH - 5, LENGTH, LENGTH - 1, LENGTH - 8])
+    return torch.arange(LENGTH) >= LENGTH - widths[:, None]
+
+
+def decoded(decoder: Decoder, groups: Groups) -> Tensor:
+    """Logits of this rank's rows with padding on the left, token by token at the end."""
+    tokens, real = (
+        t.chunk(groups.dp.size)[groups.dp.rank] for t in (tokens_and_labels()[0], valid())
+    )
+    cache = ContiguousCache(
+        decoder.config,
+        num_rows=len(tokens),
+        max_tokens=LENGTH,
+        layers=decoder.stage.layers,
+        tp=groups.tp.size,
+    )
+    out = []
+    for span in (slice(0, PROMPT), *(slice(n, n + 1) for n in range(PROMPT, LENGTH))):
+        padding = real[:, span] if not span.start else None
+        batch = Batch(tokens_BS=tokens[:, span], valid_BS=padding)
+        logits = forward_stages(decoder, batch, cache, everywhere=True)
+        assert logits is not None
+        out.append(logits)
+    return torch.cat(out, 1) * real[:, :, None]
 
 
 def answer_of(decoder: Decoder, groups: Groups) -> Answer:
@@ -75,7 +110,8 @@ def answer_of(decoder: Decoder, groups: Groups) -> Answer:
     if groups.dp.handle is not None:
         dist.all_reduce(loss, group=groups.dp.handle)
     gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
-    return Answer(logits=logits, loss=float(loss), gradients=gradients)
+    steps = None if decoder.sequence_parallel else decoded(decoder, groups)
+    return Answer(logits=logits, decoded=steps, loss=float(loss), gradients=gradients)
 
 
 def differences(job: Job, groups: Groups) -> Found:
@@ -92,6 +128,10 @@ def differences(job: Job, groups: Groups) -> Found:
         "logits": float((got.logits - mine).abs().max()),
         "loss": abs(got.loss - want.loss) / want.loss,
     }
+    if got.decoded is not None:
+        assert want.decoded is not None
+        mine = want.decoded.chunk(groups.dp.size)[groups.dp.rank]
+        found["decoded"] = float((got.decoded - mine).abs().max())
     least = 1e-3 * max(float(g.abs().max()) for g in want.gradients.values())
     for name, parameter in decoder.named_parameters():
         if (whole := want.gradients.get(name)) is None:

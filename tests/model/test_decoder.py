@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from megtool.model import decoder as module  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import ContiguousCache  # noqa: E402
-from megtool.model.decoder import Decoder, Stage  # noqa: E402
+from megtool.model.decoder import Decoder, Stage, rows_of_rank  # noqa: E402
 from megtool.parallel.groups import Group, Groups  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
@@ -203,4 +203,8 @@ def test_sequence_parallelism_says_what_it_shares_out() -> None:
     with pytest.raises(LayoutError, match=r"over tp=2 cannot share out B\*S = 21 tokens") as caught:
         decoder.frame(Batch(tokens_BS=text(3, 7)))
     assert caught.value.hint is not None
-    assert "multiple of tp: pad to 22 tokens, or turn sequence parallelism off" in caught.value.hint
+    assert "multiple of tp: 22 tokens, or go without sequence parallelism" in caught.value.hint
+    with pytest.raises(LayoutError, match=r"share out B\*S / cp = 6 tokens") as caught:
+        rows_of_rank(6, 4, cp=2)
+    assert caught.value.hint is not None
+    assert "multiple of tp * cp: 16 tokens" in caught.value.hint

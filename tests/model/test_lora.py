@@ -19,7 +19,6 @@ from megtool.model.lora import (
     LoraSettings,
     adapters_of,
     add_adapters,
-    check_roles,
     merge,
     merged_weight,
 )
@@ -183,11 +182,11 @@ def test_what_takes_no_adapter_is_refused() -> None:
         moe_ffn_hidden_size=16,
         moe_layer_freq=(0, 1),
     )
-    with pytest.raises(UsageError, match="LoRA for fc1, and experts") as e:
-        add_adapters([build(experts)], LoraSettings(rank=4, alpha=8.0))
-    assert e.value.hint == "--lora-target qkv,proj"
-    check_roles(experts, ("qkv", "proj"))
-    add_adapters([build(experts)], LoraSettings(rank=4, alpha=8.0, roles=("qkv", "proj")))
+    dropped = LoraSettings(rank=4, alpha=8.0, dropout=0.1)
+    with pytest.raises(UsageError, match=r"dropout 0.1 for experts") as e:
+        add_adapters([build(experts)], dropped)
+    assert e.value.hint == "--lora-dropout 0, or --lora-target qkv,proj"
+    add_adapters([build(experts)], replace(dropped, roles=("qkv", "proj")))
     for wrong in ({"rank": 0}, {"dropout": 1.0}, {"roles": ()}, {"roles": ("fc3",)}):
         with pytest.raises(UsageError):
             LoraSettings(**{"rank": 4, "alpha": 8.0} | wrong)

@@ -129,6 +129,18 @@ def test_every_number_over_a_power_of_two(packing: str, style: Any, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("packing", ["mxfp8:32", "mxfp4:32"])
+def test_zeros_among_small_numbers(packing: str, style: Any, dtype: str) -> None:
+    bits = np.array([0, 0x8000, 0x3C00, 0xBC00], np.uint16).repeat(16).reshape(2, 32)
+    bits = np.stack([bits.T.reshape(-1), np.roll(bits.T.reshape(-1), 1)])
+    x = bits if dtype == "bfloat16" else single(bits, "bfloat16").astype(dtype)
+    few = np.full((2, 2), 120, np.uint8)
+    by = np.full(x.shape, 2.0**-7, np.float32)
+    _check(packing, x, dtype, {SCALE: few}, by, style)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_number_over_two_scales(dtype: str) -> None:
     x = _numbers(dtype)
     rng = np.random.default_rng(3)

@@ -23,6 +23,7 @@ from megtool.quant.proofs.proof import prove
 from megtool.quant.settle import settle
 from megtool.quant.simulation.simulate import fake_weight
 from megtool.quant.treatment import Settlement
+from tests.commands.quantizing import family_models
 from tests.quant import tiny_models
 from tests.quant.loaded import points_of, source_of
 
@@ -194,6 +195,16 @@ def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> No
     decided = decide(folder, "auto_nvfp4_fp8")
     with pytest.raises(RecipeError, match="is still to be chosen"):
         modelopt_config(decided.recipe, decided.matched.decisions)
+
+
+def test_weights_in_one_module_have_no_amaxes_by_rows(tmp_path: Path) -> None:
+    source = family_models.save("gpt_neox", tmp_path / "neox")
+    for recipe in ("int4_awq", "fp8_per_channel"):
+        decided = decide(source, recipe)
+        with pytest.raises(RecipeError, match=r"attn.q and .*attn.k are rows of .*query_key_value"):
+            modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = decide(source, "fp8")
+    assert modelopt_config(decided.recipe, decided.matched.decisions)
 
 
 def test_settings_name_each_module(folder: Path) -> None:

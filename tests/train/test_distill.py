@@ -14,9 +14,9 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import Schedule, build_stages
 from megtool.parallel.groups import Group, Groups
-from megtool.train.distill import Distillation, Head, check_pair, divergence
+from megtool.train.distill import Distillation, Head, check_pair, divergence, teachers_layout
 from tests.gloo_world import run_world
 
 V = 200  # padded to 256
@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {
 }
 STUDENT = ModelConfig(**SIZES)
 TEACHER = ModelConfig(**SIZES | {"num_layers": 2, "num_heads": 2, "head_dim": 16})
+DEEP = ModelConfig(**SIZES | {"num_layers": 4})
 TOKENS = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(0))
 LABELS = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
 
@@ -96,17 +97,73 @@ def _cut(source: Tensor, dim: int, name: str, tp: Group) -> Tensor:
     return source.chunk(tp.size, dim)[tp.rank]
 
 
-def passes(groups: Groups, weight: float, sp: bool = False) -> tuple[float, dict[str, Tensor]]:
+def passes(
+    groups: Groups,
+    weight: float,
+    sp: bool = False,
+    models: tuple[ModelConfig, ModelConfig] = (STUDENT, TEACHER),
+) -> tuple[float, dict[str, Tensor]]:
     torch.set_num_threads(1)
-    student = build(STUDENT, groups, 1, sp).train()
+    student = build(models[0], groups, 1, sp).train()
     teaching = Distillation(
-        student, build(TEACHER, groups, 2), num_microbatches=2, temperature=2.0, weight=weight
+        student, build(models[1], groups, 2), num_microbatches=2, temperature=2.0, weight=weight
     )
     schedule = Schedule(student, num_microbatches=2, objective=teaching.objective)
     with teaching.around(batch := Batch(tokens_BS=TOKENS)):
         loss, _ = schedule.step(batch, LABELS)
     grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
     return float(loss), grads
+
+
+def staged(config: ModelConfig, groups: Groups, seed: int) -> list[Decoder]:
+    """The stage of a model whose numbers do not depend on the layout."""
+    whole = build(config, Groups.alone(), seed).state_dict()
+    stages = build_stages(config, groups, device="cpu")
+    for stage in stages:
+        stage.load_state_dict({n: whole[n] for n in stage.state_dict()})
+    return stages
+
+
+def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
+    """`passes` with pipeline stages, with a teacher of as many layers and with another."""
+    torch.set_num_threads(1)
+    groups = Groups.start(ParallelConfig(**layout))
+    out = []
+    for taught in (DEEP, TEACHER):
+        theirs = replace(groups, parallel=teachers_layout(groups.parallel, DEEP, taught))
+        stages = staged(DEEP, groups, 1)
+        teaching = Distillation(
+            stages[-1],
+            staged(taught, theirs, 2),
+            num_microbatches=2,
+            temperature=2.0,
+            weight=0.7,
+        )
+        for stage in stages:
+            stage.train()
+        schedule = Schedule(stages, num_microbatches=2, objective=teaching.objective)
+        with teaching.around(batch := Batch(tokens_BS=TOKENS)):
+            loss, _ = schedule.step(batch, LABELS)
+        named = [(n, p.grad) for s in stages for n, p in s.named_parameters()]
+        out.append((float(loss), {n: g for n, g in named if g is not None}))
+    return out
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2}, pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.slow)]
+)
+def test_pipeline_stages_find_the_same(layout) -> None:
+    found = run_world(in_stages, 2, layout)
+    for number, taught in enumerate((DEEP, TEACHER)):
+        loss, grads = passes(Groups.alone(), 0.7, models=(DEEP, taught))
+        seen = set[str]()
+        for of_rank in found:
+            theirs, held = of_rank[number]
+            assert theirs == pytest.approx(loss, rel=1e-5)
+            for name, grad in held.items():
+                assert torch.allclose(grad, grads[name], rtol=1e-4, atol=1e-4), name
+            seen |= held.keys()
+        assert seen == grads.keys()
 
 
 def on_ranks(rank: int, size: int, sp: bool) -> Any:
@@ -146,10 +203,10 @@ def test_tensor_parallel_ranks_find_the_same(sp) -> None:
 
 def test_what_cannot_be_taught_is_refused() -> None:
     with pytest.raises(MappingError, match="vocabulary of 150"):
-        check_pair(STUDENT, replace(TEACHER, vocab_size=150), Groups.alone())
-    piped = replace(Groups.alone(), pp=Group(ranks=(0, 1), rank=0))
-    with pytest.raises(LayoutError, match="pp=2"):
-        check_pair(STUDENT, TEACHER, piped)
+        check_pair(STUDENT, replace(TEACHER, vocab_size=150))
     one = build(STUDENT, Groups.alone(), 1)
+    three = replace(TEACHER, num_layers=3)
+    with pytest.raises(LayoutError, match="pp=2 does not divide the 3 layers of the teacher"):
+        teachers_layout(ParallelConfig(pp=2), STUDENT, three)
     with pytest.raises(UsageError, match="temperature 0"):
         Distillation(one, one, num_microbatches=1, temperature=0.0)

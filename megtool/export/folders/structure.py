@@ -11,6 +11,7 @@ from megtool.errors import FormatError
 from megtool.packing.decode import DIVISOR, SCALE, SCALE_2
 from megtool.packing.parts import WHOLE, Part
 from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.modules import BLOCKS
 from megtool.quant.treatment import PACKINGS
 from megtool.tensors.sharded import GlobalTensor
 
@@ -35,6 +36,11 @@ class Found:
             FormatError: it is no matrix of a module, or stacked with others.
         """
         found = cls(folded=folded, stored=stored)
+        if folded.codes.endswith(BLOCKS):
+            raise found.fault(
+                "holds all experts of a layer as MXFP4 blocks, which no other form has",
+                hint="engines load the folder as it is (megtool lint); or " + DECODE,
+            )
         if len(folded.shape) != 2 or not folded.name.endswith(".weight"):
             raise found.fault(
                 f"is quantised as one tensor of shape {list(folded.shape)}, stacked with others or "

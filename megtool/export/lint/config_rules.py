@@ -83,7 +83,8 @@ def _method(subject: Subject, view: View) -> Iterator[Fault]:
         yield Fault(
             module=_CONFIG,
             text=f"{view.target.name} is not known to load {subject.form}",
-            hint=f"{lines[0].since} is the first version known to; or export it as modelopt",
+            hint=f"{lines[0].since} is the first version known to"
+            + ("" if subject.form == "mxfp4" else "; or export it as modelopt"),
             source=lines[0].source,
         )
 

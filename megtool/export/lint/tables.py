@@ -29,7 +29,9 @@ SPLIT: Mapping[str, str] = {
         ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "qkv_proj"), ROWS
     ),
     **dict.fromkeys(("gate_up_proj", "q_b_proj", "kv_b_proj", "fc_in", "fc1", "lm_head"), ROWS),
+    **dict.fromkeys(("query_key_value", "dense_h_to_4h", "embed_out"), ROWS),
     **dict.fromkeys(("o_proj", "down_proj", "w2", "out_proj", "fc_out", "fc2", "dense"), COLUMNS),
+    "dense_4h_to_h": COLUMNS,
 }
 """Which dimension tensor parallelism cuts; modules not named here are held whole by every rank."""
 

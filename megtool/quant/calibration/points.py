@@ -21,7 +21,8 @@ class Point:
     attention `layers.3.attn.down`, whatever reads it), or of the KV cache (`layers.3.attn.kv`),
     whose `width` is that of keys and values together. `norm` is the canonical norm whose output the
     input is and that nothing else reads, so that factors may be folded into it; empty where there
-    is none. `expert` is the number of the one expert that sees the input.
+    is none. `expert` is the number of the one expert that sees the input. `together` are
+    modules that a Hugging Face folder stores in one tensor, a tuple for each such tensor.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Point:
     width: int
     norm: str = ""
     expert: int | None = None
+    together: tuple[tuple[str, ...], ...] = ()
 
 
 def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, ...]:
@@ -103,7 +105,17 @@ def _point(name: str, fed: list[Module], config: ModelConfig) -> Point:
         width=first.shape[0] if is_cache else first.shape[1],
         norm="" if is_cache else _norm(name, first, config),
         expert=expert,
+        together=() if is_cache else _together(fed),
     )
+
+
+def _together(fed: Iterable[Module]) -> tuple[tuple[str, ...], ...]:
+    """Modules by the tensor they are stored in, where that holds several."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for m in fed:
+        for stored in m.called("hf")[:1]:
+            found[stored].append(m.name)
+    return tuple(tuple(names) for names in found.values() if len(names) > 1)
 
 
 def _norm(name: str, module: Module, config: ModelConfig) -> str:

@@ -162,6 +162,13 @@ def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
     return rounded if columns is None else rounded / columns
 
 
+def tensor_amax(weight_OI: Tensor, treatment: Treatment) -> float:
+    """What a weight's one scale is for: the amax that was settled, or that of all its elements."""
+    if treatment.amax is not None:
+        return float(treatment.amax.max())
+    return float(_whole_amax(weight_OI, _on(treatment.columns, weight_OI.device)))
+
+
 def _on(values: Any, device: torch.device) -> Tensor | None:
     return None if values is None else torch.as_tensor(values, dtype=torch.float32, device=device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +26,7 @@ from megtool.quant.simulation.simulate import (
     needs_scale,
     rounded_input,
     run_weight,
+    tensor_amax,
 )
 from megtool.quant.simulation.views import WeightViews
 from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment
@@ -60,7 +61,8 @@ class Simulation:
     Weights that come on demand are rounded whenever their layer is there. `dtype` is the type they
     are stored in (see `simulate.fake_weight`). Every rank makes the same calls.
 
-    Not simulated: engines that give fused siblings in FP8 the larger of their scales.
+    Modules in FP8 that a Hugging Face folder stores in one tensor have its one scale. Not
+    simulated: engines that give fused siblings in FP8 the larger of their scales.
 
     Raises:
         UsageError: modules that multiply the same input would round it in different ways.
@@ -89,6 +91,7 @@ class Simulation:
         self._made: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._asked: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
+        self._together = [(p.layer, names) for p in here for names in p.together]
         self._find_taps(here)
         named = {
             m: p.layer
@@ -194,17 +197,37 @@ class Simulation:
         """The parameters of a layer that hold rounded weights, as they are with them; the decoder
         has to hold its own."""
         modules = self._modules[layer]
+        treatments = self._settlement.treatments | self._with_one_scale(layer)
         out = {
             name: self._decoder.get_parameter(name).detach().clone()
             for name in self._views.parameters(modules)
         }
         for module in modules:
-            held, treatment = self._views.read(module), self._settlement.treatments[module]
+            held, treatment = self._views.read(module), treatments[module]
             if self._folded:
                 weight = run_weight(held, treatment)
             else:
                 weight = fake_weight(held, treatment, dtype=self._dtype, as_run=True)
             self._views.write(module, weight, out)
+        return out
+
+    def _with_one_scale(self, layer: int | None) -> dict[str, Treatment]:
+        """The treatments of a layer's modules that have one scale because they are stored as one:
+        that of the largest."""
+        if self._folded:
+            return {}
+        out: dict[str, Treatment] = {}
+        for at, names in self._together:
+            held = [
+                t
+                for m in names
+                if at == layer and m in self._views.parts
+                if (t := self._settlement.treatments[m]).format.algo == "FP8"
+            ]
+            if len(held) > 1:
+                tops = [tensor_amax(self._views.read(t.module), t) for t in held]
+                one = np.asarray(max(tops), np.float32)
+                out |= {t.module: replace(t, amax=one) for t in held}
         return out
 
     def weight(self, module: str) -> Tensor | None:

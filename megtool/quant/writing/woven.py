@@ -71,7 +71,7 @@ def woven(parts: Sequence[Weight], runs: Sequence[int]) -> Woven:
         second_amax=max(t.second_amax for t in treatments),
     )
     return Woven(
-        placement=first.placement,
+        placement=replace(first.placement, canonical=""),  # what is wrong may be of any of them
         shape=(rows, first.shape[1]),
         dtype=first.dtype,
         treatment=treatment,

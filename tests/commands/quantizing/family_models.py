@@ -46,6 +46,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
         },
     ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {"num_key_value_heads": 1, "intermediate_size": 256},
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",

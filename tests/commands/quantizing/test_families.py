@@ -18,13 +18,14 @@ from torch import Tensor
 
 from megtool.commands.decided import Decided, decide
 from megtool.commands.evaluate import evaluate
+from megtool.commands.export import export
 from megtool.commands.generate import generate
 from megtool.commands.lint import lint
 from megtool.commands.quantize import quantize
 from megtool.commands.quantizing.write import check_storable
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
-from megtool.errors import MappingError, RecipeError
+from megtool.errors import FormatError, MappingError, RecipeError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.proofs.proof import prove
@@ -109,6 +110,21 @@ def test_decoded_it_is_what_simulation_says(
     got_BSV = logits(out, alike, weights=False)
     error = float((got_BSV - want_BSV).norm() / want_BSV.norm())
     assert error < 2e-5, error
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "phi3", "gpt2"])
+def test_simulation_has_one_scale_of_what_is_stored_as_one(
+    sources: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    decided = decide(sources[family], "fp8")
+    plain = settled(decided)
+    for name, t in plain.treatments.items():  # one of them as if it had been settled
+        if name.endswith("0.attn.k"):
+            plain.treatments[name] = dataclasses.replace(t, amax=np.asarray(0.5, np.float32))
+    quantise(sources[family], tmp_path / "out", "fp8", plain)
+    want_BSV = logits(tmp_path / "out", plain, weights=False)
+    got_BSV = logits(sources[family], plain, weights=True)
+    assert float((got_BSV - want_BSV).norm() / want_BSV.norm()) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -209,6 +225,12 @@ def test_the_result_is_a_model_like_any(
         assert measured.perplexity == pytest.approx(report.evaluation.perplexity_after, rel=2e-5)
     said = generate(out, prompt=["The quick"], max_new_tokens=3, device="cpu")
     assert said.num_tokens
+    if family == "gpt_oss":
+        with pytest.raises(FormatError, match="MXFP4 blocks, which no other form has"):
+            export(out, tmp_path / "unified", to="unified", fsync=False)
+    else:
+        export(out, tmp_path / "unified", to="unified", fsync=False)
+        assert verify(out, tmp_path / "unified").exit_status == 0
     reshard(out, tmp_path / "plain", to="hf", fsync=False)
     assert {n: t[:2] for n, t in tensors(tmp_path / "plain").items()} == {
         n: t[:2] for n, t in tensors(source).items()
@@ -309,6 +331,19 @@ def test_a_woven_weight_is_quantised_whole(sources: dict[str, Path], tmp_path: P
     decided = decide(sources["gpt_neox"], str(tmp_path / "r.yaml"))
     with pytest.raises(MappingError, match=r"attn.q is to be FP8.*, and layers.0.attn.k.*kept"):
         check_storable(decided.opened, decided.matched.decisions)
+
+
+def test_what_cannot_be_quantised_is_told_of_the_stored_tensor(tmp_path: Path) -> None:
+    source = family_models.save("gpt_neox", tmp_path / "source")
+    held, name = (
+        load_file(source / "model.safetensors"),
+        "layers.1.attention.query_key_value.weight",
+    )
+    held[f"gpt_neox.{name}"][70, 5] = float("nan")  # of keys
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match="NaN") as e:
+        quantise(source, tmp_path / "out", "int8_weight_only")
+    assert e.value.tensor == f"gpt_neox.{name}"
 
 
 Change = Callable[[dict[str, Tensor]], Any]

@@ -1,0 +1,114 @@
+"""Dropout: which elements a pass leaves out, by its seed, the layer and the rank alone.
+
+No generator's state decides. A layer that is computed again in the backward pass leaves out what it
+left out before, whatever ran in between, and ranks agree, or differ, by what they are given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.errors import UsageError
+from megtool.kernels.dropout_add import drop
+from megtool.parallel.groups import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropout:
+    """The shares of elements that training leaves out, as Megatron names them.
+
+    `hidden`: of embeddings, and of what attention and MLP add to the residual; `attention`: of the
+    weights of keys.
+
+    Raises:
+        UsageError: a share is negative, or not below 1.
+    """
+
+    hidden: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in (("hidden", self.hidden), ("attention", self.attention)):
+            if not 0 <= share < 1:
+                raise UsageError(f"{name} dropout {share}", hint="at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """The share of a tensor's elements that is left out, and the seed that decides which."""
+
+    share: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """What one pass leaves out.
+
+    `seed` is the pass' own, and the same on the ranks of a tp group. These have the same rows,
+    unless `rows` (their place with sequence parallelism, else 0) says otherwise, and leave out the
+    same; their heads are not the same (`heads`).
+    """
+
+    shares: Dropout
+    seed: int
+    rows: int = 0
+    heads: int = 0
+
+    @classmethod
+    def of(cls, shares: Dropout, tp: Group, sequence_parallel: bool) -> Draws | None:
+        """What the next pass leaves out, None if nothing.
+
+        Its seed is the next number of torch's generator of the CPU, which is to be in the same
+        state on all ranks of `tp`, and in another one on any other rank.
+        """
+        if not (shares.hidden or shares.attention):
+            return None
+        seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        return cls(
+            shares=shares, seed=seed, rows=tp.rank if sequence_parallel else 0, heads=tp.rank
+        )
+
+    def embedded(self, x_TH: Tensor) -> Tensor:
+        """Embeddings without what is left out."""
+        chance = self._chance(self.shares.hidden, f"embedding {self.rows}")
+        return x_TH if chance is None else drop(x_TH, chance.share, chance.seed)
+
+    def branches(self, layer: int) -> tuple[Chance | None, Chance | None]:
+        """For what attention and what the MLP of a layer add to the residual."""
+        share = self.shares.hidden
+        attention, mlp = (
+            self._chance(share, f"{layer} {branch} {self.rows}") for branch in ("attention", "mlp")
+        )
+        return attention, mlp
+
+    def attention(self, layer: int, stretch: int) -> Chance | None:
+        """For the weights of a stretch of queries, of this rank's heads."""
+        return self._chance(self.shares.attention, f"{layer} weights {stretch} {self.heads}")
+
+    def _chance(self, share: float, place: str) -> Chance | None:
+        if not share:
+            return None
+        digest = hashlib.sha256(f"{self.seed} {place}".encode()).digest()
+        return Chance(share, int.from_bytes(digest[:7], "little"))
+
+
+@contextmanager
+def drawn_by(seed: int, device: torch.device) -> Iterator[None]:
+    """In the block, torch's generator of a device begins at `seed`; then it is where it was."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -1,0 +1,120 @@
+"""Finetune of a mixture of experts: losses of routers, a bias that moves, and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.checkpoint.facts import args_of
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.commands.opened import open_model
+from megtool.commands.verify import verify
+from megtool.errors import UsageError
+from megtool.train.log import read_log
+from tests.commands.finetune_runs import curve, save_lines, tune
+from tests.gloo_world import run_world
+from tests.inference import tiny_text
+
+transformers = pytest.importorskip("transformers")
+
+BALANCED: dict[str, Any] = {
+    "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_z_loss_coeff": 0.001,
+    "moe_router_bias_update_rate": 0.01,
+    "save_interval": 2,
+    "train_iters": 4,
+    "bf16": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.model import moe_models
+
+    folder = tmp_path_factory.mktemp("made") / "model"
+    _, name, extra = moe_models.CASES["deepseek_v3"]
+    sizes = {**moe_models.SIZES, **extra, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": tiny_text.VOCABULARY, "eos_token_id": tiny_text.END}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_text.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lines(tmp_path_factory.mktemp("data"))
+
+
+def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
+    out = tmp_path / "out"
+    tune(model, tmp_path / "ref", data, **BALANCED)
+    first = tune(model, out, data, **BALANCED, exit_duration_in_mins=1e-9)
+    assert first.iteration == 1
+    tune(model, out, data, **BALANCED)
+    assert curve(out) == curve(tmp_path / "ref")
+    assert verify(out, tmp_path / "ref").exit_status == 0
+    lines = [x for x in read_log(out / "log.jsonl") if "loss" in x]
+    assert all(x["seq_aux_loss"] > 0.9 and x["z_loss"] > 0 for x in lines)
+    assert all(0 <= x["idlest_expert"] <= 1 <= x["busiest_expert"] for x in lines)
+    opened = open_model(out)
+    kept = args_of(opened.catalogue)
+    assert {n: kept[n] for n in BALANCED if n.startswith("moe")} == {
+        n: value for n, value in BALANCED.items() if n.startswith("moe")
+    }
+    with Reader(opened.catalogue, Files()) as reader:
+        place = opened.side.placements["layers.1.mlp.router.expert_bias"]
+        bias = torch.as_tensor(reader.canonical(place).read())
+    assert bias.dtype == torch.float32
+    assert torch.equal((bias * 100).round() / 100, bias)  # four steps of 0.01, up or down
+    assert 0 < bias.abs().max() < 0.041
+
+
+def on_rank(rank: int, size: int, model: str, out: str, data: str, more: dict[str, Any]) -> None:
+    tune(model, out, data, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"cp": 2, "ep": 2}], ids=str)
+def test_ranks_that_share_rows_draw_the_curve_of_one(layout, model, data, tmp_path) -> None:
+    how = BALANCED | {"bf16": None, "save_interval": 100, "packing": False}
+    run_world(on_rank, 1, str(model), str(tmp_path / "one"), str(data), how)
+    run_world(on_rank, 2, str(model), str(tmp_path / "two"), str(data), how | layout)
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in ("one", "two"))
+    changing = {"seconds", "tokens_per_second"}
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - changing:
+            assert ours[key] == pytest.approx(theirs[key], abs=2e-5), key
+
+
+def test_an_exported_model_is_the_adapted_one(model, data, tmp_path) -> None:
+    peft = pytest.importorskip("peft", reason="the peft package is the oracle")
+    how: dict[str, Any] = {"lora_rank": 4, "lr": 1e-2, "train_iters": 2}
+    report = tune(model, tmp_path / "out", data, **how, to="hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(theirs, report.adapter).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(report.hf, dtype=torch.float32)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        ours = merged(ids).logits
+        assert torch.allclose(adapted(ids).logits, ours, atol=1e-5, rtol=1e-5)
+        assert (adapted.unload()(ids).logits - ours).abs().max() > 1e-4
+
+
+def test_what_the_model_has_not_is_refused_before_data_are_read(model, tmp_path) -> None:
+    dense, data = tiny_text.save(tmp_path / "dense"), tmp_path / "nowhere.txt"
+    with pytest.raises(UsageError, match="the model has no experts"):
+        tune(dense, tmp_path / "out", data, moe_aux_loss_coeff=0.1)
+    with pytest.raises(UsageError, match="--moe-losses-of-checkpoint, and it has none"):
+        tune(dense, tmp_path / "out", data, moe_losses_of_checkpoint=True)
+    with pytest.raises(UsageError, match="--lora-rank, which freezes"):
+        tune(dense, tmp_path / "out", data, moe_router_bias_update_rate=0.1, lora_rank=2)
+    with pytest.raises(UsageError, match="for experts, which take none"):
+        tune(model, tmp_path / "out", data, lora_rank=2, lora_dropout=0.1)
