@@ -78,6 +78,14 @@ RunTp = Annotated[int | None, layout("Tensor-parallel ranks, started by torchrun
 RunPp = Annotated[int | None, layout("Pipeline-parallel ranks, started by torchrun.", "--pp")]
 RunEp = Annotated[int | None, layout("Expert-parallel ranks, started by torchrun.", "--ep")]
 RunEtp = Annotated[int | None, layout("Tensor-parallel ranks of experts; default: --tp.", "--etp")]
+RunCp = Annotated[
+    int | None,
+    layout(
+        "Context-parallel ranks, which share each row's tokens out, started by torchrun.",
+        "--cp",
+        "--context-parallel-size",
+    ),
+]
 
 
 def _generate(
@@ -200,7 +208,7 @@ def _evaluate(
     ] = False,
     window: Annotated[
         int | None,
-        option(_TEXT, "Tokens the model sees at once; default: 2048 at most.", "--window", min=1),
+        option(_TEXT, "Tokens the model sees at once; default: 2048 at most, of tasks all.", "--window", min=1),
     ] = None,
     stride: Annotated[
         int | None,
@@ -233,6 +241,7 @@ def _evaluate(
     pp: RunPp = None,
     ep: RunEp = None,
     etp: RunEtp = None,
+    cp: RunCp = None,
     dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,

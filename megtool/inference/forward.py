@@ -7,17 +7,18 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.config import ModelConfig
-from megtool.errors import LayoutError
 from megtool.inference.on_demand import on_demand_of
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache, ContiguousCache, PagedCache
-from megtool.model.decoder import Decoder
+from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.pipeline import hidden_of_stages
+from megtool.parallel.context import whole_tokens
 from megtool.parallel.groups import Groups
 from megtool.parallel.mesh import Mesh
 
@@ -38,11 +39,7 @@ class Forward:
 
     Every rank calls the same methods in the same order with the same tokens. Only ranks of the last
     stage have hidden states and logits; the others get None. `agree` and `share` tell all ranks
-    what the first rank of the last stage found.
-
-    Raises:
-        LayoutError: the layout has context parallelism, which cuts sequences: there is no cache for
-            that.
+    what the first rank of the last stage found. Context parallelism is for passes without a cache.
     """
 
     def __init__(
@@ -53,13 +50,8 @@ class Forward:
         self.config: ModelConfig = decoder.config
         self.device = self.groups.device
         self._find_nan = find_nan
-        parallel = self.groups.parallel
-        self._first_with_logits = int(Mesh(parallel).rank(pp=parallel.pp - 1))
-        if self.groups.cp.size > 1:
-            raise LayoutError(
-                f"cp={self.groups.cp.size} for a forward pass",
-                hint="use --tp, --pp or --ep; context parallelism is for training",
-            )
+        mesh = Mesh(self.groups.parallel, self.groups.order)
+        self._first_with_logits = int(mesh.rank(pp=mesh.sizes.pp - 1))
 
     @property
     def is_alone(self) -> bool:
@@ -71,14 +63,25 @@ class Forward:
         """A step may be recorded and replayed: nothing in it waits for another stage, for numbers
         on the host (experts that are looped over, or on other ranks) or for the disk."""
         return (
-            self.groups.pp.size == 1
+            self.groups.pp.size == self.groups.cp.size == 1
             and on_demand_of(self.decoder) is None
             and all(m.is_graphable for m in self.decoder.modules() if isinstance(m, MoeMlp))
         )
 
     def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor | None:
-        """States after the final norm, x_TH; each stage hands its rows to the next."""
-        return hidden_of_stages(self.decoder, batch, cache)
+        """States after the final norm, x_TH; each stage hands its rows to the next.
+
+        They are of all tokens, also where context parallelism shared these out (to which end rows
+        are filled up).
+        """
+        (rows, tokens), cp = batch.shape, self.groups.cp
+        if cp.size > 1 and cache is None:
+            batch = _filled(batch, -tokens % (2 * cp.size))
+        x_TH = hidden_of_stages(self.decoder, batch, cache)
+        if x_TH is None or cp.size == 1:
+            return x_TH
+        x_BSH = whole_tokens(x_TH.view(rows, -1, x_TH.shape[1]), cp)
+        return x_BSH[:, :tokens].flatten(0, 1)
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """Logits [T, V] of rows of `hidden`, on every rank of the last stage."""
@@ -112,7 +115,12 @@ class Forward:
         return self.logits(x_BSH[torch.arange(rows, device=x_TH.device), places])
 
     def rows_cache(self, *, num_rows: int, max_tokens: int, graphable: bool) -> ContiguousCache:
-        """A cache for this rank's layers, a row for each sequence."""
+        """A cache for this rank's layers, a row for each sequence.
+
+        Raises:
+            LayoutError: there is context parallelism.
+        """
+        check_no_context(self.groups)
         return ContiguousCache(
             self.config,
             num_rows=num_rows,
@@ -125,7 +133,12 @@ class Forward:
         )
 
     def blocks_cache(self, *, num_blocks: int, block_size: int) -> PagedCache:
-        """A cache for this rank's layers, in blocks that sequences share."""
+        """A cache for this rank's layers, in blocks that sequences share.
+
+        Raises:
+            LayoutError: there is context parallelism.
+        """
+        check_no_context(self.groups)
         return PagedCache(
             self.config,
             num_blocks=num_blocks,
@@ -154,5 +167,26 @@ class Forward:
         """The weight that is to blame for NaN logits, as arguments of the error about them."""
         tensor = None if self._find_nan is None else self._find_nan(self.decoder)
         if tensor is not None:
-            return Place(tensor=tensor, hint="`megtool inspect --stats` shows NaN and Inf counts")
+            return Place(
+                tensor=tensor, hint="`megtool inspect SRC --stats` shows NaN and Inf counts"
+            )
         return Place(hint="every weight is finite; try --dtype float32, for float16 overflows")
+
+
+def _filled(batch: Batch, more: int) -> Batch:
+    """A batch whose rows end in so many more tokens, of padding."""
+    if not more:
+        return batch
+
+    valid_BS = batch.valid_BS
+    if valid_BS is None:
+        valid_BS = torch.ones_like(batch.tokens_BS, dtype=torch.bool)
+    positions_BS, documents_BS = (
+        None if x is None else F.pad(x, (0, more)) for x in (batch.positions_BS, batch.documents_BS)
+    )
+    return Batch(
+        tokens_BS=F.pad(batch.tokens_BS, (0, more)),
+        positions_BS=positions_BS,
+        valid_BS=F.pad(valid_BS, (0, more)),
+        documents_BS=documents_BS,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch
         from lm_eval.api.model import LM
     except ModuleNotFoundError as e:
         raise MissingPackageError(f"tasks need the {e.name} package", hint=_MISSING) from e
-    prefix = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    prefix = prefix_of(tokenizer)
 
     class MegtoolLM(LM):  # type: ignore[misc]
         """Answers lm-eval's requests in their order, whatever order they are computed in."""
@@ -108,10 +109,10 @@ def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch
 
         def loglikelihood_rolling(self, requests: Iterable[Any]) -> list[float]:
             """Log-probability of each whole text, in windows one after the other."""
-            texts = [tokenizer.encode(r.args[0], add_special=False) for r in requests]
-            lead = [] if prefix is None else [prefix]
-            documents = [Document(tokens=[*lead, *tokens]) for tokens in texts]
-            return [total for total, _ in _sums(forward, documents, window, batch_size)]
+            parts = [list(rolling(tokenizer, r.args[0], prefix, window)) for r in requests]
+            documents = [document for part in parts for document in part]
+            sums = iter(_sums(forward, documents, window, batch_size))
+            return [sum((s for s, _ in islice(sums, len(part))), 0.0) for part in parts]
 
         def generate_until(self, requests: Iterable[Any]) -> list[str]:
             """What follows each context, up to a string or a number of tokens."""
@@ -145,6 +146,11 @@ def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch
     return MegtoolLM()
 
 
+def prefix_of(tokenizer: Tokenizer) -> int | None:
+    """The token that begins a text, or stands before one that has no beginning of its own."""
+    return tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+
+
 def split_pair(
     tokenizer: Tokenizer, context: str, continuation: str, prefix: int | None
 ) -> tuple[list[int], list[int]]:
@@ -158,9 +164,29 @@ def split_pair(
         return [prefix], tokens
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
-    whole = tokenizer.encode(stripped + continuation)
-    before = tokenizer.encode(stripped)
+    whole = encoded(tokenizer, stripped + continuation, prefix)
+    before = encoded(tokenizer, stripped, prefix)
     return before, whole[len(before) :]
+
+
+def encoded(tokenizer: Tokenizer, text: str, prefix: int | None) -> list[int]:
+    """The tokens of a text, with what the tokenizer puts around one; of a text that begins with
+    the token `prefix` already, as chat templates write it, without: one is enough."""
+    spelled = "" if prefix is None else tokenizer.decode([prefix], skip_special=False)
+    begins = bool(spelled) and text.startswith(spelled)
+    return tokenizer.encode(text, add_special=not begins)
+
+
+def rolling(tokenizer: Tokenizer, text: str, prefix: int | None, window: int) -> Iterator[Document]:
+    """A whole text after the token that begins one, in windows of which each predicts what the
+    one before left; the last is as long as the others, and shows again what it does not count."""
+    lead = [] if prefix is None else [prefix]
+    tokens = [*lead, *encoded(tokenizer, text, prefix)]
+    for start in range(0, len(tokens) - 1, window):
+        stop = min(start + window, len(tokens) - 1)
+        first = max(0, stop - window)
+        counted = [False] * (start + 1 - first) + [True] * (stop - start)
+        yield Document(tokens=tokens[first : stop + 1], counted=counted)
 
 
 @torch.inference_mode()
@@ -202,7 +228,7 @@ def _written(
 ) -> list[str]:
     until = options.get("until") or []
     stop = [until] if isinstance(until, str) else [s for s in until if s]
-    positions = forward.config.max_positions
+    positions, prefix = forward.config.max_positions, prefix_of(tokenizer)
     new = min(int(options.get("max_gen_toks", _MOST_NEW_TOKENS)), positions - 1)
     sampled = bool(options.get("do_sample", float(options.get("temperature") or 0) > 0))
     top_p, top_k = options.get("top_p"), options.get("top_k")
@@ -213,7 +239,9 @@ def _written(
     )
     requests = [
         Request(
-            number=n, prompt=tuple(tokenizer.encode(c)[-(positions - new) :]), max_new_tokens=new
+            number=n,
+            prompt=tuple(encoded(tokenizer, c, prefix)[-(positions - new) :]),
+            max_new_tokens=new,
         )
         for n, c in enumerate(contexts)
     ]

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from megtool.checkpoint.memory import free_memory
+from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.local import Seat
+from megtool.convert.sharding import check_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
-from megtool.errors import CheckpointError, LayoutError, MappingError, UsageError
+from megtool.errors import CheckpointError, LayoutError, MappingError, OutOfMemoryError, UsageError
 from megtool.inference.on_demand import OnDemand, on_demand_of, replaced, units_of
 from megtool.inference.weights import BUFFER_BYTES, Source, Weights
 from megtool.log import Progress, format_bytes, silent
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.groups import Groups
+from megtool.parallel.pipeline import divisors
 
 __all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
 
@@ -51,7 +54,7 @@ def load(
     Raises:
         MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
         LayoutError: the layout does not divide the model; the hint says which sizes do.
-        UsageError: the weights do not fit into memory; the hint says what would.
+        OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read, or with `check` are no numbers.
     """
     groups = Groups.alone(device or "cpu") if groups is None else groups
@@ -129,11 +132,13 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_memory(weights: Weights, device: torch.device, *, on_demand: bool = False) -> None:
-    """Refuse before loading what cannot fit.
+def check_memory(
+    weights: Weights, device: torch.device, *, on_demand: bool = False, is_trained: bool = False
+) -> None:
+    """Refuse before loading what cannot fit; what is trained is never loaded on demand, nor cast.
 
     Raises:
-        UsageError: this rank's weights need more memory than is free.
+        OutOfMemoryError: this rank's weights need more memory than is free.
     """
     if device.type == "cuda":
         free: int | None = torch.cuda.mem_get_info(device)[0]
@@ -144,17 +149,30 @@ def check_memory(weights: Weights, device: torch.device, *, on_demand: bool = Fa
     needed = max(held, default=0) if on_demand else sum(held)
     if free is None or needed <= free:
         return
-    tp = 2 * weights.parallel.tp
-    ways = [] if on_demand else ["load layers on demand (--on-demand)"]
-    if any(weights.kind(n).itemsize > 2 for n in weights.tensors):
+    ways = [] if on_demand or is_trained else ["load layers on demand (--on-demand)"]
+    if not is_trained and any(weights.kind(n).itemsize > 2 for n in weights.tensors):
         ways.append("cast (--dtype bfloat16)")
-    ways.append(f"spread the model over more processes (torchrun, --tp {tp})")
-    raise UsageError(
+    if axis := _wider(weights.config, weights.parallel):
+        ways.append(f"spread the model over more processes (torchrun, {axis})")
+    raise OutOfMemoryError(
         f"the weights take {format_bytes(needed)}{' at a time' if on_demand else ''}, "
         f"and {device} has {format_bytes(free)} free",
         file=weights.catalogue.root,
-        hint="; or ".join(ways),
+        hint="; or ".join(ways) or None,
     )
+
+
+def _wider(config: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """The option of the next layout with more tensor ranks, else stages, that divides a model."""
+    wider = [ParallelConfig(tp=n) for n in divisors(config.num_heads) if n > parallel.tp]
+    wider += [ParallelConfig(pp=n) for n in divisors(config.num_layers) if n > parallel.pp]
+    for one in wider:
+        try:
+            check_layout(config, one)
+        except LayoutError:
+            continue
+        return f"--tp {one.tp}" if one.tp > 1 else f"--pp {one.pp}"
+    return None
 
 
 def fill(decoder: nn.Module, tensors: Mapping[str, Tensor]) -> None:

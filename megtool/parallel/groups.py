@@ -72,7 +72,8 @@ class Groups:
     Dense parameters: `tp`, `cp`, `pp`, `dp`; their gradients are summed over `replicas` (dp x cp).
     Experts: `etp`, `ep`, `expert_dp`, over which theirs are summed. `ends` are the first and the
     last pipeline stage, which both hold tied embeddings; it has size 1 on the stages between.
-    Groups of the same ranks share one handle. `device` is where tensors have to be for the backend.
+    Groups of the same ranks share one handle. `device` is where tensors have to be for the backend,
+    `order` that of the axes (see `Mesh`).
     """
 
     parallel: ParallelConfig
@@ -88,6 +89,7 @@ class Groups:
     ends: Group = ALONE
     world: Group = ALONE
     device: torch.device = CPU
+    order: str = MEGATRON_ORDER
     owns_world: bool = False
 
     @classmethod
@@ -142,8 +144,8 @@ class Groups:
                 timeout=timeout,
                 **on_cuda,
             )
-        axes = _make(mesh, rank)
-        return cls(parallel=parallel, rank=rank, device=where, owns_world=not started, **axes)
+        more: dict[str, Any] = {"order": order, "owns_world": not started, **_make(mesh, rank)}
+        return cls(parallel=parallel, rank=rank, device=where, **more)
 
     def stop(self) -> None:
         """Leave all groups, and the world if `start` has initialised it.
