@@ -208,7 +208,12 @@ def _evaluate(
     ] = False,
     window: Annotated[
         int | None,
-        option(_TEXT, "Tokens the model sees at once; default: 2048 at most, of tasks all.", "--window", min=1),
+        option(
+            _TEXT,
+            "Tokens the model sees at once; default: 2048 at most, of tasks all.",
+            "--window",
+            min=1,
+        ),
     ] = None,
     stride: Annotated[
         int | None,
