@@ -184,27 +184,27 @@ class Schedule:
                 f"{self.num_microbatches} microbatches do not divide {rows} rows",
                 hint=f"numbers that do: {near(divisors(rows), self.num_microbatches)}",
             )
-        facts = _facts(batch)
         pp = self.groups.pp
         self._losses.clear()
         if pp.handle is None:
-            self._alone(facts, labels_BS)
+            self._alone(batch, labels_BS)
         else:
             shape = (rows // self.num_microbatches, tokens)
             if shape not in self._made:
                 self._made[shape] = self._make(shape)
             last = self.stages[-1].stage.head
-            self._made[shape].step(target=labels_BS if last else None, **facts)
+            self._made[shape].step(target=labels_BS if last else None, **_facts(batch))
         zero = torch.zeros((), device=labels_BS.device)
         total = torch.stack(self._losses).sum() if self._losses else zero
         if pp.handle is not None:
             dist.broadcast(total, src=pp.ranks[-1], group=pp.handle)
         return total, (own_tokens(labels_BS, self.groups.cp) != -100).sum()
 
-    def _alone(self, facts: dict[str, Tensor], labels_BS: Tensor) -> None:
-        parts = {name: value.chunk(self.num_microbatches) for name, value in facts.items()}
-        for n, labels in enumerate(labels_BS.chunk(self.num_microbatches)):
-            x_TH = self._links[0](**{name: part[n] for name, part in parts.items()})
+    def _alone(self, batch: Batch, labels_BS: Tensor) -> None:
+        number = self.num_microbatches
+        parts = microbatches(batch, number)
+        for part, labels in zip(parts, labels_BS.chunk(number), strict=True):
+            x_TH = self._links[0](**_facts(part))
             self._loss(x_TH, labels).backward()  # type: ignore[no-untyped-call]
 
     def _loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
@@ -259,6 +259,12 @@ class _Link(nn.Module):
         frame = self.decoder.frame(batch)
         x_TH = rows[0] if rows else self.decoder.embed(batch, frame)
         return self.decoder.finish(self.decoder.run(x_TH, frame))
+
+
+def microbatches(batch: Batch, number: int) -> list[Batch]:
+    """A batch in `number` parts of as many rows each, in order."""
+    parts = {name: value.chunk(number) for name, value in _facts(batch).items()}
+    return [Batch(**{name: part[n] for name, part in parts.items()}) for n in range(number)]
 
 
 def _chunks(stages: Stages) -> list[Decoder]:

@@ -69,7 +69,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
-    """The first of `names` whose gradient has no finite norm, if there is one."""
+    """Of `names` (in the order of the forward pass) the last whose gradient has no finite norm: the
+    first that the backward pass came to. None if there is none."""
     bad = {
         span.facts.name
         for s in segments
@@ -77,7 +78,7 @@ def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
         for span in s.spans
         if not torch.linalg.vector_norm(s.grad[span.at : span.end]).isfinite()
     }
-    return next((name for name in names if name in bad), None)
+    return next((name for name in reversed(names) if name in bad), None)
 
 
 def _runs(segment: Segment, groups: Groups) -> list[tuple[int, int, bool]]:

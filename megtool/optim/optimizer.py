@@ -339,15 +339,21 @@ class Optimizer(ABC):
         copy_parts(total, parts)
 
     def _first_bad(self) -> str | None:
-        """The first parameter, over all ranks, whose gradient is not finite, with its rank."""
-        mine = first_bad(self.segments, [f.name for f in self.facts])
+        """The parameter, over all ranks, whose gradient was the first that is not finite, with its
+        rank: of the last stage that has one."""
+        names = [f.name for f in self.facts]
+        mine = first_bad(self.segments, names)
         world = self.groups.world
         if world.handle is None:
             return mine
-        all_ranks: list[str | None] = [None] * world.size
-        dist.all_gather_object(all_ranks, mine, group=world.handle)
-        named = [f"{name} (rank {r})" for r, name in enumerate(all_ranks) if name is not None]
-        return named[0] if named else None
+        told = None if mine is None else (self.groups.pp.rank, names.index(mine), mine)
+        all_ranks: list[tuple[int, int, str] | None] = [None] * world.size
+        dist.all_gather_object(all_ranks, told, group=world.handle)
+        found = [(at[:2], -rank, at[2]) for rank, at in enumerate(all_ranks) if at is not None]
+        if not found:
+            return None
+        _, rank, name = max(found)
+        return f"{name} (rank {-rank})"
 
     def _group_state(self, group: ParamGroup) -> dict[str, Any]:
         settings = self.settings

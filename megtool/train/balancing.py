@@ -78,9 +78,11 @@ def _kept(config: ModelConfig, args: Mapping[str, Any], given: Mapping[str, Any]
     kind = args.get("moe_router_load_balancing_type")
     if given["kind"] is not None or given["aux_coeff"]:
         kind = kind if kind in _KINDS[:2] else None
-    elif kind is not None and kind not in _KINDS and kept["aux_coeff"]:
+    elif kept["aux_coeff"] and (
+        isinstance(kept["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
+    ):
         raise UsageError(
-            f"--moe-losses-of-checkpoint, and it asks for {kind!r}",
+            f"--moe-losses-of-checkpoint, and it asks for {kind!r} by {kept['aux_coeff']}",
             hint="--moe-aux-loss-coeff X --moe-router-load-balancing-type aux_loss",
         )
     if kind is None and extra.get("seq_aux"):

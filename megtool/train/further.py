@@ -101,15 +101,16 @@ class Further:
         )
 
     @contextmanager
-    def around(self, iteration: int, batch: Batch | None) -> Iterator[None]:
+    def around(self, iteration: int, batch: Batch | None, *, teach: bool = True) -> Iterator[None]:
         """While the passes of a step are done, or of an evaluation (`batch` None).
 
-        Weights are then rounded, if they are to be: parameters have to be there.
+        Weights are then rounded, if they are to be: parameters have to be there. What is left out
+        by chance is the same each time; without `teach` no teacher is asked.
         """
         with ExitStack() as stack:
             if self.rounding is not None:
                 stack.enter_context(self.rounding.around())
-            if self.teaching is not None:
+            if self.teaching is not None and teach:
                 stack.enter_context(self.teaching.around(batch))
             if batch is not None and self.place is not None:
                 # By the step alone: a run that goes on leaves out the same.

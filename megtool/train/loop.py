@@ -182,7 +182,7 @@ class _Run:
         result = job.optimizer.step(rate, weight_decay)
         noted = job.further.end_step()
         if not result.ok:
-            self.skip(result, batch, labels_BS)
+            self.skip(result)
         else:
             standing.num_steps += plan.global_batch_size
         standing.consumed_samples += plan.global_batch_size
@@ -210,7 +210,7 @@ class _Run:
         job.log.write(line)
         self.tell(line)
 
-    def skip(self, result: StepResult, batch: Batch, labels_BS: Tensor) -> None:
+    def skip(self, result: StepResult) -> None:
         """A gradient is not finite: fp16 goes on with a smaller loss scale, others stop."""
         scaler = self.job.optimizer.scaler
         self.outcome.skipped += 1
@@ -224,7 +224,10 @@ class _Run:
 
     def trouble(self, what: str, batch: Batch, labels_BS: Tensor) -> TrainingError:
         """The error for a loss that is no number."""
-        return self.stop(what, first_not_finite(self.job.stages, batch, labels_BS))
+        job, number = self.job, self.job.plan.num_microbatches
+        with job.further.around(self.standing.iteration - 1, batch, teach=False):
+            first = first_not_finite(job.stages, batch, labels_BS, number)
+        return self.stop(what, first)
 
     def stop(self, what: str, bad: str | None = None) -> TrainingError:
         """The error that ends the run here, and the checkpoint that is left."""

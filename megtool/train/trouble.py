@@ -12,20 +12,23 @@ from torch import Tensor, nn
 from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import hidden_of_stages
+from megtool.model.pipeline import microbatches, stream_hidden
 from megtool.parallel.groups import Groups
 
 
 @torch.no_grad()
-def first_not_finite(stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor) -> str | None:
+def first_not_finite(
+    stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, num_microbatches: int = 1
+) -> str | None:
     """The first tensor with a NaN or an infinity: a parameter, else what a module gives.
 
-    Runs the batch forward again, so every rank has to call this; with several it is the first of
-    the first rank in the order of the stages that has one. None if all are numbers.
+    Runs the batch forward again, in as many parts as the step did, so every rank has to call this;
+    with several it is the first of the first rank in the order of the stages that has one. None if
+    all are numbers.
     """
     found = _parameter(stages)
     if all(x is None for x in _gathered(found, stages[0].groups)):
-        found = _activation(stages, batch, labels_BS)
+        found = _activation(stages, batch, labels_BS, num_microbatches)
     return _first(found, stages[0].groups)
 
 
@@ -50,15 +53,16 @@ def _first(found: str | None, groups: Groups) -> str | None:
 def stop(what: str, first: str | None, *, iteration: int, good: int | None) -> TrainingError:
     """The error that ends a run: `what` went wrong in a step, and which checkpoint is left."""
     left = (
-        f"iteration {good} is the last good checkpoint; the same command goes on from it"
+        f"iteration {good} is the last good checkpoint, which it goes on from"
         if good
         else "there is no checkpoint yet"
     )
     return TrainingError(
         f"step {iteration}: {what}",
         tensor=first,
-        hint=f"{left}; a lower --lr, more --lr-warmup-iters or --clip-grad may help, "
-        "and `megtool inspect SRC --stats` looks for NaN in what it began with",
+        hint="the same command meets the same again: a lower --lr, more --lr-warmup-iters or "
+        f"--clip-grad may help; {left}; `megtool inspect SRC --stats` looks for NaN in what it "
+        "began with",
     )
 
 
@@ -70,7 +74,9 @@ def _parameter(stages: Sequence[Decoder]) -> str | None:
     return None
 
 
-def _activation(stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor) -> str | None:
+def _activation(
+    stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, number: int
+) -> str | None:
     """The first module whose output is not finite, in the order in which modules finish."""
     found: list[str] = []
     handles = []
@@ -79,11 +85,12 @@ def _activation(stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor) -> s
             if name:
                 handles.append(module.register_forward_hook(_watch(name, found)))
     try:
-        x_TH = hidden_of_stages(stages, batch)
-        if x_TH is not None and not found:
-            loss, _ = stages[-1].loss_of(x_TH, labels_BS)
-            if not bool(torch.isfinite(loss)):
-                found.append("the loss of the output layer")
+        rows = stream_hidden(list(stages), microbatches(batch, number))
+        for x_TH, labels in zip(rows, labels_BS.chunk(number), strict=True):
+            if x_TH is not None and not found:
+                loss, _ = stages[-1].loss_of(x_TH, labels)
+                if not bool(torch.isfinite(loss)):
+                    found.append("the loss of the output layer")
     finally:
         for handle in handles:
             handle.remove()

@@ -139,7 +139,7 @@ def test_all_families_run_there(kernels: str, library: Path, checkout: Path) -> 
     assert len(rows) >= (2 * len(names) or 100)
 
 
-def tests(checkout: Path, library: Path, kernels: str, marked: str, *names: str) -> str:
+def run_tests(checkout: Path, library: Path, kernels: str, marked: str, *names: str) -> str:
     """Run tests of this checkout in one process with a GPU."""
     return run(
         checkout, "-m", "tests.emulated.device", str(library), kernels, "-q", "-m", marked, *names
@@ -149,9 +149,9 @@ def tests(checkout: Path, library: Path, kernels: str, marked: str, *names: str)
 @pytest.mark.slow
 def test_what_is_marked_gpu_passes_there(library: Path, checkout: Path) -> None:
     pytest.importorskip("triton")
-    assert " passed" in tests(checkout, library, "auto", "gpu", *ON_GPU)
+    assert " passed" in run_tests(checkout, library, "auto", "gpu", *ON_GPU)
 
 
 @pytest.mark.slow
 def test_commands_take_it_and_give_the_same(library: Path, checkout: Path) -> None:
-    assert " passed" in tests(checkout, library, "torch", "not slow and not peers", *COMMANDS)
+    assert " passed" in run_tests(checkout, library, "torch", "not slow and not peers", *COMMANDS)
