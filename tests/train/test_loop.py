@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from dataclasses import replace
@@ -20,6 +21,7 @@ from megtool.model.decoder import Decoder
 from megtool.parallel.groups import Groups
 from megtool.train.batches import batch_of
 from megtool.train.evaluation import evaluate
+from megtool.train.further import Further
 from megtool.train.log import RunLog
 from megtool.train.loop import Job, Outcome, Standing, is_tired, train
 from megtool.train.plan import RunPlan, freeze, make_optimizer, plan_of, schedule_of
@@ -194,6 +196,21 @@ def test_an_activation_that_overflows_is_named(model: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         losses(mine)
     assert (caught.value.tensor or "").startswith("output of decoder.layers.0.mlp.linear_fc2")
+
+
+def test_trouble_is_looked_for_in_the_very_passes_of_the_step(model: Path) -> None:
+    mine = job(model, hidden_dropout=0.5, micro_batch_size=1, global_batch_size=4)
+    mine = replace(mine, further=Further.of(mine.stages, mine.settings, Groups.alone()))
+    layers, seen = mine.stages[0].decoder.layers, []
+    layers["0"].register_forward_hook(lambda module, inputs, out: seen.append(out.detach().clone()))
+    layers["1"].mlp.linear_fc2.register_forward_hook(lambda module, inputs, out: out * math.inf)
+    with pytest.raises(TrainingError) as caught:
+        losses(mine)
+    assert (caught.value.tensor or "").startswith("output of decoder.layers.1.mlp.linear_fc2")
+    assert len(seen) == 8
+    assert seen[0].shape[0] == LENGTH
+    assert not torch.equal(seen[0], seen[1])
+    assert all(torch.equal(a, b) for a, b in zip(seen[:4], seen[4:], strict=True))
 
 
 def test_a_gradient_that_is_nan_stops_with_its_parameter(model: Path) -> None:
