@@ -8,6 +8,7 @@ from pathlib import Path
 from megtool.commands.opened import Opened, open_model
 from megtool.commands.scaling.buffers import is_buffer
 from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.family_targets import UNLISTED, UNLISTED_HINT, is_unlisted
 from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
@@ -29,6 +30,19 @@ class Decided:
     def family(self) -> str | None:
         """The model's family, where it has one."""
         return self.opened.family_name
+
+    @property
+    def architecture(self) -> str:
+        """The model's class as config.json names it; "" where nothing does."""
+        return _architecture(self.opened)
+
+    @property
+    def doubt(self) -> str:
+        """What speaks against the target's running the model, though it loads the formats."""
+        name = self.architecture
+        if self.target is None or not name or not is_unlisted(self.target.engine, [name]):
+            return ""
+        return f"{name} {UNLISTED} of {self.target.name}: {UNLISTED_HINT}"
 
 
 def decide(
@@ -70,9 +84,22 @@ def decide(
         if suited is not loaded:
             loaded = suited
             matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
-        check_target(engine, loaded, matched.decisions, problems)
+        named = _architecture(opened)
+        check_target(engine, loaded, matched.decisions, problems, architecture=named)
     problems.raise_all()
     return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)
+
+
+def _architecture(opened: Opened) -> str:
+    """The first of `architectures` in the config.json that goes with a model, or would."""
+    model = opened.model
+    if model is None:
+        return ""
+    for said in (model.hf_config or {}, model.config.extra):
+        named = said.get("architectures")
+        if isinstance(named, list) and named:
+            return str(named[0])
+    return model.family.architectures[0] if model.family else ""
 
 
 def _check_names(recipe: Recipe, modules: Modules, problems: Problems) -> None:

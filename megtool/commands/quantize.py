@@ -12,7 +12,7 @@ from megtool.commands.decided import Decided, decide
 from megtool.commands.quantizing.job import Calibrating, Job, Writing
 from megtool.commands.quantizing.run import carry_out
 from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
-from megtool.commands.quantizing.settling import check_given
+from megtool.commands.quantizing.settling import check_given, check_modelopt
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
 from megtool.errors import UsageError
@@ -102,11 +102,12 @@ def quantize(
         family=family,
         like=like,
     )
+    if decided.doubt:
+        _LOG.warning("%s", decided.doubt)
     job = _job(decided, began, given)
     _check(job)
     job.check_storable()
-    if not job.asks_data:
-        check_given(job)
+    check_given(job)
     texts = _samples(job)
     job.check_evaluation()
     if dry_run:
@@ -179,13 +180,44 @@ def _check(job: Job) -> None:
             "--calibration with --data, --synthetic or --calibrate-only",
             hint="a calibration file stands for the data it has seen",
         )
-    if c.backend == "modelopt" and (c.keep is not None or c.only):
+    if c.given and chooses:
+        raise UsageError(
+            "--calibration with a recipe that chooses formats",
+            hint="leave out --calibration: what each format costs has to be measured on data",
+        )
+    if c.backend == "modelopt":
+        _check_backend(job)
+        if asks:
+            check_modelopt(job)
+    if not asks and (c.wanted.data is not None or c.wanted.synthetic or c.given):
+        _LOG.warning("recipe %s needs no data; what was given is not used", job.decided.recipe.name)
+    if not asks and c.backend == "modelopt":
+        _LOG.warning("recipe %s needs no data; ModelOpt is not run", job.decided.recipe.name)
+
+
+def _check_backend(job: Job) -> None:
+    """Options that ModelOpt would not heed."""
+    c = job.calibrating
+    if c.keep is not None or c.only:
         raise UsageError(
             "--backend modelopt leaves no calibration to keep",
             hint="leave out --save-calibration and --calibrate-only, or --backend",
         )
-    if not asks and (c.wanted.data is not None or c.wanted.synthetic or c.given):
-        _LOG.warning("recipe %s needs no data; what was given is not used", job.decided.recipe.name)
+    said = {
+        "--calibration": bool(c.given),
+        "--route-all": c.route_all,
+        "--unseen-experts": c.unseen is not None,
+        "--resident": c.resident,
+        "--spill": c.spill,
+        "--work": c.work is not None,
+    }
+    if unheeded := [option for option, is_given in said.items() if is_given]:
+        raise UsageError(
+            f"{', '.join(unheeded)} with --backend modelopt, which would not heed "
+            + ("it" if len(unheeded) == 1 else "them"),
+            hint=f"--backend megtool has {' and '.join(unheeded)}; with modelopt leave out "
+            + ("it" if len(unheeded) == 1 else "all of them"),
+        )
 
 
 def _samples(job: Job) -> Samples | None:

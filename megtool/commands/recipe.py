@@ -163,6 +163,7 @@ def explained(decided: Decided) -> ExplainReport:
         format_=opened.catalogue.format,
         family=decided.family,
         target=engine.name if engine else None,
+        doubt=decided.doubt,
     )
 
 
@@ -175,6 +176,7 @@ def _report(
     format_: str,
     family: str | None,
     target: str | None,
+    doubt: str,
 ) -> ExplainReport:
     decisions = matched.decisions
     weights = [d for d in decisions if d.module.kind != "kv_cache"]
@@ -191,6 +193,7 @@ def _report(
         first_match_wins=recipe.first_wins,
         algorithm=dict(recipe.algorithm),
         target=target,
+        doubt=doubt,
         rules=tuple(
             RuleLine(
                 number=i + 1,

@@ -15,6 +15,11 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_NOTES = 8
 
 
+def target_told(target: str, doubt: str) -> str:
+    """What is said of the engine that is to load the result."""
+    return f"{target} loads these formats, but {doubt}" if doubt else f"{target} loads it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleLine:
     """One rule: how many modules it matches, and which of them it decides about."""
@@ -65,7 +70,8 @@ class ExplainReport:
 
     `source_bytes` is what all weights of the model take now, `other_bytes` those of biases and the
     like, which no rule is about; `kv_bytes` and `kv_source_bytes` are of the KV cache of one token
-    (two bytes an element today). `is_estimate` says that formats are still to be chosen within a
+    (two bytes an element today). `doubt` is what speaks against the target's running the model,
+    though it loads the formats. `is_estimate` says that formats are still to be chosen within a
     budget.
     """
 
@@ -77,6 +83,7 @@ class ExplainReport:
     first_match_wins: bool
     algorithm: Mapping[str, Any]
     target: str | None
+    doubt: str
     rules: tuple[RuleLine, ...]
     modules: tuple[ModuleLine, ...]
     formats: tuple[FormatLine, ...]
@@ -115,7 +122,7 @@ class ExplainReport:
         order = "first" if self.first_match_wins else "last"
         yield f"  dialect     {self.dialect}: the {order} rule that matches decides"
         if self.target:
-            yield f"  target      {self.target} loads it"
+            yield f"  target      {target_told(self.target, self.doubt)}"
         yield from (f"  note        {note}" for note in self.notes[:_MOST_NOTES])
         if len(self.notes) > _MOST_NOTES:
             yield f"  note        and {len(self.notes) - _MOST_NOTES} more (--json lists them)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megtool.optim.groups import Facts
@@ -79,6 +80,22 @@ def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
         if not torch.linalg.vector_norm(s.grad[span.at : span.end]).isfinite()
     }
     return next((name for name in reversed(names) if name in bad), None)
+
+
+def first_of_ranks(mine: str | None, names: Sequence[str], groups: Groups) -> str | None:
+    """Of what each rank found among its `names`, what the backward pass came to first, with its
+    rank: that of the last stage. Every rank calls it."""
+    world = groups.world
+    if world.handle is None:
+        return mine
+    told = None if mine is None else (groups.pp.rank, names.index(mine), mine)
+    all_ranks: list[tuple[int, int, str] | None] = [None] * world.size
+    dist.all_gather_object(all_ranks, told, group=world.handle)
+    found = [(at[:2], -rank, at[2]) for rank, at in enumerate(all_ranks) if at is not None]
+    if not found:
+        return None
+    _, rank, name = max(found)
+    return f"{name} (rank {-rank})"
 
 
 def _runs(segment: Segment, groups: Groups) -> list[tuple[int, int, bool]]:

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
 from megtool.optim.groups import Facts, ParamGroup, facts_of, group_parameters
 from megtool.optim.muon import turn_matrices
-from megtool.optim.norms import clip_coefficient, first_bad, local_statistics
+from megtool.optim.norms import clip_coefficient, first_bad, first_of_ranks, local_statistics
 from megtool.optim.scaler import Scaler, make_scaler
 from megtool.optim.settings import OptimizerSettings
 from megtool.optim.state import Segment, Span, StatePiece, copy_parts
@@ -339,21 +338,9 @@ class Optimizer(ABC):
         copy_parts(total, parts)
 
     def _first_bad(self) -> str | None:
-        """The parameter, over all ranks, whose gradient was the first that is not finite, with its
-        rank: of the last stage that has one."""
+        """The parameter, over all ranks, whose gradient was the first that is not finite."""
         names = [f.name for f in self.facts]
-        mine = first_bad(self.segments, names)
-        world = self.groups.world
-        if world.handle is None:
-            return mine
-        told = None if mine is None else (self.groups.pp.rank, names.index(mine), mine)
-        all_ranks: list[tuple[int, int, str] | None] = [None] * world.size
-        dist.all_gather_object(all_ranks, told, group=world.handle)
-        found = [(at[:2], -rank, at[2]) for rank, at in enumerate(all_ranks) if at is not None]
-        if not found:
-            return None
-        _, rank, name = max(found)
-        return f"{name} (rank {-rank})"
+        return first_of_ranks(first_bad(self.segments, names), names, self.groups)
 
     def _group_state(self, group: ParamGroup) -> dict[str, Any]:
         settings = self.settings

@@ -112,7 +112,7 @@ def _check_apart(taken: Sequence[Decision]) -> None:
         packing = packing_of(d.format) if d.format and d.format.algo else "tensor"
         if packing.startswith(("nvfp4", "mxfp")) or packing.endswith("tensor"):
             continue
-        if (first := found.setdefault(_hf_name(d), d)) is not d:
+        if (first := found.setdefault(_hf_name(d), d)).module.name != d.module.name:
             raise RecipeError(
                 f"{first.module.name} and {d.module.name} are rows of {_hf_name(d)}, and "
                 f"ModelOpt's amaxes of {d.label} are by rows",

@@ -177,6 +177,7 @@ def _report(
         recipe=decided.recipe.name,
         method=decided.recipe.method,
         target=decided.target.name if decided.target else None,
+        doubt=decided.doubt,
         formats=format_rows(job.decisions),
         source_bytes=sum(d.module.num_bytes for d in weights) + decided.modules.other_bytes,
         num_bytes=num_bytes,

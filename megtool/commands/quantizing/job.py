@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megtool.commands.quantizing.plan import QuantizePlan
     from megtool.inference.weights import Source
     from megtool.inference.windows import Document
+    from megtool.quant.calibration.artefact import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint
 
 
@@ -122,6 +123,14 @@ class Job:
         )
 
     @cached_property
+    def artefact(self) -> Artefact | None:
+        """The calibration files that were named, added up; None where none was."""
+        from megtool.quant.calibration.artefact import Artefact, merged
+
+        given = self.calibrating.given
+        return merged([Artefact.load(path) for path in given]) if given else None
+
+    @cached_property
     def evaluation(self) -> list[Document]:
         """What both models are measured on; empty where that is not asked for."""
         from megtool.commands.evaluate import read_texts
@@ -166,6 +175,8 @@ class Job:
             str(self.destination),
             wants_data=self.wants_data,
             samples=samples,
+            artefact=self.artefact,
+            given=", ".join(str(path) for path in self.calibrating.given),
             threads=usual_threads(self.manner.threads),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from megtool.packing.layout import layout
 from megtool.quant.recipes.match import Decision
 from megtool.quant.treatment import packing_of
 
+if TYPE_CHECKING:
+    from megtool.quant.calibration.artefact import Artefact
+
 _TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes here
 
 
@@ -26,7 +29,8 @@ _TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes
 class QuantizePlan:
     """What `quantize` would do; seconds are measured on small pieces, and rough.
 
-    `calibration` says what data is needed for: nothing where it is empty.
+    `calibration` says what data is needed for: nothing where it is empty. `data` is what would be
+    shown to the model, or with `is_given` the calibration files that stand for it.
     """
 
     explained: ExplainReport
@@ -38,6 +42,7 @@ class QuantizePlan:
     calibrate_seconds: float
     write_seconds: float
     notes: tuple[str, ...] = ()
+    is_given: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -53,15 +58,16 @@ class QuantizePlan:
         yield f"  size        {format_bytes(before)} -> {format_bytes(after)}"
         if self.calibration:
             shown = f"{self.num_samples} samples, {self.num_tokens:,} tokens"
-            yield f"  calibration {shown}: {self.data}"
+            read = "read from " if self.is_given else ""
+            yield f"  calibration {shown}: {read}{self.data}"
             yield f"  needed for  {self.calibration}"
         else:
             yield "  calibration none needed"
-        total = self.calibrate_seconds + self.write_seconds
-        yield (
-            f"  time        about {_told(total)} (calibration {_told(self.calibrate_seconds)}, "
-            f"writing and proof {_told(self.write_seconds)})"
-        )
+        shown, total = f"writing and proof {_told(self.write_seconds)}", self.write_seconds
+        if self.calibrate_seconds:
+            shown = f"calibration {_told(self.calibrate_seconds)}, {shown}"
+            total += self.calibrate_seconds
+        yield f"  time        about {_told(total)} ({shown})"
         yield from (f"  note        {note}" for note in self.notes)
 
 
@@ -72,20 +78,25 @@ def plan_of(
     wants_data: Sequence[Decision],
     samples: Samples | None,
     threads: int,
+    artefact: Artefact | None = None,
+    given: str = "",
 ) -> QuantizePlan:
-    """The plan of a run of which `wants_data` are the decisions that data is needed for."""
+    """The plan of a run of which `wants_data` are the decisions that data is needed for; `artefact`
+    is what the calibration files `given` hold."""
     tokens = samples.num_tokens if samples else 0
     linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
+    seen = artefact if wants_data else None
     return QuantizePlan(
         explained=explained(decided),
         destination=destination,
         calibration=_needed(wants_data),
-        data=samples.name if samples else "",
-        num_samples=len(samples) if samples else 0,
-        num_tokens=tokens,
+        data=samples.name if samples else given if seen else "",
+        num_samples=len(samples) if samples else seen.num_samples if seen else 0,
+        num_tokens=tokens or (seen.num_tokens if seen else 0),
         calibrate_seconds=2 * linear * tokens / _flops() if tokens else 0.0,
         write_seconds=_pack_seconds(decided.matched.decisions) / threads,
         notes=(samples.note,) if samples and samples.note else (),
+        is_given=seen is not None,
     )
 
 

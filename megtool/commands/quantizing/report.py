@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megtool.commands.recipe_report import target_told
 from megtool.commands.tree import columns, count
 from megtool.log import format_bytes
 
@@ -109,9 +110,10 @@ class QuantizeReport:
     """What `quantize` did.
 
     `source_bytes` and `num_bytes` are of all weights, before and after (of the files, where there
-    is a proof). `seconds` are by stage. `reproduction` holds versions, seed, fingerprints and the
-    command. `calibration_file` is what was kept of the calibration. Of several processes all but
-    the first have a report that is `shown` already.
+    is a proof). `doubt` is what speaks against the target's running the model. `seconds` are by
+    stage. `reproduction` holds versions, seed, fingerprints and the command. `calibration_file` is
+    what was kept of the calibration. Of several processes all but the first have a report that is
+    `shown` already.
     """
 
     source: str
@@ -121,6 +123,7 @@ class QuantizeReport:
     recipe: str = ""
     method: str = "none"
     target: str | None = None
+    doubt: str = ""
     formats: tuple[FormatRow, ...] = ()
     source_bytes: int = 0
     num_bytes: int = 0
@@ -185,7 +188,7 @@ class QuantizeReport:
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
         if self.target:
-            yield "target", f"{self.target} loads it"
+            yield "target", target_told(self.target, self.doubt)
         if self.num_bytes:
             share = f" ({100 * self.num_bytes / self.source_bytes:.1f} %)"
             yield (

@@ -83,14 +83,12 @@ def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> Quant
 
 def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
     """Formats for what the recipe leaves open; the job's decisions are these from now on."""
+    from megtool.quant.calibration.work import CHOOSING
     from megtool.quant.choosing.auto import choose
     from megtool.quant.choosing.sensitivity import measure
 
     if samples is None:
-        raise UsageError(
-            "a recipe that chooses formats with --calibration",
-            hint="what each format costs has to be measured: give --data",
-        )
+        raise ValueError("a recipe that chooses formats is given data")
     decided = job.decided
     with on_ranks(job.manner) as groups:
         sensitivities = measure(
@@ -105,6 +103,8 @@ def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
             device=groups.device,
             resident=job.calibrating.resident,
             threads=job.manner.threads,
+            work=job.work / CHOOSING,
+            fingerprint=job.fingerprint(samples),
             progress=progress,
         )
     choice = choose(
@@ -112,6 +112,7 @@ def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
         decided.recipe,
         sensitivities,
         target=decided.target,
+        architecture=decided.architecture,
         bits=job.bits or 0.0,
         group_size=job.group_size,
     )

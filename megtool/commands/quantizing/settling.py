@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ from megtool.commands.reshard import reshard
 from megtool.commands.running import on_ranks
 from megtool.errors import UsageError
 from megtool.log import Progress
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.rules import KEEP
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.artefact import Artefact
+    from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.treatment import Settlement
 
 from megtool.commands.quantizing.job import Job
@@ -71,50 +75,79 @@ def _by_weights(job: Job) -> Settlement:
 
 def _from_files(job: Job) -> Settled:
     """What calibration files say, settled anew where this recipe is another one."""
-    from megtool.quant.calibration.artefact import check_fits
     from megtool.quant.calibration.calibrate import settled_anew
 
-    c, artefact = job.calibrating, _given(job)
-    fingerprint = job.fingerprint(None)
-    recipe, decisions = job.decided.recipe, job.decisions
-    if not check_fits(
-        artefact,
-        fingerprint,
-        recipe,
-        decisions,
-        job.points,
-        policy=c.unseen,
-        route_all=c.route_all,
-    ):
+    artefact, fingerprint = job.artefact, job.fingerprint(None)
+    if artefact is None:
+        raise ValueError("no calibration files were named")
+    if not _fits(job, artefact, fingerprint):
         artefact = settled_anew(
             artefact,
             job.source(),
-            decisions,
-            recipe,
+            job.decisions,
+            job.decided.recipe,
             job.points,
             fingerprint=fingerprint,
-            policy=c.unseen,
+            policy=job.calibrating.unseen,
         )
     return Settled(settlement=artefact.settlement, artefact=artefact)
 
 
-def _given(job: Job) -> Artefact:
-    """The calibration files that were named, added up."""
-    from megtool.quant.calibration.artefact import Artefact, merged
+def _fits(job: Job, artefact: Artefact, fingerprint: Fingerprint) -> bool:
+    """Whether what the files have settled can be used as it is; see `check_fits`."""
+    from megtool.quant.calibration.artefact import check_fits
 
-    return merged([Artefact.load(path) for path in job.calibrating.given])
+    return check_fits(
+        artefact,
+        fingerprint,
+        job.decided.recipe,
+        job.decisions,
+        job.points,
+        policy=job.calibrating.unseen,
+        route_all=job.calibrating.route_all,
+    )
 
 
 def check_given(job: Job) -> None:
-    """Refuse calibration files that are none, or of another model, whoever needs them.
+    """Refuse calibration files that are none, or of another model, whoever needs them; and those
+    that do not say what this recipe needs.
 
     Raises:
         CalibrationError: they are; says which.
     """
     from megtool.quant.calibration.artefact import check_model
 
-    if job.calibrating.given:
-        check_model(_given(job), job.fingerprint(None))
+    if job.artefact is None:
+        return
+    if job.asks_data:
+        _fits(job, job.artefact, job.fingerprint(None))
+    else:
+        check_model(job.artefact, job.fingerprint(None))
+
+
+def check_modelopt(job: Job) -> None:
+    """Refuse what ModelOpt cannot do, or cannot do here, before any work.
+
+    Raises:
+        MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt`; of formats that
+            are still to be chosen it has to know all.
+    """
+    from megtool.quant.backend_modelopt import modelopt_config
+    from megtool.quant.choosing.units import format_of
+    from megtool.quant.modelopt_packages import packages
+
+    world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    if world > 1:
+        raise UsageError(
+            f"--backend modelopt in {world} processes",
+            hint="it runs a whole model in one: no torchrun, no --tp, --pp and --ep",
+        )
+    recipe, decisions = job.decided.recipe, list[Decision]()
+    for d in job.decisions:
+        formats = [format_of(name, recipe, job.group_size) for name in d.choices if name != KEEP]
+        decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
+    modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
+    packages()
 
 
 def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
@@ -155,10 +188,6 @@ def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
     """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
     from megtool.quant.backend_modelopt import calibrate_with_modelopt
 
-    if job.manner.layout.world_size > 1:
-        raise UsageError(
-            "--backend modelopt in several processes", hint="it runs a whole model in one"
-        )
     opened = job.decided.opened
     with tempfile.TemporaryDirectory(prefix="megtool-") as made:
         folder = opened.path

@@ -9,9 +9,15 @@ from megtool.checkpoint.formats.quantised import QUANT_FILE
 from megtool.export.lint import sources as at
 from megtool.export.lint.rules import Fault, Rule, View, lines_for
 from megtool.export.lint.subject import Subject, faults_of
-from megtool.export.lint.tables import ARCHITECTURES, KEYS, METHODS, MODELOPT_METHODS
+from megtool.export.lint.tables import KEYS, METHODS, MODELOPT_METHODS
 from megtool.quant.proofs.declared import Declared
 from megtool.quant.proofs.metadata_checks import check_agreement
+from megtool.quant.recipes.family_targets import (
+    UNLISTED,
+    UNLISTED_HINT,
+    cache_alone_hint,
+    is_unlisted,
+)
 from megtool.quant.recipes.formats import FORMATS, SPELLED
 
 _CONFIG = "config.json"
@@ -44,13 +50,12 @@ def _architectures(subject: Subject, view: View) -> Iterator[Fault]:
     if not isinstance(said, list) or not said:
         yield Fault(module=_CONFIG, text=f"architectures is {said!r}")
         return
-    known = ARCHITECTURES.get(view.engine)
-    if known and not set(map(str, said)) & set(known):
+    if is_unlisted(view.engine, list(map(str, said))):
         yield Fault(
             module=_CONFIG,
-            text=f"{said[0]} is not on the list of supported models",
+            text=f"{said[0]} {UNLISTED}",
             severity="warning",
-            hint="look at the engine's own list for your version",
+            hint=UNLISTED_HINT,
         )
 
 
@@ -123,11 +128,14 @@ def _keys(subject: Subject, view: View) -> Iterator[Fault]:
                 continue
             what = "is empty" if there else "is not said"
             softly = not read or (there and key == "exclude_modules")
+            hint = "releases that read this file first stop at it" if softly else ""
+            if key == "quant_algo" and declared.kv_algo and not declared.layers and not softly:
+                hint = cache_alone_hint(view.engine)
             yield Fault(
                 module=declared.where,
                 text=f"{key} {what}",
                 severity="warning" if softly else None,
-                hint="releases that read this file first stop at it" if softly else "",
+                hint=hint,
                 source=line.source,
             )
 

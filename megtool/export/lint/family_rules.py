@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from megtool.export.lint import sources as at
 from megtool.export.lint.rules import Fault, Rule, View
 from megtool.export.lint.subject import Subject
+from megtool.quant.recipes.family_targets import (
+    ROTARY_HINT,
+    ROTARY_SOURCES,
+    rotary_fault,
+    turns_rows,
+)
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16  # under one scale
@@ -34,27 +40,14 @@ def _blocks(subject: Subject, view: View) -> Iterator[Fault]:
         yield Fault(module=one.name, text=f"holds codes ({one.algo}), and is no expert in blocks")
 
 
-_SCALES_TURNED = "0.16.0"
-"""The first release of vLLM that turns scales with the rows they are of (pull request 34243)."""
-
-
 def _rotary(subject: Subject, view: View) -> Iterator[Fault]:
     """Rows of q and k change places while they are loaded: their scales have to go with them."""
     named = (subject.folder.config or {}).get("architectures") or [""]
-    if not str(named[0]).startswith("Llama4"):
+    if not turns_rows(view.target, str(named[0])):
         return
     for one in subject.coded():
-        if one.last not in ("q_proj", "k_proj") or one.algo == "FP8":
-            continue
-        if one.algo == "FP8_PB_WO":
-            text = "has scales of blocks of rows, which cannot change places"
-        elif view.engine == "sglang":
-            text = "has scales of rows, which stay where they are"
-        elif not view.target.has(_SCALES_TURNED) and one.algo not in ("NVFP4", "W4A16_NVFP4"):
-            text = f"has scales of rows, which stay where they are before {_SCALES_TURNED}"
-        else:
-            continue
-        yield Fault(module=one.name, text=f"({one.algo}) {text}")
+        if one.last in ("q_proj", "k_proj") and (text := rotary_fault(view.target, one.algo)):
+            yield Fault(module=one.name, text=f"({one.algo}) {text}")
 
 
 RULES = (
@@ -69,9 +62,9 @@ RULES = (
     Rule(
         id="llama4-rotary",
         forms=("modelopt", "compressed-tensors", "fp8"),
-        sources={"vllm": at.VLLM_LLAMA4, "sglang": at.SGLANG_LLAMA4},
+        sources=ROTARY_SOURCES,
         meaning="queries and keys get the scales of other rows: the output is wrong",
-        hint="keep q and k of attention, or take fp8",
+        hint=ROTARY_HINT,
         check=_rotary,
     ),
 )

@@ -21,7 +21,6 @@ VLLM_SKIPPED = _VLLM.format(
 )
 VLLM_FP8 = _VLLM.format("0071b24bf8fe8c3d1bc3516d0ff8477f07964aaf", f"{_QUANT}fp8.py")
 VLLM_MXFP4 = _VLLM.format("main", f"{_QUANT}mxfp4.py")
-VLLM_LLAMA4 = "https://github.com/vllm-project/vllm/pull/34243"
 VLLM_LINEAR = _VLLM.format("main", "model_executor/layers/linear.py")
 VLLM_FILES = _VLLM.format("main", "transformers_utils/config.py")
 VLLM_LOADING = _VLLM.format("main", "model_executor/model_loader/weight_utils.py")
@@ -39,7 +38,6 @@ SGLANG_COMPRESSED = _SGLANG.format(
 SGLANG_COMPRESSED_MAIN = _SGLANG.format("main", "compressed_tensors/compressed_tensors.py")
 SGLANG_FP8 = _SGLANG.format("main", "fp8.py")
 SGLANG_MXFP4 = _SGLANG.format("main", "mxfp4.py")
-SGLANG_LLAMA4 = "https://github.com/sgl-project/sglang/pull/35032"
 SGLANG_LINEAR = "https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/layers/linear.py"
 SGLANG_LOADING = (
     "https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/model_loader/weight_utils.py"
@@ -49,6 +47,7 @@ SGLANG_MODELS = "https://docs.sglang.ai/supported_models/generative_models.html"
 TRTLLM_MODELOPT = _TRTLLM.format(
     "2edf354d4b92161efd50b10b71e8e20fb6c5925a", "quantization/modelopt_config.py"
 )
+TRTLLM_LOADING = _TRTLLM.format("0066b2a5696f5819dc4c98befa25e957e6e24fe5", "llmapi/llm_utils.py")
 TRTLLM_CONFIG = _TRTLLM.format("008e0af8980fc560003631ba4ac37828836a91c8", "_torch/model_config.py")
 TRTLLM_CONFIG_1 = _TRTLLM.format("v1.0.0", "_torch/model_config.py")
 TRTLLM_COMPRESSED = _TRTLLM.format(

@@ -219,38 +219,6 @@ KEYS = (
         source=at.SGLANG_MODELOPT_2025,
     ),
     Keys(
-        engine="trtllm", where="file", keys=("quant_algo",), filled=True, source=at.TRTLLM_MODELOPT
+        engine="trtllm", where="file", keys=("quant_algo",), filled=True, source=at.TRTLLM_LOADING
     ),
 )
-
-ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
-    "trtllm": (
-        "BertForSequenceClassification",
-        "DeciLMForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV32ForCausalLM",
-        "Exaone4ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Glm4MoeForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "LlamaForCausalLM",
-        "Llama4ForConditionalGeneration",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "MllamaForConditionalGeneration",
-        "NemotronForCausalLM",
-        "NemotronHForCausalLM",
-        "NemotronNASForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-    ),
-}
-"""Architectures on an engine's list of supported models; engines not named here run others too
-(vLLM and SGLang through transformers)."""

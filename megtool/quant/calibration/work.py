@@ -32,6 +32,9 @@ from megtool.quant.treatment import Settlement
 
 _LOG = logging.getLogger(__name__)
 
+CHOOSING = "choosing"
+"""The folder in it of what was measured before, to choose formats by."""
+
 _ABOUT = "calibration.json"
 _MOST = 1 << 20
 
@@ -85,7 +88,7 @@ class Work:
         path = self.folder / _ABOUT
         data = self.files.read_whole(path, at_most=_MOST)
         if data is None:
-            strange = [n for n in self.files.names(self.folder) if n != "lock"]
+            strange = [n for n in self.files.names(self.folder) if n not in ("lock", CHOOSING)]
             if strange:
                 raise CalibrationError(
                     f"the folder for work holds {strange[0]!r}, which no calibration made",

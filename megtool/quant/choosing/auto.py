@@ -12,8 +12,10 @@ from megtool.log import format_bytes
 from megtool.quant.choosing.choice import Item, Option, Selection, curve, select, smallest
 from megtool.quant.choosing.sensitivities import Sensitivities
 from megtool.quant.choosing.units import Unit, key_of, list_units
+from megtool.quant.recipes.family_targets import cache_alone, cache_alone_hint, turns_rows
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import Decision, weigh
+from megtool.quant.recipes.modules import is_turned
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import KEEP
 from megtool.quant.recipes.targets import Target, permitted
@@ -105,6 +107,7 @@ def choose(
     sensitivities: Sensitivities,
     *,
     target: Target | None = None,
+    architecture: str = "",
     bits: float = 0.0,
     group_size: int = 0,
 ) -> Choice:
@@ -112,10 +115,12 @@ def choose(
 
     `bits` replaces the recipe's budget (0: its own). With a `target`, only formats that it loads,
     and loads beside each other and beside those the recipe gives, are chosen; of sets of formats
-    that serve, the best. A unit may always be kept.
+    that serve, the best. Some engines load fewer for some `architecture` (the model's class as
+    config.json names it). A unit may always be kept.
 
     Raises:
-        UsageError: the budget is below what the smallest choice takes; names it.
+        UsageError: the budget is below what the smallest choice takes, which it names; or so large
+            that all weights are kept, beside a KV cache that the engine does not load alone.
         CalibrationError: nothing was measured about a unit, or no number.
         RecipeError: what engines run as one is not left to one choice.
     """
@@ -123,10 +128,16 @@ def choose(
     by_module = {d.module.name: d for d in decisions}
     notes: list[str] = []
     sets: list[frozenset[str]] = [frozenset(f.algo for u in units for f in u.formats)]
+    loaded = set(sets[0])
     if target is not None:
         fixed = {d.format.algo for d in decisions if d.format and d.format.algo}
         experts = any("expert" in by_module[m].module.roles for u in units for m in u.modules)
-        sets = permitted(target, fixed, sets[0], experts=experts)
+        turned = turns_rows(target, architecture) and any(
+            is_turned(by_module[m].module) for u in units for m in u.modules
+        )
+        alone = permitted(target, (), sets[0], experts=experts, turned=turned)
+        loaded = {a for algos in alone for a in algos}
+        sets = permitted(target, fixed, sets[0], experts=experts, turned=turned)
     budgets = _budgets(units, by_module, bits)
     found: list[tuple[Selection, list[list[tuple[Format | None, Option]]]]] = []
     for algos in sets:
@@ -138,9 +149,9 @@ def choose(
     best, options = min(found, key=lambda f: (f[0].loss, f[0].num_bytes))
     allowed = {o[0].algo for listed in options for o in listed if o[0]}
     if left := sorted({f.algo for u in units for f in u.formats} - allowed):
-        told = " and ".join(left)
+        told, lacks = " and ".join(left), "mix" if loaded.issuperset(left) else "load"
         notes.append(
-            f"{told} left out: {target.name if target else 'the engine'} does not mix them"
+            f"{told} left out: {target.name if target else 'the engine'} does not {lacks} them"
         )
     units_done, by_name = [], {}
     for unit, listed, pick in zip(units, options, best.picks, strict=True):
@@ -164,8 +175,14 @@ def choose(
             if c != KEEP and c not in {f.name for f in unit.formats}
         ]
     weights = sum(by_module[m].module.numel for u in units for m in u.modules)
+    decided = tuple(by_name.get(d.module.name, d) for d in decisions)
+    if target is not None and (told := cache_alone(target.engine, decided)):
+        raise UsageError(
+            f"all weights would be kept, and {target.name} {told}",
+            hint="fewer --bits; or " + cache_alone_hint(target.engine),
+        )
     return Choice(
-        decisions=tuple(by_name.get(d.module.name, d) for d in decisions),
+        decisions=decided,
         units=tuple(units_done),
         method=sensitivities.method,
         weights=weights,

@@ -17,17 +17,32 @@ from megtool.inference.evaluate import MOST_LOGITS
 from megtool.log import Progress
 from megtool.quant.calibration.layers import Layers
 from megtool.quant.calibration.pieces import Piece, num_valid
+from megtool.quant.choosing.measured import Key, Measured
 from megtool.quant.choosing.survey import Passes, Run, Survey
+
+AT_ONCE = 32
+"""Runs that end, and are kept, together; the model's own run is made once more for so many."""
 
 
 def by_divergence(
-    survey: Survey, pieces: Sequence[Piece], memory_bytes: int, progress: Progress
-) -> dict[str, dict[str, float]]:
-    """KL(model || model with one unit rounded), mean over tokens, of all runs."""
-    decoder, runs = survey.decoder, survey.runs()
+    survey: Survey,
+    pieces: Sequence[Piece],
+    memory_bytes: int,
+    progress: Progress,
+    kept: Measured | None = None,
+) -> dict[Key, float]:
+    """KL(model || model with one unit rounded), mean over tokens, of all runs.
+
+    Those that `kept` knows are not made again.
+    """
+    losses = {} if kept is None else kept.losses()[0]
+    decoder = survey.decoder
+    runs = [r for r in survey.runs() if (r.unit.name, r.key) not in losses]
+    if not runs:
+        return losses
     tokens = sum(p.num_tokens for p in pieces)
     state = tokens * decoder.config.hidden_size * decoder.dtype.itemsize
-    at_once = max(1, memory_bytes // max(state, 1) - 1)
+    at_once = max(1, min(AT_ONCE, memory_bytes // max(state, 1) - 1))
     waves = [runs[i : i + at_once] for i in range(0, len(runs), at_once)]
     first, *_ = numbers = decoder.stage.layers
     begins: list[int] = [first, *(_behind(w[0]) for w in waves[1:])]
@@ -40,13 +55,14 @@ def by_divergence(
     layers = Layers(decoder, pieces)
     # What enters the layer a wave begins with; behind the last layer for the head's.
     entering = {first: list(layers.embed())}
-    losses: dict[str, dict[str, float]] = {u.name: {} for u in survey.units}
     for number, (wave, begin) in enumerate(zip(waves, begins, strict=True)):
         later = set(begins[number + 1 :])
         states, streams = _carried(survey, layers, wave, begin, entering, later, passes)
         found = _divergences(survey, layers, wave, states, streams, passes, head)
         for run, loss in zip(wave, found, strict=True):
-            losses[run.unit.name][run.key] = loss
+            losses[run.unit.name, run.key] = loss
+        if kept is not None:
+            kept.record_losses(losses)
         entering = {k: x for k, x in entering.items() if k in later}
     layers.close()
     return losses

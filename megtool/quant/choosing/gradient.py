@@ -16,6 +16,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.taps import places
 from megtool.quant.calibration.pieces import Piece, moved, num_valid, rows_of
+from megtool.quant.choosing.measured import Key, Measured
 from megtool.quant.choosing.survey import Passes, Run, Survey
 from megtool.quant.choosing.units import Unit
 
@@ -38,38 +39,47 @@ class _Seen:
     gradient: list[Tensor]
 
 
-def by_gradient(survey: Survey, progress: Progress) -> dict[str, dict[str, float]]:
+def by_gradient(
+    survey: Survey, progress: Progress, kept: Measured | None = None
+) -> dict[Key, float]:
     """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
 
     With L the tokens' loss that is the divergence to second order, if outputs were independent of
-    each other (the diagonal of the empirical Fisher information).
+    each other (the diagonal of the empirical Fisher information). It goes on behind the last piece
+    that `kept` knows the sums of.
     """
     runs: dict[str, list[Run]] = {}
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
-    sums = {u.name: {r.key: 0.0 for r in runs.get(u.name, ())} for u in survey.units}
+    sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
     small = [p for piece in survey.pieces for p in _small(piece)]
-    tokens = num_valid(small)
+    tokens, done = num_valid(small), 0
+    if kept is not None:
+        known, count = kept.losses()
+        if known.keys() == sums.keys() and count <= len(small):
+            sums, done = known, count
     passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
     # Forward, backward for twice as long, and once more for each format of a unit.
     most = max((len(some) for some in runs.values()), default=0)
     each = 3 * (num_layers + survey.head_passes()) + most * num_layers
-    passes.expect(each * sum(passes.of(p.num_tokens) for p in small))
-    survey.settle(passes)
-    simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
-    for piece in small:
+    passes.expect(each * sum(passes.of(p.num_tokens) for p in small[done:]))
+    if done < len(small):
+        survey.settle(passes)
+        simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
+    for number, piece in enumerate(small[done:], start=done):
         calls = _backward(survey, piece)
         part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
         while calls:
             seen = calls.pop()
             for run in runs.get(seen.unit.name, ()):
                 with simulations[id(run)]:
-                    sums[run.unit.name][run.key] += _damage(seen)
+                    sums[run.unit.name, run.key] += _damage(seen)
             passes(part)
-    return {
-        name: {r.key: r.finite(some[r.key] / tokens) for r in runs.get(name, ())}
-        for name, some in sums.items()
-    }
+        for run in (r for some in runs.values() for r in some):
+            run.finite(sums[run.unit.name, run.key])
+        if kept is not None:
+            kept.record_losses(sums, number + 1)
+    return {key: x / tokens for key, x in sums.items()}
 
 
 def _small(piece: Piece) -> Iterator[Piece]:

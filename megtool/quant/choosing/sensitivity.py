@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,19 +17,22 @@ from megtool.log import Progress, silent
 from megtool.model.batch import Batch
 from megtool.parallel.groups import Groups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
+from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.pieces import Piece, cut, num_valid
 from megtool.quant.calibration.points import Point
 from megtool.quant.choosing.divergence import by_divergence
 from megtool.quant.choosing.gradient import by_gradient
+from megtool.quant.choosing.measured import Measured
 from megtool.quant.choosing.sensitivities import How, Sensitivities
 from megtool.quant.choosing.survey import Survey
 from megtool.quant.choosing.units import list_units
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 
-MOST_TOKENS, SHORT = 256, 128
+MOST_TOKENS, SHORT = 256, 64
 """Divergence takes a run for each unit and format, and some hundred tokens tell which of two is
-larger: of more data, so many are run, in rows cut to `SHORT` and taken from all over it."""
+larger: of more data, so many are run, in rows cut to `SHORT` (where there are enough of them) and
+taken from all over it."""
 
 STATES_BYTES = 1 << 30
 """What the states of all runs that go on together may take."""
@@ -53,6 +58,8 @@ def measure(
     most_tokens: int = MOST_TOKENS,
     memory_bytes: int = STATES_BYTES,
     threads: int | None = None,
+    work: Path | None = None,
+    fingerprint: Fingerprint | None = None,
     progress: Progress = silent,
 ) -> Sensitivities:
     """What each unit would cost in each of its formats.
@@ -60,11 +67,13 @@ def measure(
     Formats are settled as the recipe says, from statistics of all `batches`; divergence is over
     `most_tokens` tokens from all over them. Layers are loaded as they are needed, or with
     `resident` (and for `gradient`, always) all at once. `memory_bytes` bounds the states of runs
-    under way: fewer at a time go over the layers more often.
+    under way: fewer at a time go over the layers more often. `work` is a folder to go on from after
+    a kill, with the same numbers; the `fingerprint` says whose it is.
 
     Raises:
         UsageError: in several processes.
-        CalibrationError: no data, or an activation that is NaN or infinite.
+        CalibrationError: no data, an activation that is NaN or infinite, or work that belongs to
+            another measurement.
         RecipeError: what engines run as one is not left to one choice.
     """
     if groups is not None and groups.world.size > 1:
@@ -74,31 +83,49 @@ def measure(
         )
     units = list_units(decisions, recipe, group_size=group_size)
     how = method_for(recipe)
-    decoder = load(
-        source,
-        groups=groups,
-        dtype=dtype,
-        device=device,
-        on_demand=not resident and how == "kl_div",
-        threads=threads,
-    )
-    pieces = cut(batches, decoder.config)
-    with CanonicalWeights(source) as weights:
-        survey = Survey(decoder, units, decisions, recipe, points, weights, pieces)
+    kept = None
+    with contextlib.ExitStack() as stack:
+        if work is not None and fingerprint is not None:
+            settings = {
+                "dtype": str(dtype),
+                "device": torch.device(device).type,
+                "method": how,
+                "tokens": [most_tokens, SHORT],
+                "rows": [list(b.shape) for b in batches],
+            }
+            kept = Measured(work, fingerprint=fingerprint, units=units, settings=settings)
+            stack.enter_context(kept.work.claim())
+        decoder = load(
+            source,
+            groups=groups,
+            dtype=dtype,
+            device=device,
+            on_demand=not resident and how == "kl_div",
+            threads=threads,
+        )
+        pieces = cut(batches, decoder.config)
+        weights = stack.enter_context(CanonicalWeights(source))
+        survey = Survey(decoder, units, decisions, recipe, points, weights, pieces, kept)
         if how == "gradient":
-            losses, tokens = by_gradient(survey, progress), num_valid(pieces)
+            found, tokens = by_gradient(survey, progress, kept), num_valid(pieces)
         else:
             some = spread(pieces, most_tokens)
-            losses, tokens = by_divergence(survey, some, memory_bytes, progress), num_valid(some)
+            found = by_divergence(survey, some, memory_bytes, progress, kept)
+            tokens = num_valid(some)
+        if kept is not None:
+            kept.forget_settled(range(decoder.config.num_layers + 1))
+    losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
+    for run in survey.runs():
+        losses[run.unit.name][run.key] = found[run.unit.name, run.key]
     return Sensitivities(method=how, num_tokens=tokens, losses=losses)
 
 
 def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """About so many tokens: short rows, as far apart as they can be."""
+    """About so many tokens: short rows, as far apart as they can be, longer ones of few."""
     rows = [(piece, row) for piece in pieces for row in range(piece.batch.shape[0])]
     width = max(piece.batch.shape[1] for piece in pieces)
     if not any(_is_padded_left(p.batch) for p in pieces):
-        width = min(SHORT, width)
+        width = min(max(SHORT, -(-most // len(rows))), width)
     num_rows = min(len(rows), max(-(-most // width), 1))
     taken: dict[int, tuple[Piece, list[int]]] = {}
     for number in range(num_rows):

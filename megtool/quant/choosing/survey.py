@@ -6,18 +6,21 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from megtool.errors import CalibrationError
 from megtool.log import Progress
 from megtool.model.decoder import Decoder
+from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.layers import Layers, one_batch
 from megtool.quant.calibration.pieces import Piece
 from megtool.quant.calibration.points import Point
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.choosing.measured import Measured
 from megtool.quant.choosing.units import Unit, key_of
 from megtool.quant.needs import needs
 from megtool.quant.recipes.formats import Format
@@ -88,10 +91,11 @@ class Survey:
         points: Sequence[Point],
         weights: CanonicalWeights,
         pieces: Sequence[Piece],
+        kept: Measured | None = None,
     ) -> None:
         self.decoder, self.units, self.pieces = decoder, units, pieces
         self._decisions = {d.module.name: d for d in decisions}
-        self._recipe, self._weights = recipe, weights
+        self._recipe, self._weights, self._kept = recipe, weights, kept
         self._points: dict[str, list[Point]] = defaultdict(list)
         owner = {m: u.name for u in units for m in u.modules}
         for point in points:
@@ -121,9 +125,16 @@ class Survey:
         return 2 * config.vocab_size * config.hidden_size / max(each, 1)
 
     def settle(self, passes: Passes) -> None:
-        """Run all pieces through the model as it is, and settle every unit in every format."""
-        settling = SETTLING * sum(passes.of(p.num_tokens) for p in self.pieces)
-        passes.expect(settling * len(self.decoder.stage.layers))
+        """Run all pieces through the model as it is, and settle every unit in every format.
+
+        It goes on behind the last layer that an earlier run has kept.
+        """
+        numbers: list[int | None] = [*self.decoder.stage.layers]
+        if any(u.layer is None for u in self.units):
+            numbers.append(None)
+        done = self._finished(numbers)
+        if done == len(numbers):
+            return
         points = [p for u in self.units for p in self._points[u.name]]
         asked = {p.name: self._asked(p) for p in points}
         recorder = Recorder(
@@ -133,22 +144,57 @@ class Survey:
             sample={n for n, (_, sample) in asked.items() if sample},
         )
         layers = Layers(self.decoder, self.pieces)
-        states = list(layers.embed())
-        for layer in self.decoder.stage.layers:
-            recorder.start(layer)
-            for i, piece in enumerate(layers.pieces):
-                recorder.see(one_batch(piece), first_sample=piece.first)
-                states[i] = layers.run(layer, i, states[i])
-                passes(SETTLING * passes.of(piece.num_tokens))
-            self._settle_layer(layer, recorder.take())
-        if any(u.layer is None for u in self.units):
-            recorder.start(None)
-            with torch.inference_mode():
+        states = Activations(
+            [p.num_tokens for p in layers.pieces],
+            self.decoder.config.hidden_size,
+            dtype=self.decoder.dtype,
+            device=self.decoder.groups.device,
+        )
+        try:
+            begin = self._enter(done, layers, states)
+            rest = [n for n in numbers[begin:] if n is not None]
+            passes.expect(SETTLING * len(rest) * sum(passes.of(p.num_tokens) for p in self.pieces))
+            for number, layer in enumerate(numbers[begin:], start=begin):
+                recorder.start(layer)
+                states.begin(self._entering(number + 1))
                 for i, piece in enumerate(layers.pieces):
                     recorder.see(one_batch(piece), first_sample=piece.first)
-                    self.decoder.logits(self.decoder.finish(states[i]))
-            self._settle_layer(None, recorder.take())
-        layers.release()
+                    x_TH = states.get(i)
+                    if layer is None:
+                        with torch.inference_mode():
+                            self.decoder.logits(self.decoder.finish(x_TH))
+                            states.put(i, x_TH)
+                        continue
+                    states.put(i, layers.run(layer, i, x_TH))
+                    passes(SETTLING * passes.of(piece.num_tokens))
+                states.end(self._entering(number + 1))
+                self._settle_layer(number, layer, recorder.take())
+            if self._kept is not None:
+                self._kept.work.forget(len(numbers), 0)
+        finally:
+            states.close()
+            layers.release()
+
+    def _finished(self, numbers: Sequence[int | None]) -> int:
+        """How many layers (and the head) are settled, from the first on; they are taken over."""
+        for number in range(len(numbers)):
+            found = None if self._kept is None else self._kept.settled(number)
+            if found is None:
+                return number
+            self.settled |= found
+        return len(numbers)
+
+    def _enter(self, done: int, layers: Layers, states: Activations) -> int:
+        """Have what enters the next layer; the layer that is begun with, 0 where nothing has."""
+        path = self._entering(done)
+        if done and path is not None and states.load(path):
+            return done
+        for i, x_TH in enumerate(layers.embed()):
+            states.put(i, x_TH)
+        return 0
+
+    def _entering(self, number: int) -> Path | None:
+        return None if self._kept is None else self._kept.work.entering(number, 0)
 
     def _asked(self, point: Point) -> tuple[bool, bool]:
         unit = next(u for u in self.units if point.modules[0] in u.modules)
@@ -156,11 +202,20 @@ class Survey:
         found = [needs(self._recipe, replace(decision, format=f)) for f in unit.formats]
         return any(n.gram for n in found), any(n.sample for n in found)
 
-    def _settle_layer(self, layer: int | None, statistics: Mapping[str, Statistics]) -> None:
-        for unit in (u for u in self.units if u.layer == layer):
-            for found in unit.formats:
-                key = unit.name, key_of(found, self._recipe)
-                self.settled[key] = self._settle(unit, found, statistics)
+    def _settle_layer(
+        self, number: int, layer: int | None, statistics: Mapping[str, Statistics]
+    ) -> None:
+        some = {
+            (unit.name, key_of(found, self._recipe)): self._settle(unit, found, statistics)
+            for unit in self.units
+            if unit.layer == layer
+            for found in unit.formats
+        }
+        if self._kept is not None:
+            self._kept.record_settled(number, some)
+            self._kept.work.forget(number, 0)
+            some = self._kept.settled(number) or some  # large arrays stay on disk
+        self.settled |= some
 
     def _settle(
         self, unit: Unit, found: Format, statistics: Mapping[str, Statistics]

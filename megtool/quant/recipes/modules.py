@@ -255,6 +255,11 @@ def in_blocks(module: Module) -> bool:
     return "expert" in module.roles and bool(names) and not _OWN_TENSOR.search(names[0])
 
 
+def is_turned(module: Module) -> bool:
+    """Queries or keys: rotation pairs their rows, and engines may hold the pairs otherwise."""
+    return "qkv" in module.roles and module.name.endswith((".q", ".k"))
+
+
 def fused_with(module: Module) -> str:
     """What engines run as one with this module: siblings have the same answer."""
     parent, _, last = module.name.rpartition(".")

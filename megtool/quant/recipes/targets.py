@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megtool.errors import UsageError
+from megtool.quant.recipes.family_targets import check_family, rotary_fault, turns_rows
 from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SMOOTHING, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with, in_blocks
@@ -252,9 +253,17 @@ def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def check_target(
-    target: Target, recipe: Recipe, decisions: Sequence[Decision], problems: Problems
+    target: Target,
+    recipe: Recipe,
+    decisions: Sequence[Decision],
+    problems: Problems,
+    *,
+    architecture: str = "",
 ) -> None:
-    """Add to `problems` all that the engine cannot run."""
+    """Add to `problems` all that the engine cannot run.
+
+    `architecture` is the model's class as config.json will name it; "" where it is not known.
+    """
     used: dict[str, list[Decision]] = defaultdict(list)
     caches: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
@@ -263,7 +272,8 @@ def check_target(
                 caches[d.format.kv_algo if d.format else ""].append(d)
         elif d.format is not None:
             algos = _algos(d.format, recipe.formats)
-            if d.format.choose and any(permitted(target, (), algos)):
+            turned = turns_rows(target, architecture)
+            if d.format.choose and any(permitted(target, (), algos, turned=turned)):
                 continue  # what does not suit is not chosen
             for algo in algos:
                 used[algo].append(d)
@@ -296,18 +306,26 @@ def check_target(
         problems.add(
             0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {told}"
         )
+    check_family(target, architecture, decisions, used, problems)
     _check_siblings(target, decisions, problems)
 
 
 def permitted(
-    target: Target, fixed: Collection[str], algos: Collection[str], *, experts: bool = False
+    target: Target,
+    fixed: Collection[str],
+    algos: Collection[str],
+    *,
+    experts: bool = False,
+    turned: bool = False,
 ) -> list[frozenset[str]]:
     """Sets of `algos`, none within another, any of which a model may use beside the `fixed` ones.
 
-    `experts` says that a mixture's experts would have them too. At least one set, which is empty
-    where the engine loads none of them.
+    `experts` says that a mixture's experts would have them too, `turned` that queries and keys
+    would, of a model whose rows the engine turns. At least one set, which is empty where the engine
+    loads none of them.
     """
     loads = {a for s in target.lines("linear") if not (s.dense and experts) for a in s.algos}
+    loads -= {a for a in loads if turned and rotary_fault(target, a)}
     mixes = {a for s in target.lines("mixed") for a in s.algos}
     sets = [{a} for a in algos if a in loads and set(fixed) <= {a}]
     if set(fixed) <= mixes:

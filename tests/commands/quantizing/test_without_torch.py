@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megtool.commands.quantize import quantize
+from tests.commands.quantizing import family_models
 from tests.commands.tiny_llama import contents
 from tests.quant import tiny_models
 
@@ -22,10 +23,25 @@ sys.exit("torch" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("recipe", ["fp8_per_channel", "fp8_block128", "int8_weight_only", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8_per_channel",
+        "fp8_block128",
+        "int8_weight_only",
+        "int4_weight_only",
+        "mxfp8",
+        "mxfp4",
+        "mxfp4_experts",
+    ],
+)
 def test_the_same_bytes(tmp_path: Path, recipe: str) -> None:
     assert torch.float8_e4m3fn  # loaded here
-    source = tiny_models.llama(tmp_path / "source", num_hidden_layers=2)
+    if recipe == "mxfp4_experts":
+        pytest.importorskip("transformers")
+        source = family_models.save("gpt_oss", tmp_path / "source")
+    else:
+        source = tiny_models.llama(tmp_path / "source", num_hidden_layers=2)
     quantize(source, tmp_path / "with", recipe=recipe, fsync=False)
     told = [str(source), str(tmp_path / "without"), recipe]
     done = subprocess.run([sys.executable, "-c", ALONE, *told], capture_output=True, text=True)

@@ -25,6 +25,7 @@ from megtool.quant.choosing.sensitivities import Sensitivities
 from megtool.quant.choosing.sensitivity import measure, spread
 from megtool.quant.choosing.units import key_of, list_units
 from megtool.quant.recipes.dialects import recipe_from
+from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import match
 from megtool.quant.recipes.rules import Problems
 from megtool.quant.recipes.targets import read_target
@@ -237,9 +238,10 @@ def test_few_tokens_are_taken_from_all_over_the_data() -> None:
 
     pieces = [piece(0, 4, 200), piece(4, 4, 200)]
     some = spread(pieces, 256)
-    assert [p.batch.shape for p in some] == [(1, 128), (1, 128)]
-    assert torch.equal(some[1].batch.tokens_BS, pieces[1].batch.tokens_BS[:1, :128])
-    assert [p.batch.shape for p in spread(pieces, 10**6)] == [(4, 128), (4, 128)]
+    assert [p.batch.shape for p in some] == [(2, 64), (2, 64)]
+    assert torch.equal(some[1].batch.tokens_BS, pieces[1].batch.tokens_BS[::2, :64])
+    assert [p.batch.shape for p in spread(pieces, 10**6)] == [(4, 200), (4, 200)]
+    assert [p.batch.shape for p in spread([piece(0, 2, 200)], 256)] == [(2, 128)], "of few, more"
     left = torch.ones(4, 200, dtype=torch.bool)
     left[:, :150] = False
     (whole,) = spread([piece(0, 4, 200, valid_BS=left)], 256)
@@ -345,6 +347,10 @@ def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivitie
     assert len(labels("sglang", 8.2)) == 1
     choice = chosen(decided, sensitivities, bits=6, target=read_target("sglang"))
     assert choice.notes == ("FP8 left out: sglang does not mix them",)
+    turned = {"target": read_target("sglang"), "architecture": "Llama4ForCausalLM"}
+    choice = chosen(decided, sensitivities, bits=9, **turned)
+    assert {u.label for u in choice.units} <= {"FP8", "keep"}
+    assert choice.notes == ("NVFP4 left out: sglang does not load them",)
     fixed = tuple(
         replace(d, format=decided.recipe.formats["fp8"], choices=())
         if d.module.name.startswith("layers.0.mlp.") and d.module.kind == "linear"
@@ -353,6 +359,18 @@ def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivitie
     )
     found = choose(fixed, decided.recipe, sensitivities, bits=12, target=read_target("vllm@0.19.0"))
     assert {u.label for u in found.units} <= {"FP8", "keep"}
+
+
+def test_a_cache_is_not_left_alone(decided: Decided, sensitivities: Sensitivities) -> None:
+    cache = Format(name="kv", kv_algo="FP8")
+    cached = tuple(
+        replace(d, format=cache) if d.module.kind == "kv_cache" else d
+        for d in decided.matched.decisions
+    )
+    given = (cached, decided.recipe, sensitivities)
+    assert any(d.format is None for d in choose(*given, bits=16).decisions)
+    with pytest.raises(UsageError, match="nothing but the KV cache is quantised"):
+        choose(*given, bits=16, target=read_target("vllm"))
 
 
 def test_a_budget_that_nothing_meets(decided: Decided, sensitivities: Sensitivities) -> None:

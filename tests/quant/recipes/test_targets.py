@@ -16,7 +16,7 @@ from megtool.quant.recipes.formats import FORMATS, KV_BITS
 from megtool.quant.recipes.match import match
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.targets import TABLE, check_target, read_target
+from megtool.quant.recipes.targets import TABLE, check_target, permitted, read_target
 from tests.quant import tiny_models
 
 
@@ -36,7 +36,7 @@ def test_the_table_names_known_formats_and_a_source_each() -> None:
         ("mixed_nvfp4_fp8", "trtllm"),
         ("auto_nvfp4_fp8", "vllm@main"),
         ("auto_nvfp4_fp8", "vllm@0.19.0"),  # mixes nothing, so one format is chosen beside keep
-        ("kv_nvfp4", "trtllm@1.3.0rc27"),
+        ("fp8_kv_fp8", "trtllm@1.3.0rc27"),
         ("int4_awq", "trtllm"),
         ("nvfp4", "sglang"),
     ],
@@ -54,12 +54,70 @@ def test_engines_that_can(recipe: str, target: str, llama: Path) -> None:
         ("mixed_nvfp4_fp8", "sglang", "it mixes no formats"),
         ("kv_nvfp4", "vllm@0.16.0", "no KV cache in NVFP4"),
         ("mxfp4", "trtllm", "trtllm does not load MXFP4"),
+        ("kv_fp8", "vllm", "tell the engine --kv-cache-dtype fp8"),
+        ("kv_fp8", "sglang", "nothing but the KV cache is quantised"),
+        ("kv_nvfp4", "trtllm@1.3.0rc27", "Pre-quantized checkpoint must have quant_algo"),
     ],
 )
 def test_engines_that_cannot(recipe: str, target: str, told: str, llama: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         explain_recipe(llama, recipe, target=target)
     assert told in str(caught.value)
+
+
+ROWS, BLOCKS = "stay where they are", "scales of blocks of rows, which cannot change places"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "told"),
+    [
+        ("fp8_block128", "vllm", BLOCKS),
+        ("nvfp4", "sglang", ROWS),
+        ("nvfp4_awq", "sglang", ROWS),
+        ("fp8_per_channel", "vllm@0.15.0", "stay where they are before 0.16.0"),
+        ("fp8_per_channel", "vllm", ""),
+        ("nvfp4", "vllm@0.15.0", ""),
+        ("fp8", "sglang", ""),
+    ],
+)
+def test_scales_of_heads_that_are_turned(recipe: str, target: str, told: str, moe: Path) -> None:
+    """The fact that lint's rule `llama4-rotary` goes by, before any work."""
+    modules, problems = tiny_models.modules(moe), Problems("x")
+    loaded = load_recipe(recipe)
+    decisions = match(loaded, modules, Problems("x")).decisions
+    engine = read_target(target)
+    check_target(engine, loaded, decisions, problems, architecture="LlamaForCausalLM")
+    assert problems.found == []
+    check_target(engine, loaded, decisions, problems, architecture="Llama4ForCausalLM")
+    assert len(problems.found) == bool(told)
+    assert not told or told in problems.found[0][1]
+
+
+def test_turned_heads_limit_a_choice() -> None:
+    sglang, both = read_target("sglang"), ("FP8", "NVFP4")
+    assert permitted(sglang, (), both) == [{"FP8"}, {"NVFP4"}]
+    assert permitted(sglang, (), both, turned=True) == [{"FP8"}]
+
+
+def test_a_model_that_is_not_on_the_engines_list(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.commands.quantizing import family_models
+
+    source = family_models.save("gpt2", tmp_path / "gpt2")
+    report = explain_recipe(source, "fp8", target="trtllm")
+    assert report.doubt.startswith("GPT2LMHeadModel is not on the list of supported models")
+    assert "target      trtllm loads these formats, but GPT2" in "\n".join(report.lines())
+    assert explain_recipe(source, "fp8", target="vllm").doubt == ""
+
+
+def test_llama_4_is_known_by_its_class(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.commands.quantizing import family_models
+
+    source = family_models.save("llama4", tmp_path / "llama4")
+    with pytest.raises(RecipeError, match="turns the rows of Llama4ForCausalLM"):
+        explain_recipe(source, "nvfp4_awq", target="sglang")
+    explain_recipe(source, "fp8", target="sglang")
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "trtllm"])
@@ -125,7 +183,7 @@ def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
         shape=(256,),
         num_bytes=512,
     )
-    recipe, problems = load_recipe("kv_fp8"), Problems("x")
+    recipe, problems = load_recipe("fp8_kv_fp8"), Problems("x")
     matched = match(recipe, (*tiny_models.modules(llama), draft), problems)
     assert matched.decisions[-1].label == "keep"
     check_target(read_target("vllm"), recipe, matched.decisions, problems)

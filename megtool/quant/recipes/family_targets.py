@@ -1,0 +1,155 @@
+"""Family targets: what engines make of some models, and of a KV cache that is quantised alone.
+
+`quant.recipes.targets` asks it before any work, `export.lint` of a folder that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import is_turned
+from megtool.quant.recipes.rules import Problems
+
+ROTARY_SOURCES: Mapping[str, str] = {
+    "vllm": "https://github.com/vllm-project/vllm/pull/34243",
+    "sglang": "https://github.com/sgl-project/sglang/pull/35032",
+}
+"""Engines that turn rows of q and k of Llama 4 while they load them, and where it is told."""
+
+ROTARY_HINT = "keep q, k and v of attention, or take fp8"
+
+_SCALES_TURNED = "0.16.0"
+"""The first release of vLLM that turns scales with the rows they are of (pull request 34243)."""
+
+CACHE_ALONE: Mapping[str, str] = {
+    "vllm": "Missing 'quant_algo' in quantization config (vllm modelopt.py at 00155cde)",
+    "sglang": "Cannot find 'quant_algo' (sglang modelopt_quant.py at faeb9685)",
+    "trtllm": "Pre-quantized checkpoint must have quant_algo (llmapi/llm_utils.py at 0066b2a5)",
+}
+"""What an engine's loader of ModelOpt's folders says where the KV cache alone is quantised.
+
+ModelOpt itself writes such folders (0.47: `quant_algo` null beside `kv_cache_quant_algo`)."""
+
+_OWN_CACHE: Mapping[str, str] = {
+    "vllm": "--kv-cache-dtype fp8",
+    "sglang": "--kv-cache-dtype fp8_e4m3",
+    "trtllm": "kv_cache_config dtype: fp8",
+}
+"""How an engine is told to keep the cache of an unquantised model in FP8, with a scale of 1."""
+
+LISTED: Mapping[str, tuple[str, ...]] = {
+    "trtllm": (
+        "BertForSequenceClassification",
+        "DeciLMForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "MllamaForConditionalGeneration",
+        "NemotronForCausalLM",
+        "NemotronHForCausalLM",
+        "NemotronNASForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+    ),
+}
+"""Architectures on an engine's list of supported models; engines not named here run others too
+(vLLM and SGLang through transformers)."""
+
+
+class Release(Protocol):
+    """An engine at a version, as `quant.recipes.targets.Target` has it."""
+
+    @property
+    def engine(self) -> str:
+        """Which engine."""
+
+    @property
+    def name(self) -> str:
+        """The engine with its version."""
+
+    def has(self, since: str) -> bool:
+        """Whether this is version `since` or a later one."""
+
+
+def turns_rows(release: Release, architecture: str) -> bool:
+    """The engine turns rows of q and k of such a model while it loads them."""
+    return release.engine in ROTARY_SOURCES and architecture.startswith("Llama4")
+
+
+def rotary_fault(release: Release, algo: str) -> str:
+    """Why codes of a format do not stand it that rows are turned ("": they do)."""
+    if algo == "FP8":  # one scale a tensor
+        return ""
+    if algo == "FP8_PB_WO":
+        return "has scales of blocks of rows, which cannot change places"
+    if release.engine == "sglang":
+        return "has scales of rows, which stay where they are"
+    if not release.has(_SCALES_TURNED) and algo not in ("NVFP4", "W4A16_NVFP4"):
+        return f"has scales of rows, which stay where they are before {_SCALES_TURNED}"
+    return ""
+
+
+def check_family(
+    release: Release,
+    architecture: str,
+    decisions: Sequence[Decision],
+    used: Mapping[str, Sequence[Decision]],
+    problems: Problems,
+) -> None:
+    """Add to `problems` what the engine makes of this model, or of its KV cache alone.
+
+    `used` are the decisions about weights by the format they get.
+    """
+    if told := cache_alone(release.engine, decisions):
+        line = next((d.format.line for d in decisions if d.format), 0)
+        problems.add(line, f"{release.name} {told}", cache_alone_hint(release.engine))
+    for algo, some in used.items() if turns_rows(release, architecture) else ():
+        turned = [d for d in some if is_turned(d.module)]
+        if turned and (fault := rotary_fault(release, algo)):
+            told = f"{turned[0].module.name} ({algo}) {fault} while {release.name} turns the rows"
+            hint = f"{ROTARY_HINT}; see {ROTARY_SOURCES[release.engine]}"
+            line = turned[0].format.line if turned[0].format else 0
+            problems.add(line, f"{told} of {architecture}: the output would be wrong", hint)
+
+
+def cache_alone(engine: str, decisions: Sequence[Decision]) -> str:
+    """What an engine makes of a model of which only the KV cache is quantised ("": more is)."""
+    formats = [d.format for d in decisions if d.format]
+    if not formats or not all(f.kv_algo for f in formats):
+        return ""
+    told = "loads no folder in which nothing but the KV cache is quantised"
+    return f"{told}: {CACHE_ALONE[engine]}"
+
+
+def cache_alone_hint(engine: str) -> str:
+    """What to do instead of quantising the KV cache alone, for an engine."""
+    return (
+        "give weights a format too (fp8_kv_fp8), or leave all as it is and tell the engine "
+        + _OWN_CACHE[engine]
+    )
+
+
+def is_unlisted(engine: str, architectures: Collection[str]) -> bool:
+    """The engine has a list of models it supports, and none of these is on it."""
+    listed = LISTED.get(engine)
+    return listed is not None and bool(architectures) and not set(architectures) & set(listed)
+
+
+UNLISTED = "is not on the list of supported models"
+UNLISTED_HINT = "look at the engine's own list for your version"
