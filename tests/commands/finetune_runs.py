@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,24 @@ def tune(model: Path | str, folder: Path | str, data: Path | str, **more: Any) -
     report = finetune(model, folder, data=[str(data)], **options)
     assert isinstance(report, FinetuneReport)
     return report
+
+
+def kill_and_go_on(
+    model: Path, data: Path, folder: Path, options: list[str], *, steps: int, lines: int
+) -> None:
+    """The same command in `ref`, and in `out`, where it is killed after some lines of its log and
+    then given again."""
+    command = [sys.executable, "-m", "megtool", "finetune", str(model)]
+    options = [*options, "--data", str(data), "--seq-length", "32", "--train-iters", str(steps)]
+    options += ["--lr", "1e-3", "--global-batch-size", "2", "--save-interval", "5"]
+    options += ["--threads", "1", "-q"]
+    subprocess.run([*command, folder / "ref", *options], check=True)
+    with subprocess.Popen([*command, folder / "out", *options]) as run:
+        while len(read_log(folder / "out/log.jsonl")) < lines and run.poll() is None:
+            time.sleep(0.002)
+        os.kill(run.pid, signal.SIGKILL)
+    assert run.returncode == -signal.SIGKILL
+    subprocess.run([*command, folder / "out", *options], check=True)
 
 
 def curve(folder: Path) -> list[tuple[Any, ...]]:

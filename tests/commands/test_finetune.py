@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +21,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import TEXT, curve, save_lines, tune
+from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, save_lines, tune
 from tests.inference import tiny_text
 
 
@@ -217,16 +212,7 @@ def test_a_loss_turned_nan_keeps_the_last_good_checkpoint(model, data, tmp_path)
 
 @pytest.mark.slow
 def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
-    command = [sys.executable, "-m", "megtool", "finetune", str(model)]
-    options = ["--data", str(data), "--seq-length", "32", "--train-iters", "40", "--lr", "1e-3"]
-    options += ["--global-batch-size", "2", "--save-interval", "5", "--threads", "1", "-q"]
-    options += ["--hold-out", "0.1", "--eval-interval", "10"]
-    subprocess.run([*command, tmp_path / "ref", *options], check=True)
-    with subprocess.Popen([*command, tmp_path / "out", *options]) as run:
-        while len(read_log(tmp_path / "out/log.jsonl")) < 18 and run.poll() is None:
-            time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
-    assert run.returncode == -signal.SIGKILL
-    subprocess.run([*command, tmp_path / "out", *options], check=True)
+    options = ["--hold-out", "0.1", "--eval-interval", "10"]
+    kill_and_go_on(model, data, tmp_path, options, steps=40, lines=18)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,7 @@ import torch
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import curve, save_lines
+from tests.commands.finetune_runs import curve, kill_and_go_on, save_lines
 from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
@@ -115,16 +110,7 @@ def test_ended_runs_of_ranks_go_on_to_the_last_bit(layout, model, data, tmp_path
 
 @pytest.mark.slow
 def test_killed_it_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
-    command = [sys.executable, "-m", "megtool", "finetune", str(model)]
-    options = ["--data", str(data), "--seq-length", "32", "--train-iters", "30", "--lr", "1e-3"]
-    options += ["--global-batch-size", "2", "--save-interval", "5", "--threads", "1", "-q"]
-    options += ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
-    subprocess.run([*command, tmp_path / "ref", *options], check=True)
-    with subprocess.Popen([*command, tmp_path / "out", *options]) as run:
-        while len(read_log(tmp_path / "out/log.jsonl")) < 13 and run.poll() is None:
-            time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
-    assert run.returncode == -signal.SIGKILL
-    subprocess.run([*command, tmp_path / "out", *options], check=True)
+    options = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    kill_and_go_on(model, data, tmp_path, options, steps=30, lines=13)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +19,7 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import TEXT, curve, save_lines
+from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, save_lines
 from tests.commands.finetune_runs import tune as any_run
 from tests.inference import tiny_text
 
@@ -90,17 +85,8 @@ def test_fp16_lora_goes_on(model, data, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_fp16_killed_goes_on_with_the_identical_curve(model, data, tmp_path) -> None:
-    command = [sys.executable, "-m", "megtool", "finetune", str(model)]
-    options = ["--data", str(data), "--seq-length", "32", "--train-iters", "30", "--lr", "1e-3"]
-    options += ["--global-batch-size", "2", "--save-interval", "5", "--threads", "1", "-q"]
-    options += ["--fp16", "--loss-scale-window", "4"]
-    subprocess.run([*command, tmp_path / "ref", *options], check=True)
-    with subprocess.Popen([*command, tmp_path / "out", *options]) as run:
-        while len(read_log(tmp_path / "out/log.jsonl")) < 13 and run.poll() is None:
-            time.sleep(0.002)
-        os.kill(run.pid, signal.SIGKILL)
-    assert run.returncode == -signal.SIGKILL
-    subprocess.run([*command, tmp_path / "out", *options], check=True)
+    options = ["--fp16", "--loss-scale-window", "4"]
+    kill_and_go_on(model, data, tmp_path, options, steps=30, lines=13)
     assert curve(tmp_path / "out") == curve(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
 

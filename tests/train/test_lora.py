@@ -91,19 +91,24 @@ def logits(stages: list[Decoder]) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[0])
 def test_peft_computes_the_same(family, tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", family[2], family[3])
+    same_as_peft(base, tmp_path, SETTINGS)
+
+
+def same_as_peft(base: Path, folder: Path, settings: LoraSettings) -> None:
+    """peft computes what we do with an adapter that we wrote, and so do both when it is merged."""
     peft = pytest.importorskip("peft", reason="the peft package is the oracle")
     transformers = pytest.importorskip("transformers")
-    base = saved(tmp_path / "base", family[2], family[3])
     stages, kind = load(base)
     plain = logits(stages)
-    lora = Lora(stages, SETTINGS, kind, str(base))
+    lora = Lora(stages, settings, kind, str(base))
     assert torch.equal(logits(stages), plain)  # B is zero
     noisy(lora)
     ours = logits(stages)
     assert (ours - plain).abs().max() > 1e-2
-    write(lora, None, tmp_path)
+    write(lora, None, folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / FOLDER).eval()
+    adapted = peft.PeftModel.from_pretrained(theirs, folder / FOLDER).eval()
     with torch.no_grad():
         assert torch.allclose(adapted(TOKENS).logits, ours, atol=1e-5, rtol=1e-5)
     merge(stages)

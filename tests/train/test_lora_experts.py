@@ -13,11 +13,21 @@ from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
-from megtool.model.lora import LoraSettings, merge
+from megtool.model.lora import LoraSettings
 from megtool.parallel.groups import Groups
-from megtool.train.lora import FOLDER, Lora
+from megtool.train.lora import Lora
 from tests.gloo_world import run_world
-from tests.train.test_lora import TOKENS, load, logits, made, noisy, state, step, write
+from tests.train.test_lora import (
+    TOKENS,
+    load,
+    logits,
+    made,
+    noisy,
+    same_as_peft,
+    state,
+    step,
+    write,
+)
 
 pytest.importorskip("transformers")
 
@@ -63,26 +73,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("case", "roles"), [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
 )
 def test_peft_computes_the_same(case, roles, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="the peft package is the oracle")
-    transformers = pytest.importorskip("transformers")
     base = saved(tmp_path / "base", case)
-    stages, kind = load(base)
-    plain = logits(stages)
-    lora = Lora(stages, LoraSettings(rank=4, alpha=6.0, seed=3, roles=roles), kind, str(base))
-    assert torch.equal(logits(stages), plain)  # B is zero
-    noisy(lora)
-    ours = logits(stages)
-    assert (ours - plain).abs().max() > 1e-2
-    write(lora, None, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / FOLDER).eval()
-    with torch.no_grad():
-        assert torch.allclose(adapted(TOKENS).logits, ours, atol=1e-5, rtol=1e-5)
-    merge(stages)
-    assert torch.allclose(logits(stages), ours, atol=1e-6)
-    with torch.no_grad():
-        alone = adapted.merge_and_unload()(TOKENS).logits
-    assert torch.allclose(logits(stages), alone, atol=1e-5, rtol=1e-5)
+    same_as_peft(base, tmp_path, LoraSettings(rank=4, alpha=6.0, seed=3, roles=roles))
 
 
 def test_latents_in_a_cache_see_the_adapter(deepseek: Path) -> None:
