@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +12,8 @@ from torch import Tensor
 from megtool.kernels import norm_triton, transformer_engine
 from megtool.kernels.choice import Chosen, Kernel
 from megtool.kernels.launch import LONGEST_ROW
+
+P = ParamSpec("P")
 
 
 def rms_norm(
@@ -84,23 +89,18 @@ def _layer_norm(
     return F.layer_norm(x.to(kind), x.shape[-1:], scale, shift, eps).to(x.dtype)
 
 
-def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _rms_norm(total, weight, eps, zero_centered).to(x.dtype), total
+def _of_sum(
+    norm: Callable[Concatenate[Tensor, P], Tensor],
+) -> Callable[Concatenate[Tensor, Tensor, P], tuple[Tensor, Tensor]]:
+    """A norm that is given a second addend: torch adds, and the sum is given back too."""
 
+    def run(
+        x: Tensor, residual: Tensor, /, *args: P.args, **more: P.kwargs
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, *args, **more).to(x.dtype), total
 
-def _add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return _layer_norm(total, weight, bias, eps, zero_centered).to(x.dtype), total
+    return run
 
 
 _RMS_NORM = Kernel(
@@ -111,13 +111,13 @@ _LAYER_NORM = Kernel(
 )
 _ADD_RMS_NORM = Kernel(
     "add_rms_norm",
-    _add_rms_norm,
+    _of_sum(_rms_norm),
     triton=norm_triton.add_rms_norm,
-    te=transformer_engine.add_rms_norm,
+    te=_of_sum(transformer_engine.rms_norm),
 )
 _ADD_LAYER_NORM = Kernel(
     "add_layer_norm",
-    _add_layer_norm,
+    _of_sum(_layer_norm),
     triton=norm_triton.add_layer_norm,
-    te=transformer_engine.add_layer_norm,
+    te=_of_sum(transformer_engine.layer_norm),
 )

@@ -115,27 +115,6 @@ def layer_norm(
     return out
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """See `norm.add_rms_norm`; the addition is torch's."""
-    total = x + residual
-    return rms_norm(total, weight, eps, zero_centered).to(x.dtype), total
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """See `norm.add_layer_norm`; the addition is torch's."""
-    total = x + residual
-    return layer_norm(total, weight, bias, eps, zero_centered).to(x.dtype), total
-
-
 def activate(x_TF: Tensor, kind: str, bias: Tensor | None) -> Tensor:
     """See `activation.activate`; `kind` is one of KINDS."""
     x = x_TF if bias is None else x_TF + bias
