@@ -56,11 +56,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Before and after on the held-out text."""
+    """Before and after on the held-out text; `error` is the standard error of the rise of the mean
+    loss (nats), token by token the same before and after."""
 
     before: float
     after: float
     kl: float
+    error: float = 0.0
 
 
 def main() -> None:
@@ -115,9 +117,7 @@ def measure(
         theirs, their_told = peer.score(name, group)
         their_seconds = time.perf_counter() - began
         say(f"{name}: ModelOpt {their_told or shown(theirs)} in {their_seconds:.0f} s")
-    ratio = math.nan
-    if ours and theirs and theirs.after > theirs.before:
-        ratio = (ours.after - ours.before) / (theirs.after - theirs.before)
+    ratio, error = loss_ratio(ours, theirs) if ours and theirs else (math.nan, math.nan)
     table.add(
         f"{name}, groups of {group}" if group else name,
         f"{bits:.2f}" if ours else "",
@@ -127,7 +127,7 @@ def measure(
         f"{theirs.after:.2f}" if theirs else "-",
         f"{theirs.kl:.4f}" if theirs else "",
         f"{their_seconds:.0f}" if theirs else "",
-        f"{ratio:.2f}" if math.isfinite(ratio) else "",
+        f"{ratio:.2f} ± {error:.2f}" if math.isfinite(ratio) else "",
         recipe=name,
         group=group,
         bits=bits if ours else None,
@@ -140,7 +140,21 @@ def measure(
         modelopt_after=theirs.after if theirs else None,
         modelopt_kl=theirs.kl if theirs else None,
         modelopt_seconds=their_seconds if theirs else None,
+        loss_ratio=ratio if math.isfinite(ratio) else None,
+        loss_ratio_error=error if math.isfinite(error) else None,
     )
+
+
+def loss_ratio(ours: Score, theirs: Score) -> tuple[float, float]:
+    """Our rise in perplexity over ModelOpt's, and its standard error: as many tokens say it.
+
+    Both rises are taken to scatter as ModelOpt's does, independently of each other.
+    """
+    rise = theirs.after - theirs.before
+    if rise <= 0:
+        return math.nan, math.nan
+    ratio = (ours.after - ours.before) / rise
+    return ratio, math.hypot(1.0, ratio) * theirs.error * theirs.after / rise
 
 
 def group_for(given: argparse.Namespace, name: str) -> int:
@@ -243,8 +257,11 @@ class Peer:
                 pair = [token_scores(x, labels[some])[0].double() for x in (a, b)]
                 losses.append(torch.stack(pair))
                 kl.append(differences(a, b).kl_T)
-        before, after = torch.cat(losses, 1).mean(1).exp().tolist()
-        return Score(before=before, after=after, kl=float(torch.cat(kl).mean()))
+        both_2N = torch.cat(losses, 1)
+        before, after = both_2N.mean(1).exp().tolist()
+        rise_N = both_2N[1] - both_2N[0]
+        error = float(rise_N.std() / len(rise_N) ** 0.5)
+        return Score(before=before, after=after, kl=float(torch.cat(kl).mean()), error=error)
 
 
 def shown(score: Score | None) -> str:
