@@ -65,6 +65,7 @@ def encode(
     scales: Mapping[str, NDArray[Any]] | None = None,
     style: Style = "modelopt",
     twice: bool = False,
+    room: NDArray[Any] | None = None,
 ) -> dict[str, NDArray[Any]]:
     """The windows of all `parts` (of `megtool.packing.layout.layout`) for the elements `lo:hi`.
 
@@ -72,7 +73,8 @@ def encode(
     holds them; they are not changed. `scales` are windows by role of those scales that are known;
     any other is computed by the rules of `style`, from the box alone. `style` also decides, as in
     its project, MXFP4's ties. Quotients are rounded once; `twice` first rounds them to the type in
-    which torch divides there (`quotient_dtype`), which gives that project's very bytes.
+    which torch divides there (`quotient_dtype`), which gives that project's very bytes. `room` is
+    where codes go, if it has their shape: those of an earlier box that are done with.
 
     Raises:
         FormatError: no such packing, or the elements hold NaN or infinity.
@@ -89,7 +91,9 @@ def encode(
     out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
-    stored = np.empty(window, dtype_of(codes.dtype).view)
+    stored = room
+    if stored is None or stored.shape != window:
+        stored = np.empty(window, dtype_of(codes.dtype).view)
     if not stored.size:
         return {CODES: stored, **out}
     by = _factor(by_role, out)

@@ -23,7 +23,7 @@ def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> 
     (of their shape, any strides)."""
     kind = SMALL[part.dtype]
     if out.flags.c_contiguous:
-        small_codes(scaled, kind, out=out, overwrite=True)
+        small_codes(scaled, kind, out=out)
         return
     room = scratch("codes", out.shape, np.uint8)
-    np.copyto(out, small_codes(scaled, kind, out=room, overwrite=True))
+    np.copyto(out, small_codes(scaled, kind, out=room))

@@ -1,7 +1,7 @@
 """Float32 to small floats and integers: rounded half to even, saturated, exact for every input.
 
 FP8 is torch's own cast, one pass, where torch is loaded, and numpy's arithmetic with the same bits
-where it is not: its import costs as much as half a billion elements. FP4 counts the borders between
+where it is not: its import costs as much as two billion elements. FP4 counts the borders between
 its eight values that a magnitude lies beyond; integers are what adding the power of two whose last
 place is 1 leaves in the low bits.
 """
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from megtool.errors import FormatError
 from megtool.packing.floats import E2M1 as FP4
-from megtool.packing.floats import eight_bit
 from megtool.packing.scratch import CHUNK, scratch
 
 _SERIAL = 1 << 15  # elements up to which torch shares out no work among threads of its own
@@ -50,14 +49,13 @@ def small_codes(
     *,
     half_down: bool = False,
     out: NDArray[np.uint8] | None = None,
-    overwrite: bool = False,
 ) -> NDArray[np.uint8]:
     """The codes of `x` (contiguous), one a byte: to the nearest, ties to even, and what lies beyond
     the largest value (infinity too) to that value.
 
     8-bit types keep the sign of zero and of NaN. FP4 has the sign bit below zero only, as NVIDIA
     ModelOpt and compressed-tensors have it; with `half_down`, its ties are rounded towards zero and
-    zero has the sign bit too. `out` (contiguous) is where codes go; `overwrite` gives `x` up.
+    zero has the sign bit too. `out` (contiguous) is where codes go.
 
     Raises:
         FormatError: NaN, where the type has none.
@@ -71,61 +69,58 @@ def small_codes(
         if kind is E2M1:
             _four_bits(part, into, half_down)
         else:
-            clipped = part if overwrite else scratch("clipped", part.size, np.float32)
-            part.clip(-kind.largest, kind.largest, out=clipped)
             cast = _cast_by_torch if "torch" in sys.modules else cast_by_numpy
-            cast(clipped, kind, into)
+            cast(part, kind, into)
     return out
 
 
 def _cast_by_torch(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
     import torch
 
-    source = torch.from_numpy(x)
     target = torch.from_numpy(out).view(getattr(torch, kind.name))
     for begin in range(0, x.size, _SERIAL):
-        target[begin : begin + _SERIAL].copy_(source[begin : begin + _SERIAL])
+        part = x[begin : begin + _SERIAL]
+        clipped = scratch("clipped", part.size, np.float32)
+        part.clip(-kind.largest, kind.largest, out=clipped)
+        target[begin : begin + _SERIAL].copy_(torch.from_numpy(clipped))
 
 
 def cast_by_numpy(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
-    """Put the codes of an 8-bit type for `x` (`[n]`, clipped to what it can hold) to `out`.
+    """Put the codes of an 8-bit type for `x` (contiguous, `[n]`) to `out`.
 
-    Added to a number whose last place is the type's step at that magnitude, a value is rounded by
-    the processor; what is left has so few bits that the upper half of a float32 holds them all.
+    A magnitude is added to the power of two whose last place is the type's step there: the
+    processor rounds it, and the low bits of the sum are how many steps it is. The exponent above
+    them says how many codes come before.
     """
-    table = _codes_by_upper_half(kind.name)
+    places = 23 - kind.mantissa
+    spare = np.float32(kind.largest * (1 + 2.0 ** -(kind.mantissa + 2)))  # rounded down to that
+    low, high = (np.float32(v).view(np.uint32) for v in (kind.smallest, kind.largest))
+    before = np.uint8((((int(low) >> 23) + places) << kind.mantissa) & 0xFF)
     for begin in range(0, x.size, _SERIAL):
-        part = x[begin : begin + _SERIAL]
-        step = scratch("step", part.size, np.uint32)
-        np.bitwise_and(part.view(np.uint32), np.uint32(0x7F800000), out=step)
-        power = step.view(np.float32)
-        np.maximum(power, np.float32(kind.smallest), out=power)
-        # Half as much again, so that sums with values below zero have the same last place.
-        np.multiply(power, np.float32(1.5 * 2.0 ** (23 - kind.mantissa)), out=power)
-        value = scratch("rounded", part.size, np.float32)
-        with np.errstate(invalid="ignore"):  # NaN's power is infinite
-            np.add(part, power, out=value)
-            np.subtract(value, power, out=value)
-        np.copysign(value, part, out=value)  # of what became zero, too
-        upper = value.view(np.uint16)[_UPPER::2]
-        np.take(table, upper, out=out[begin : begin + _SERIAL], mode="clip")
-
-
-_UPPER = 1 if sys.byteorder == "little" else 0
-
-
-@functools.cache
-def _codes_by_upper_half(name: str) -> NDArray[np.uint8]:
-    """The codes of an 8-bit type by the upper 16 bits of the float32 of the same value; NaN of
-    either sign has the largest magnitude's bits."""
-    codes = np.arange(256, dtype=np.uint8)
-    values = eight_bit(name)
-    upper = (values.view(np.uint32) >> 16).astype(np.uint16)
-    out = np.zeros(1 << 16, np.uint8)
-    finite = np.isfinite(values)
-    out[upper[finite]] = codes[finite]
-    out[0x7F81:0x8000], out[0xFF81:] = 0x7F, 0xFF
-    return out
+        part, codes = x[begin : begin + _SERIAL], out[begin : begin + _SERIAL]
+        size = scratch("size", part.size, np.float32)
+        power = scratch("power", part.size, np.float32)
+        more = scratch("more", part.size, np.uint8)
+        bits, steps = size.view(np.uint32), power.view(np.uint32)
+        np.bitwise_and(part.view(np.uint32), np.uint32(0x7FFFFFFF), out=bits)
+        beyond = bits.max() > spare.view(np.uint32)
+        is_nan = np.isnan(size) if beyond else None
+        if beyond:
+            np.fmin(size, np.float32(kind.largest), out=size)
+        np.bitwise_and(bits, np.uint32(0x7F800000), out=steps)
+        steps.clip(low, high, out=steps)
+        np.add(steps, np.uint32(places << 23), out=steps)
+        np.add(size, power, out=size)
+        np.copyto(codes, bits, casting="unsafe")
+        np.right_shift(bits, np.uint32(places), out=bits)
+        np.copyto(more, bits, casting="unsafe")
+        np.add(codes, more, out=codes)
+        np.subtract(codes, before, out=codes)
+        np.signbit(part, out=more.view(np.bool_))
+        np.multiply(more, np.uint8(0x80), out=more)  # a shift is slower by far
+        np.add(codes, more, out=codes)
+        if is_nan is not None:
+            codes[is_nan] |= np.uint8(0x7F)
 
 
 @functools.cache

@@ -19,6 +19,10 @@ CHUNK = 1 << 18
 the turns that threads take in Python between them."""
 
 
+_LINE, _PAGE = 64, 4096
+_STAGGER = 9 * _LINE
+
+
 class _Rooms(threading.local):
     def __init__(self) -> None:
         self.by_use: dict[str, NDArray[np.uint8]] = {}
@@ -36,8 +40,20 @@ def scratch(use: str, shape: Index | int, dtype: DTypeLike) -> NDArray[Any]:
         size *= n
     held = _rooms.by_use.get(use)
     if held is None or held.size < size:
-        held = _rooms.by_use[use] = np.empty(size, np.uint8)
+        held = _rooms.by_use[use] = _apart(size, len(_rooms.by_use))
     return held[:size].view(kind).reshape(shape)
+
+
+def _apart(size: int, number: int) -> NDArray[np.uint8]:
+    """Memory that begins on a line of the cache, and at a line of its page that is no other's.
+
+    As arrays come, all large ones begin at the same place of a page and beside a line: then every
+    wide load takes two lines, and one from an array is taken for what was just stored to another.
+    """
+    raw = np.empty(size + _PAGE + _LINE, np.uint8)
+    first = -raw.ctypes.data % _LINE
+    first += (number * _STAGGER - raw.ctypes.data - first) % _PAGE
+    return raw[first : first + size]
 
 
 _INDICES = 1 << 16  # as `take` wants them, of eight bytes each

@@ -229,3 +229,18 @@ def test_nan_is_seen_among_either_sign() -> None:
     known = {SCALE: np.full(parts[1].shape, 127, np.uint8)}
     found = encode("mxfp8:32", parts, x, "bfloat16", (0, 0), x.shape, scales=known)
     assert found[CODES][1, 5] == 0xFF
+
+
+@pytest.mark.parametrize("packing", ["fp8:channel", "int4rows:32", "mxfp8:32", "mxfp4:32"])
+def test_codes_go_where_earlier_ones_were(packing: str) -> None:
+    rng = np.random.default_rng(7)
+    first, second, wider = (rng.standard_normal((8, n)).astype(np.float32) for n in (64, 64, 96))
+    parts = layout(packing, first.shape)
+    room = encode(packing, parts, first, "float32", (0, 0), first.shape)[CODES]
+    want = encode(packing, parts, second, "float32", (0, 0), second.shape)[CODES]
+    found = encode(packing, parts, second, "float32", (0, 0), second.shape, room=room)[CODES]
+    assert found is room
+    np.testing.assert_array_equal(found, want)
+    parts = layout(packing, wider.shape)
+    other = encode(packing, parts, wider, "float32", (0, 0), wider.shape, room=room)[CODES]
+    assert not np.shares_memory(other, room)

@@ -127,7 +127,7 @@ class Traffic:
 
     def _shifted(self, lo: Index, memory: Array) -> list[tuple[Block | Rows, int, int]]:
         """The blocks under a tile, with their files and what to add to their offsets."""
-        if memory is not self._memory or not self._follows(lo, memory.shape):
+        if not self._is_held(memory) or not self._follows(lo, memory.shape):
             self._work_out(lo, memory)
         shifts = [0] * len(self._parts)
         for d, (a, b) in enumerate(zip(lo, self._lo, strict=True)):
@@ -135,6 +135,14 @@ class Traffic:
                 shifts = [s + (a - b) * p.step[d] for s, p in zip(shifts, self._parts, strict=True)]
         pairs = zip(self._parts, shifts, strict=True)
         return [(block, p.fd, shift) for p, shift in pairs for block in p.blocks]
+
+    def _is_held(self, memory: Array) -> bool:
+        """Whether an array is what the blocks were worked out for, or another view of just that."""
+        held = self._memory
+        if held is None or memory is held:
+            return held is not None
+        facts = memory.__array_interface__, held.__array_interface__
+        return all(facts[0][k] == facts[1][k] for k in ("data", "shape", "strides", "typestr"))
 
     def _follows(self, lo: Index, shape: Index) -> bool:
         return all(

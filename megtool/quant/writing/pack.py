@@ -172,7 +172,7 @@ class Packed:
         values = read(begin * width, stop * width).reshape(stop - begin, width)
         step = _columns_of(weight, stop - begin, tile_bytes)
         if step >= width:
-            return known.encoded(values, (begin, 0), (stop, width))
+            return known.encoded(values, (begin, 0), (stop, width), again=True)
         made: dict[str, list[NDArray[Any]]] = defaultdict(list)
         for left in range(0, width, step):
             right = min(left + step, width)
@@ -203,20 +203,37 @@ class _Known:
         self._columns = treatment.columns
         if self._columns is not None:
             self._columns = self._columns.astype(np.float32)
+        self._room: NDArray[Any] | None = None
 
-    def encoded(self, values: Array, lo: Index, hi: Index) -> dict[str, NDArray[Any]]:
-        """The windows of a box."""
+    def encoded(
+        self, values: Array, lo: Index, hi: Index, *, again: bool = False
+    ) -> dict[str, NDArray[Any]]:
+        """The windows of a box; its codes lie, with `again`, where those of the last such box
+        did, which spares new memory and working out anew what is written from it."""
         dtype = self._dtype
         if self._columns is not None:
             values = single(values, dtype) * self._columns[lo[1] : hi[1]]
             dtype = "float32"
-        if SCALE in self._scales:  # nothing else would look
+        if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
             whole = Part(role=SCALE, dtype="float32", shape=(), spans=())
             if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
                 raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
         given = {r: self._cut(r, lo, hi) for r in self._scales}
         twice = self._treatment.format.round_twice
-        return encode(self._packing, self.parts, values, dtype, lo, hi, scales=given, twice=twice)
+        made = encode(
+            self._packing,
+            self.parts,
+            values,
+            dtype,
+            lo,
+            hi,
+            scales=given,
+            twice=twice,
+            room=self._room if again else None,
+        )
+        if again:
+            self._room = made[CODES]
+        return made
 
     def of_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
         """The windows of rows whose codes were chosen."""

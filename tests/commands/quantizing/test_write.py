@@ -266,7 +266,6 @@ def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path)
 @pytest.mark.parametrize("recipe", ["fp8", "int8_weight_only", "fp8_block128", "mxfp4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, recipe: str, bad: float) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
     file = tiny_models.llama(tmp_path / "source", num_hidden_layers=1) / "model.safetensors"
@@ -277,7 +276,6 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, recipe: str, bad:
         quantise(tmp_path / "source", tmp_path / "out", recipe)
     assert e.value.tensor == "layers.0.mlp.up.weight"
     assert not (tmp_path / "out").exists()
-    assert torch.isnan(torch.tensor(bad)) or bad > 0
 
 
 # ---- families
