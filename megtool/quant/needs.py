@@ -13,11 +13,12 @@ from megtool.quant.treatment import INPUTS, packing_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a decision takes: any statistics, the Gram matrix or sample among them, and whether
-    later layers should see what rounding made of this one."""
+    """What a decision takes: any statistics, the Gram matrix (an `even` one) or sample among them,
+    and whether later layers should see what rounding made of this one."""
 
     data: bool = False
     gram: bool = False
+    even: bool = False
     sample: bool = False
     sequential: bool = False
 
@@ -43,6 +44,7 @@ def needs(recipe: Recipe, decision: Decision) -> Needs:
     return Needs(
         data=(found.number.calibrates and not found.input_amax) or gram or sample or smooths,
         gram=gram,
+        even=gram and method.even,
         sample=sample,
         sequential=method.gptq and found.number.scaling in ("group", "channel"),
     )

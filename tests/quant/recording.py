@@ -85,13 +85,21 @@ def record(
     rank: int = 0,
     dp: int = 1,
     gram: bool = False,
+    even: bool = False,
     route_all: bool = False,
     points: tuple[Point, ...] = (),
 ) -> dict[str, Statistics]:
     """Statistics of all points, layer by layer."""
     points = points or points_of(decoder.config)
     asked = [p.name for p in points if p.what == "input"] if gram else []
-    recorder = Recorder(decoder, points, gram=asked, sample=asked, route_all=route_all)
+    recorder = Recorder(
+        decoder,
+        points,
+        gram=asked,
+        even=asked if even else (),
+        sample=asked,
+        route_all=route_all,
+    )
     found: dict[str, Statistics] = {}
     for layer in (*range(decoder.config.num_layers), None):
         recorder.start(layer)

@@ -91,13 +91,15 @@ def _columns(
     if weights and seen.sample is not None and format.algo in INPUTS:
         trial = smooth.Trial(torch.from_numpy(seen.sample), amax_I, all_OI)
     clips = smooth.CLIPS if method.clips_inputs else (1.0,)
+    rms_I = _root_mean_square(seen)
+    sizes = smooth.measures(amax_I, rms_I, robust=method.robust)
     if smooths and method.columns == "smooth" and method.alpha is not None:
-        columns = smooth.factors(amax_I, all_OI, method.alpha)
+        columns = smooth.factors(sizes[0], all_OI, method.alpha)
     elif smooths:
-        measures = [torch.from_numpy(seen.abs_mean), _root_mean_square(seen)]
         if method.columns == "smooth":
-            tried = smooth.candidates([amax_I, measures[1]], all_OI, method.alpha_step)
+            tried = smooth.candidates(sizes, all_OI, method.alpha_step)
         else:
+            measures = [torch.from_numpy(seen.abs_mean), rms_I]
             share_I = awq.weight_share(all_OI, grid.columns)
             tried = awq.candidates(measures, share_I, method.alpha_step, exact=method.exact)
         if trial is not None:

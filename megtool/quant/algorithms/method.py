@@ -21,24 +21,28 @@ class Method:
     """How columns, scales and codes are chosen.
 
     `columns`: none, by SmoothQuant's formula, or searched as AWQ does. `alpha` is the share of the
-    inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `clip`:
+    inputs in SmoothQuant's factors (None: searched). `alpha_step` is that of the search. `robust`
+    takes the root mean squares of inputs for them, not the largest (see `smooth.measures`). `clip`:
     how much of the largest magnitudes is cut off is searched too, of weights (not with SmoothQuant)
     and of inputs, by the error of outputs. `mse` searches it by the weight alone. `gptq`: the
     rounding of each column is made up for by later ones; `damping`, `shrinkage` (see `gptq.damped`)
     and `descending` are its options, and `refinements` is how often scales and codes are then
-    improved by turns. `fold`: columns have factors only where a norm before takes them in. `inputs`
-    says how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does,
-    and no better.
+    improved by turns. `even`: in second moments a token counts by the size of its inputs, not by
+    its square. `fold`: columns have factors only where a norm before takes them in. `inputs` says
+    how else the scale of inputs is found (`percentile` of it). `exact` does as ModelOpt does, and
+    no better.
     """
 
     columns: Columns = "none"
     alpha: float | None = None
     alpha_step: float = 0.1
+    robust: bool = False
     clip: bool = False
     mse: bool = False
     gptq: bool = False
     damping: float = 0.01
     shrinkage: float = 0.0
+    even: bool = False
     descending: bool = True
     refinements: int = 2
     fold: bool = False

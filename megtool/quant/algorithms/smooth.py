@@ -33,6 +33,19 @@ def factors(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) -> Tenso
     return 1 / by.clamp(LEAST, MOST)
 
 
+def measures(amax_I: Tensor, rms_I: Tensor, *, robust: bool) -> tuple[Tensor, ...]:
+    """The sizes of inputs, by column, that factors come from: their largest magnitudes, and their
+    root mean squares; `robust`: these alone.
+
+    Factors from largest magnitudes bring as many columns as they can up to the same one, which
+    looks best on the tokens that said so. Every one of them then has to be above none of its own
+    in other text, and of a thousand some always are, and are cut off. By root mean squares, the
+    one scale of all inputs is that of the largest outlier, beside its column's usual size, of all
+    columns: what all of them have to go by was seen in all of them.
+    """
+    return (rms_I,) if robust else (amax_I, rms_I)
+
+
 def candidates(
     amaxes: Sequence[Tensor], weights_OI: Sequence[Tensor], step: float
 ) -> Iterator[Tensor]:

@@ -36,8 +36,8 @@ class Recorder:
     """Keeps statistics of the inputs of one layer after the other while a decoder runs.
 
     `start` a layer, run its batches, each told to `see` before, and `take` its statistics. Points
-    named in `gram` and `sample` have these too. With `route_all` every expert sees every token, for
-    statistics alone: the pass is the same.
+    named in `gram` and `sample` have these too, those in `even` an even gram (see `Tally`). With
+    `route_all` every expert sees every token, for statistics alone: the pass is the same.
 
     Every rank makes the same calls. Statistics are of all ranks' tokens and columns, the same on
     every rank of a pipeline stage. An activation that is not finite is an error of the pass on one
@@ -51,6 +51,7 @@ class Recorder:
         *,
         groups: Groups | None = None,
         gram: Collection[str] = (),
+        even: Collection[str] = (),
         sample: Collection[str] = (),
         route_all: bool = False,
     ) -> None:
@@ -59,7 +60,8 @@ class Recorder:
         self._points: dict[int | None, list[Point]] = defaultdict(list)
         for point in points:
             self._points[point.layer].append(point)
-        self._gram, self._sample, self._route_all = frozenset(gram), frozenset(sample), route_all
+        self._gram, self._even = frozenset(gram), frozenset(even)
+        self._sample, self._route_all = frozenset(sample), route_all
         self._watched: list[_Watched] = []
         self._mixture: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}
@@ -152,6 +154,7 @@ class Recorder:
             point.width * place.repeats // columns,
             self.groups.device,
             gram_width=point.width if point.name in self._gram else 0,
+            even=point.name in self._even,
             samples=point.name in self._sample,
         )
 

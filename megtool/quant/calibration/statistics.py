@@ -32,8 +32,8 @@ class Statistics:
     `amax` `[width]` are largest magnitudes, `abs_sum` and `square_sum` float64 `[width]` sums of
     magnitudes and of squares, all by column; `histogram` int64 `[BINS]` counts magnitudes of all
     columns. Two are kept while a layer is being decided about, and in no artefact, where an
-    algorithm asks for them: `gram` float32 `[width, width]`, X^T X, and `sample` float32
-    `[at most SAMPLE, width]`, some of the rows.
+    algorithm asks for them: `gram` float32 `[width, width]`, X^T X (an even one: see `Tally`), and
+    `sample` float32 `[at most SAMPLE, width]`, some of the rows.
     """
 
     num_tokens: int

@@ -208,6 +208,8 @@ class _Steps:
             some,
             groups=self.groups,
             gram={p.name for p, n in asked if n.gram},
+            even={p.name for p, n in asked if n.even}
+            - {p.name for p, n in asked if n.gram and not n.even},
             sample={p.name for p, n in asked if n.sample},
             route_all=run.route_all,
         )

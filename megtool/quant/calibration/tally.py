@@ -16,6 +16,7 @@ _SHIFT = 23 - BINS_AN_OCTAVE.bit_length() + 1  # bits of a float32 below those t
 _ALL_BINS = 1 << (31 - _SHIFT)
 _FIRST = (127 + OCTAVES[0]) * BINS_AN_OCTAVE  # the pattern of the smallest magnitude with a bin
 _COPIES = 32  # of the counts on a GPU, so that few of its threads add to one at a time
+_TINY = torch.finfo(torch.float32).tiny
 NO_FAULT = torch.iinfo(torch.int64).max
 
 
@@ -23,14 +24,21 @@ class Tally:
     """What was seen of `[rows, width]`, in tensors on one device.
 
     `gram_width` is that of the rows that the gram's columns come from (0: no gram), which is more
-    than `width` where ranks have some columns each. On a CPU, rows that are not finite are told at
-    once and leave no trace. Elsewhere nothing waits for the device, so that calls can be recorded
-    as a graph (`state` is what they change), unless `samples`: `fault` then holds the smallest
-    label of a bad row.
+    than `width` where ranks have some columns each. Into an `even` one rows go divided by the root
+    of their length: a few tokens have inputs a thousand times as large as all others, and would be
+    all that its sums are of. On a CPU, rows that are not finite are told at once and leave no
+    trace. Elsewhere nothing waits for the device, so that calls can be recorded as a graph (`state`
+    is what they change), unless `samples`: `fault` then holds the smallest label of a bad row.
     """
 
     def __init__(
-        self, width: int, device: torch.device, *, gram_width: int = 0, samples: bool = False
+        self,
+        width: int,
+        device: torch.device,
+        *,
+        gram_width: int = 0,
+        even: bool = False,
+        samples: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -44,6 +52,7 @@ class Tally:
         self.fault = zeros(dtype=torch.int64).fill_(NO_FAULT)
         self.gram = zeros(width, gram_width, dtype=torch.float32) if gram_width else None
         self.rows: list[Tensor] | None = [] if samples else None
+        self._even = even
         self._seen, self._stride = 0, 1
 
     @property
@@ -100,7 +109,10 @@ class Tally:
     def _multiply(self, x_TW: Tensor, full_TV: Tensor | None) -> None:
         if self.gram is not None:
             x_TW = x_TW.float()
-            self.gram.addmm_(x_TW.T, x_TW if full_TV is None else full_TV.detach().float())
+            full = x_TW if full_TV is None else full_TV.detach().float()
+            if self._even:
+                x_TW = x_TW / full.norm(dim=1, keepdim=True).clamp_(min=_TINY)
+            self.gram.addmm_(x_TW.T, full)
 
     def _sample(self, x_TW: Tensor) -> None:
         """Keep every n-th of all rows there ever were, n doubling as they become too many."""

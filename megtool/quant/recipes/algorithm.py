@@ -49,6 +49,7 @@ _STEP = Option(float, least=0.001)
 _GPTQ = {
     "damping": Option(float, most=100.0),
     "shrinkage": _SHARE,
+    "even": _FLAG,
     "descending": _FLAG,
     "clip": _FLAG,
     "refinements": Option(int, most=100),
@@ -61,7 +62,13 @@ METHODS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
         "mse": {},
         "percentile": {"percentile": Option(float, most=100.0, above=True)},
         "entropy": {},
-        "smoothquant": {"alpha": _SHARE, "alpha_step": _STEP, "clip": _FLAG, "fold": _FLAG},
+        "smoothquant": {
+            "alpha": _SHARE,
+            "alpha_step": _STEP,
+            "robust": _FLAG,
+            "clip": _FLAG,
+            "fold": _FLAG,
+        },
         "awq": {"alpha_step": _STEP, "gptq": _FLAG, "fold": _FLAG, **_GPTQ},
         "gptq": _GPTQ,
         "kl_div": {},

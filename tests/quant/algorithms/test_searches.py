@@ -7,6 +7,8 @@ import torch
 
 from megtool.quant.algorithms import awq, clip, smooth
 from megtool.quant.algorithms.grid import grid_of, rounded_inputs
+from megtool.quant.algorithms.joint import decide
+from megtool.quant.algorithms.method import Method
 from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
@@ -40,6 +42,34 @@ def test_the_best_alpha_is_at_least_as_good_as_any_and_none(found: Format) -> No
     best, top = smooth.searched(trial, found, grid, iter(tried))
     assert lost(best) == min(lost(c) for c in tried) < lost(torch.ones(64))
     assert 0 < top <= float((amax / best).max())
+
+
+@pytest.mark.parametrize("alpha", [None, 0.8])
+@pytest.mark.parametrize("seed", range(4))
+def test_robust_factors_lose_less_on_other_tokens(seed: int, alpha: float | None) -> None:
+    of = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(torch.randn(256, generator=of))
+
+    def rows(count: int) -> torch.Tensor:  # now and then an input far above its column's usual one
+        usual = torch.randn(count, 256, generator=of) * sizes
+        return usual * torch.exp(1.2 * torch.randn(count, 256, generator=of))
+
+    seen, other = inputs.statistics(rows(512)), rows(1024)
+    weight = inputs.weight(64, 256, seed=seed)
+
+    def lost(method: Method) -> float:
+        found = decide({"w": weight}, INT8, method, seen, stores_columns=True)
+        assert found.columns is not None
+        columns = torch.from_numpy(found.columns)
+        if method.robust:
+            top = float((torch.from_numpy(seen.amax) / columns).max())
+            assert found.input_amax == pytest.approx(top)  # nothing that was seen is cut off
+        x = rounded_inputs(other / columns, INT8, found.input_amax)
+        wrong = x @ grid_of(INT8).rounded(weight * columns).T - other @ weight.T
+        return float(wrong.square().sum())
+
+    plain = Method(columns="smooth", alpha=alpha, clip=alpha is None)
+    assert lost(Method(columns="smooth", alpha=alpha, robust=True)) < lost(plain)
 
 
 def test_inputs_are_clipped_where_that_loses_less() -> None:

@@ -20,7 +20,7 @@ from tests.model.moe_layouts import whole
 from tests.quant.recording import assert_equal, batches, on_rank, points_of, raw, record
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("shared and gated", {"tp": 2}, {"gram": True}),
+    ("shared and gated", {"tp": 2}, {"gram": True, "even": True}),
     ("shared and gated", {"tp": 2}, {"gram": True, "sequence_parallel": True}),
     ("shared and gated", {"dp": 2, "ep": 2}, {"gram": True}),
     ("shared and gated", {"dp": 2}, {"gram": True}),
@@ -49,6 +49,8 @@ def test_statistics_of_an_input(module: str, point: str) -> None:
     np.testing.assert_allclose(found.abs_sum, x.double().abs().sum(0), rtol=1e-6)
     np.testing.assert_allclose(found.square_sum, x.double().square().sum(0), rtol=1e-6)
     np.testing.assert_allclose(found.gram, x.T @ x, rtol=1e-4, atol=1e-4)
+    even = record(decoder, gram=True, even=True)[point].gram
+    np.testing.assert_allclose(even, x.T @ (x / x.norm(dim=1, keepdim=True)), rtol=1e-4, atol=1e-4)
     assert found.sample is not None
     assert torch.equal(torch.from_numpy(found.sample), x)
     edges = np.concatenate([[0.0], np.geomspace(2.0**-40, 2.0**24, 65)])
@@ -173,7 +175,7 @@ def test_without_waiting_for_the_device() -> None:
     points = [p for p in points_of(decoder.config) if p.expert is None and p.layer == 0]
     names = [p.name for p in points if p.what == "input"]
     want = record(decoder, gram=True, points=tuple(points))
-    recorder = Recorder(decoder, points, gram=names)
+    recorder = Recorder(decoder, points, gram=names, even=names[:1])
     recorder._on_host = False
     recorder.start(0)
     assert recorder.is_graphable
@@ -190,7 +192,7 @@ def test_without_waiting_for_the_device() -> None:
         with torch.no_grad():
             step(decoder.embed(batch, frame))
     got = recorder.take()
-    alone = Recorder(decoder, points, gram=names)
+    alone = Recorder(decoder, points, gram=names, even=names[:1])
     alone.start(0)
     for batch, first in batches():
         alone.see(batch, first_sample=first)

@@ -39,9 +39,11 @@ AUTO = {"choose": ["a", "keep"], "bits": 6}
         ("awq", "alpha_step", [0, 9, -0.1, 1e-9], [1, 0.05]),
         ("smoothquant", "alpha", [5, -0.1, True], [0, 1, 0.5]),
         ("smoothquant", "fold", ["yes", 1], [True, False]),
+        ("smoothquant", "robust", ["yes", 1], [True, False]),
         ("gptq", "refinements", [-3, 101, 1.5], [0, 2]),
         ("gptq", "damping", [-1], [0, 0.01]),
         ("gptq", "shrinkage", [7, -0.2], [0.3]),
+        ("gptq", "even", ["yes", 1], [True, False]),
         ("percentile", "percentile", [150, -3, 0, "x"], [99.9, 100]),
     ],
 )
