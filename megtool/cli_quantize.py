@@ -119,7 +119,7 @@ Backend = Annotated[
 Calibration = Annotated[
     list[Path] | None,
     source_option(
-        "A calibration file to use instead of data; repeatable, they are added up.",
+        "A calibration file to use instead of data, for any --bits too; repeatable, they add up.",
         "--calibration",
         metavar="FILE",
     ),
@@ -150,8 +150,8 @@ Evaluate = Annotated[
     ),
 ]
 EvaluateTokens = Annotated[
-    int,
-    option(_PROOF, "Tokens of it.", "--evaluate-tokens", metavar="N", min=2),
+    int | None,
+    option(_PROOF, "Tokens of it; default: 8192.", "--evaluate-tokens", metavar="N", min=2),
 ]
 Page = Annotated[
     Path | None,
@@ -187,7 +187,7 @@ def _quantize(
     calibrate_only: CalibrateOnly = False,
     work: Work = None,
     evaluate: Evaluate = None,
-    evaluate_tokens: EvaluateTokens = 8192,
+    evaluate_tokens: EvaluateTokens = None,
     page: Page = None,
     max_shard_size: MaxShardSize = None,
     memory: Memory = "256MiB",

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megtool.commands.decided import Decided, decide
-from megtool.commands.quantizing.job import Calibrating, Job, Writing
+from megtool.commands.quantizing.job import USUAL_EVALUATED, Calibrating, Job, Writing
 from megtool.commands.quantizing.run import carry_out
 from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
-from megtool.commands.quantizing.settling import check_given, check_modelopt
+from megtool.commands.quantizing.settling import (
+    check_choosing,
+    check_given,
+    check_modelopt,
+    choose_from_files,
+)
+from megtool.commands.quantizing.unheeded import check_options, options_of
 from megtool.commands.running import Manner
 from megtool.commands.sizes import parse_size
-from megtool.errors import UsageError
 from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ def quantize(
     calibrate_only: bool = False,
     work: str | Path | None = None,
     evaluate: str | Path | None = None,
-    evaluate_tokens: int = 8192,
+    evaluate_tokens: int | None = None,
     page: str | Path | None = None,
     max_shard_size: str | None = None,
     memory: str = "256MiB",
@@ -81,7 +86,7 @@ def quantize(
     folder `work` until all is done, and a run that was killed goes on there. `unseen` says what
     experts get that saw too little (None: as in `calibration`, else "share"), `route_all` shows
     them everything. `calibration` are files that an earlier run kept by `save_calibration` or wrote
-    by `calibrate_only`, used instead of data.
+    by `calibrate_only`, used instead of data; those of a recipe that chooses serve any `bits`.
 
     What was written is read again and compared with the source before it appears at `destination`.
     On `evaluate`, a text, perplexity and divergence are measured before and after; `page` is where
@@ -90,6 +95,7 @@ def quantize(
     Raises:
         RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
         CalibrationError: activations are no numbers, or a calibration is of another model.
+        UsageError: options that could have no effect; see `quantizing.unheeded`.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
     given, began = dict(locals()), time.monotonic()
@@ -105,7 +111,11 @@ def quantize(
     if decided.doubt:
         _LOG.warning("%s", decided.doubt)
     job = _job(decided, began, given)
-    _check(job)
+    check_options(job, options_of(given, quantize))
+    if job.asks_data and job.calibrating.backend == "modelopt":
+        check_modelopt(job)
+    choose_from_files(job)
+    check_choosing(job)
     job.check_storable()
     check_given(job)
     texts = _samples(job)
@@ -147,77 +157,12 @@ def _job(decided: Decided, began: float, given: Mapping[str, Any]) -> Job:
         writing=Writing(
             memory_bytes=parse_size(given["memory"], "memory"),
             max_shard_bytes=parse_size(size, "max shard size") if size else None,
-            **named("overwrite", "fsync", "evaluate_tokens"),
+            **named("overwrite", "fsync"),
+            evaluate_tokens=given["evaluate_tokens"] or USUAL_EVALUATED,
             evaluate=None if text is None else str(text),
             page=path("page"),
         ),
     )
-
-
-def _check(job: Job) -> None:
-    """Options that make no sense together."""
-    c = job.calibrating
-    asks = job.asks_data
-    chooses = any(d.choices for d in job.decisions)
-    if job.bits is not None and not chooses:
-        raise UsageError(
-            f"--bits {job.bits:g}, and this recipe chooses no format",
-            hint="a recipe with `choose` does, such as auto_nvfp4_fp8",
-        )
-    if c.only and not asks:
-        raise UsageError(
-            f"--calibrate-only, and recipe {job.decided.recipe.name} needs no data",
-            hint="leave it out: the weights say all",
-        )
-    if c.only and (job.writing.evaluate is not None or job.writing.page is not None):
-        said = "--report" if job.writing.evaluate is None else "--evaluate"
-        raise UsageError(
-            f"{said} with --calibrate-only, which quantizes nothing",
-            hint=f"leave one of them out; {said} is for the run that uses the calibration",
-        )
-    if c.given and (c.wanted.data is not None or c.wanted.synthetic or c.only):
-        raise UsageError(
-            "--calibration with --data, --synthetic or --calibrate-only",
-            hint="a calibration file stands for the data it has seen",
-        )
-    if c.given and chooses:
-        raise UsageError(
-            "--calibration with a recipe that chooses formats",
-            hint="leave out --calibration: what each format costs has to be measured on data",
-        )
-    if c.backend == "modelopt":
-        _check_backend(job)
-        if asks:
-            check_modelopt(job)
-    if not asks and (c.wanted.data is not None or c.wanted.synthetic or c.given):
-        _LOG.warning("recipe %s needs no data; what was given is not used", job.decided.recipe.name)
-    if not asks and c.backend == "modelopt":
-        _LOG.warning("recipe %s needs no data; ModelOpt is not run", job.decided.recipe.name)
-
-
-def _check_backend(job: Job) -> None:
-    """Options that ModelOpt would not heed."""
-    c = job.calibrating
-    if c.keep is not None or c.only:
-        raise UsageError(
-            "--backend modelopt leaves no calibration to keep",
-            hint="leave out --save-calibration and --calibrate-only, or --backend",
-        )
-    said = {
-        "--calibration": bool(c.given),
-        "--route-all": c.route_all,
-        "--unseen-experts": c.unseen is not None,
-        "--resident": c.resident,
-        "--spill": c.spill,
-        "--work": c.work is not None,
-    }
-    if unheeded := [option for option, is_given in said.items() if is_given]:
-        raise UsageError(
-            f"{', '.join(unheeded)} with --backend modelopt, which would not heed "
-            + ("it" if len(unheeded) == 1 else "them"),
-            hint=f"--backend megtool has {' and '.join(unheeded)}; with modelopt leave out "
-            + ("it" if len(unheeded) == 1 else "all of them"),
-        )
 
 
 def _samples(job: Job) -> Samples | None:

@@ -179,12 +179,17 @@ def runnable_of(opened: Opened) -> Runnable:
 
 @contextmanager
 def on_ranks(
-    manner: Manner, layout: ParallelConfig | None = None, *, less: str = LESS_MEMORY
+    manner: Manner,
+    layout: ParallelConfig | None = None,
+    *,
+    less: str = LESS_MEMORY,
+    alone: bool = False,
 ) -> Iterator[Groups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
     `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
-    the options that need less memory.
+    the options that need less memory. `alone` is for one of the processes that torchrun started,
+    of which the others have nothing left to do.
 
     Raises:
         OutOfMemoryError: what the block does needs more memory than there is.
@@ -213,7 +218,7 @@ def on_ranks(
         transformer_engine.require(device.type)
         if os.environ.get("RANK", "0") == "0":
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
-    groups = Groups.start(layout, device=device)
+    groups = Groups.alone(device) if alone else Groups.start(layout, device=device)
     try:
         with use(manner.kernels):
             yield groups

@@ -76,6 +76,11 @@ def documents(
         yield from _hub(str(source), field, split)
 
 
+def has_fields(path: str | Path) -> bool:
+    """The name of a file says that it holds records with fields, not plain text."""
+    return Path(path).name.lower().endswith((*_JSON, *_PARQUET))
+
+
 def source_bytes(source: str | Path, *, split: str | None = None) -> int:
     """The size of what `documents` reads, as its documents' `num_bytes` add up; 0 if unknown."""
     path = Path(source)

@@ -271,14 +271,19 @@ def read_settlement(
         if not some:
             continue
         if point.what == "kv_cache":
-            done.caches[some[0].module.name] = _cache(some[0], _held(held, some[0], "k_bmm"))
+            done.caches[some[0].module.name] = _cache(some[0], held_module(held, some[0], "k_bmm"))
             continue
         folds = bool(point.norm) and set(readers[point.norm]) <= set(point.modules)
-        _read_point(done, point, [(d, _held(held, d, "weight")) for d in some], folds=folds)
+        _read_point(done, point, [(d, held_module(held, d, "weight")) for d in some], folds=folds)
     return done
 
 
-def _held(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
+def held_module(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
+    """The module of a decision among a model's, by name.
+
+    Raises:
+        RecipeError: it has no quantizer of `what` in ModelOpt.
+    """
     module = held.get(_hf_name(decision))
     if module is None or not hasattr(module, f"{what}_quantizer"):
         raise RecipeError(

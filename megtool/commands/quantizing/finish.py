@@ -53,7 +53,6 @@ def finish(
     job: Job,
     found: Settled,
     samples: Samples | None,
-    auto: Choice | None,
     seconds: dict[str, float],
     progress: Progress,
 ) -> QuantizeReport:
@@ -113,7 +112,6 @@ def finish(
         seconds,
         proof=proof,
         num_bytes=proof.num_bytes,
-        auto=None if auto is None else _chosen(auto),
         resumed_units=resumed,
     )
     if proof.num_errors:
@@ -123,7 +121,7 @@ def finish(
         evaluation = _evaluate(job, found, job.writing.evaluate, progress)
         seconds["evaluate"] = time.monotonic() - began
         report = replace(report, evaluation=evaluation)
-    notes += auto.notes if auto else ()
+    notes += job.auto.notes if job.auto else ()
     where = job.writing.page
     report = replace(
         report,
@@ -163,7 +161,6 @@ def _report(
     *,
     proof: Proof | None = None,
     num_bytes: int = 0,
-    auto: AutoChoice | None = None,
     resumed_units: int = 0,
 ) -> QuantizeReport:
     decided, opened = job.decided, job.decided.opened
@@ -185,7 +182,7 @@ def _report(
         calibration=_facts(job, found, samples, seconds),
         calibration_file=None if keep is None or found.artefact is None else str(keep),
         proof=proof,
-        auto=auto,
+        auto=None if job.auto is None else _chosen(job.auto),
         seconds=seconds,
         resumed_units=resumed_units,
         reproduction=_reproduction(found),
@@ -256,7 +253,7 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
         job.manner, tp=None, pp=None, ep=None, etp=None, on_demand=not job.calibrating.resident
     )
     progress("evaluate", 0, total)
-    with on_ranks(manner) as groups:
+    with on_ranks(manner, alone=True) as groups:
         before = load_forward(source, manner, groups, progress)
         after = load_forward(written, manner, groups, progress)
         quality = compare_quantised(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from megtool.inference.windows import Document
     from megtool.quant.calibration.artefact import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.calibration.sensitivities import Sensitivities
+    from megtool.quant.choosing.auto import Choice
+
+
+USUAL_EVALUATED = 8192
+"""Tokens that both models are measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,11 @@ class Writing:
 
 @dataclass(kw_only=True)
 class Job:
-    """One run of `quantize`."""
+    """One run of `quantize`.
+
+    `auto` is what was chosen where the recipe leaves formats open, by `sensitivities`; `written`
+    is then the hash of the recipe with them open.
+    """
 
     decided: Decided
     destination: Path
@@ -66,6 +76,9 @@ class Job:
     manner: Manner
     calibrating: Calibrating
     writing: Writing
+    auto: Choice | None = None
+    sensitivities: Sensitivities | None = None
+    written: str = ""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -100,6 +113,35 @@ class Job:
         """Where finished layers are kept until the end."""
         given = self.calibrating.work
         return given or self.destination.parent / f".{self.destination.name}.calibration"
+
+    @property
+    def chooses(self) -> bool:
+        """Formats are still to be chosen."""
+        return any(d.choices for d in self.decisions)
+
+    def choose(self, sensitivities: Sensitivities) -> None:
+        """Choose formats for what the recipe leaves open; `decisions` are these from now on.
+
+        Raises:
+            MegtoolError: see `megtool.quant.choosing.auto.choose`.
+        """
+        from megtool.quant.choosing.auto import choose
+
+        decided = self.decided
+        choice = choose(
+            self.decisions,
+            decided.recipe,
+            sensitivities,
+            target=decided.target,
+            architecture=decided.architecture,
+            bits=self.bits or 0.0,
+            group_size=self.group_size,
+        )
+        self.written = self.fingerprint(None).recipe
+        self.auto, self.sensitivities = choice, sensitivities
+        matched = replace(decided.matched, decisions=choice.decisions)
+        self.decided = replace(decided, matched=matched)
+        self.__dict__.pop("wants_data", None)
 
     def source(self) -> Source:
         """The source for those that run it."""

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megtool.commands.quantizing.samples import Samples
@@ -24,7 +23,6 @@ from megtool.log import Progress
 
 if TYPE_CHECKING:
     from megtool.commands.quantizing.report import QuantizeReport
-    from megtool.quant.choosing.auto import Choice
 
 from megtool.commands.quantizing.job import Job
 from megtool.commands.quantizing.settling import settled
@@ -63,10 +61,9 @@ def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> Quant
     from megtool.commands.quantizing.report import QuantizeReport
 
     seconds: dict[str, float] = {"plan": time.monotonic() - job.began}
-    auto = None
-    if any(d.choices for d in job.decisions):
+    if job.chooses:
         with _timed(seconds, "measure"):
-            auto = _choose(job, samples, progress)
+            _measure(job, samples, progress)
     with _timed(seconds, "calibrate"):
         found = settled(job, samples, progress)
     if found is None:  # another process writes
@@ -78,23 +75,21 @@ def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> Quant
             found.artefact.save(job.calibrating.keep)
     if job.calibrating.only:
         return artefact_report(job, found, samples, seconds)
-    return finish(job, found, samples, auto, seconds, progress)
+    return finish(job, found, samples, seconds, progress)
 
 
-def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
-    """Formats for what the recipe leaves open; the job's decisions are these from now on."""
+def _measure(job: Job, samples: Samples | None, progress: Progress) -> None:
+    """Measure what each format costs, and choose."""
     from megtool.quant.calibration.work import CHOOSING
-    from megtool.quant.choosing.auto import choose
     from megtool.quant.choosing.sensitivity import measure
 
     if samples is None:
         raise ValueError("a recipe that chooses formats is given data")
-    decided = job.decided
     with on_ranks(job.manner) as groups:
         sensitivities = measure(
             job.source(),
             job.decisions,
-            decided.recipe,
+            job.decided.recipe,
             job.points,
             samples.batches(),
             group_size=job.group_size,
@@ -107,18 +102,7 @@ def _choose(job: Job, samples: Samples | None, progress: Progress) -> Choice:
             fingerprint=job.fingerprint(samples),
             progress=progress,
         )
-    choice = choose(
-        job.decisions,
-        decided.recipe,
-        sensitivities,
-        target=decided.target,
-        architecture=decided.architecture,
-        bits=job.bits or 0.0,
-        group_size=job.group_size,
-    )
-    job.decided = replace(decided, matched=replace(decided.matched, decisions=choice.decisions))
-    job.__dict__.pop("wants_data", None)
-    return choice
+    job.choose(sensitivities)
 
 
 @contextmanager

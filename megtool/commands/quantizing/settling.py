@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megtool.commands.quantizing.samples import Samples
 from megtool.commands.reshard import reshard
 from megtool.commands.running import on_ranks
-from megtool.errors import UsageError
+from megtool.errors import CalibrationError, UsageError
 from megtool.log import Progress
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.rules import KEEP
@@ -43,11 +43,15 @@ def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | 
     from megtool.quant.treatment import Settlement, Treatment
 
     done: Settled | None
-    if not job.asks_data:
+    c = job.calibrating
+    keeps = job.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
+    if not (job.asks_data or keeps):
+        if os.environ.get("RANK", "0") != "0":
+            return None
         done = Settled(settlement=Settlement(), artefact=None)
         if not all(is_plain(job.decided.recipe, d) for d in job.decisions):
             done.settlement.add(_by_weights(job))
-    elif job.calibrating.given:
+    elif c.given:
         done = _from_files(job)
     else:
         done = _calibrated(job, samples, progress)
@@ -88,6 +92,7 @@ def _from_files(job: Job) -> Settled:
             job.decided.recipe,
             job.points,
             fingerprint=fingerprint,
+            written=job.written,
             policy=job.calibrating.unseen,
         )
     return Settled(settlement=artefact.settlement, artefact=artefact)
@@ -108,6 +113,33 @@ def _fits(job: Job, artefact: Artefact, fingerprint: Fingerprint) -> bool:
     )
 
 
+def choose_from_files(job: Job) -> None:
+    """Choose formats by what the calibration files know of their costs, where the recipe leaves
+    them open and files stand for data.
+
+    Raises:
+        CalibrationError: the files are of another model, know no costs, or those of other formats.
+        UsageError: the budget cannot be met.
+    """
+    if job.artefact is None or not job.chooses:
+        return
+    from megtool.quant.calibration.artefact import check_model
+    from megtool.quant.choosing.sensitivity import method_for
+
+    check_model(job.artefact, job.fingerprint(None))
+    known, recipe = job.artefact.sensitivities, job.decided.recipe
+    if known is None or known.method != method_for(recipe):
+        several = len(job.calibrating.given) > 1
+        held = "the calibrations do not all hold" if several else "the calibration does not hold"
+        raise CalibrationError(
+            f"{held} what formats cost by {method_for(recipe)}, and recipe {recipe.name} chooses "
+            "by that",
+            hint="calibrate with this recipe and --save-calibration FILE, without --calibration: "
+            "that FILE then serves any --bits",
+        )
+    job.choose(known)
+
+
 def check_given(job: Job) -> None:
     """Refuse calibration files that are none, or of another model, whoever needs them; and those
     that do not say what this recipe needs.
@@ -125,16 +157,29 @@ def check_given(job: Job) -> None:
         check_model(job.artefact, job.fingerprint(None))
 
 
+def check_choosing(job: Job) -> None:
+    """Refuse layouts in which what formats cost cannot be measured, before any work.
+
+    Raises:
+        UsageError: this is one.
+    """
+    if job.chooses:
+        from megtool.quant.choosing.sensitivity import check_layout
+
+        check_layout(job.decided.recipe, job.manner.layout)
+
+
 def check_modelopt(job: Job) -> None:
     """Refuse what ModelOpt cannot do, or cannot do here, before any work.
 
     Raises:
-        MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt`; of formats that
-            are still to be chosen it has to know all.
+        MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and
+            `check_quantizers`; of formats that are still to be chosen it has to know all.
     """
+    from megtool.commands.small_files import hugging_face_files
     from megtool.quant.backend_modelopt import modelopt_config
     from megtool.quant.choosing.units import format_of
-    from megtool.quant.modelopt_packages import packages
+    from megtool.quant.modelopt_model import check_quantizers
 
     world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1:
@@ -146,8 +191,9 @@ def check_modelopt(job: Job) -> None:
     for d in job.decisions:
         formats = [format_of(name, recipe, job.group_size) for name in d.choices if name != KEEP]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
-    modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
-    packages()
+    config = modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
+    built = hugging_face_files(job.decided.opened, None)["config.json"]
+    check_quantizers(built, config, decisions, job.points)
 
 
 def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
@@ -181,13 +227,25 @@ def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settle
         first, world = groups.rank == 0, groups.parallel.world_size
     if not first:
         return None
+    if job.auto is not None:
+        own = artefact.fingerprint
+        artefact = replace(
+            artefact,
+            fingerprint=replace(own, recipe=job.written),
+            settled_for=own.recipe,
+            sensitivities=job.sensitivities,
+        )
     return Settled(settlement=artefact.settlement, artefact=artefact, ranks=world)
 
 
 def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
     """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
+    import torch
+
     from megtool.quant.backend_modelopt import calibrate_with_modelopt
 
+    if job.manner.threads:
+        torch.set_num_threads(job.manner.threads)
     opened = job.decided.opened
     with tempfile.TemporaryDirectory(prefix="megtool-") as made:
         folder = opened.path

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.storage.files import Files
-from megtool.errors import CalibrationError
-from megtool.quant.calibration import artefact_file
+from megtool.errors import CalibrationError, FormatError
+from megtool.quant.calibration import artefact_file, sensitivities
 from megtool.quant.calibration.artefact_parts import (
     settlement_facts,
     settlement_of,
@@ -19,13 +19,17 @@ from megtool.quant.calibration.artefact_parts import (
 )
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.needs import needs
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.treatment import Settlement
 
-_VERSION = 2
+_VERSION = 3
+_KNOWN = (2, 3)
+"""Version 2 knows nothing of sensitivities."""
+
 _AGAIN = "calibrate with this recipe: leave out --calibration, and give --data"
 
 
@@ -40,6 +44,10 @@ class Artefact:
     `seen` are the hashes of all data that were added up, sorted. If `sequential`, layers saw what
     rounding had made of those before them. `policy` is what experts without data were settled by,
     and with `route_all` every expert saw every token.
+
+    Of a recipe that chooses formats, `fingerprint` has the hash of what it leaves open, the same
+    on every machine; `sensitivities` are what it was chosen by, from which another budget chooses
+    anew; and `settled_for` is the hash of the recipe with what was chosen.
     """
 
     fingerprint: Fingerprint
@@ -52,8 +60,12 @@ class Artefact:
     statistics: dict[str, Statistics] = field(default_factory=dict)
     settlement: Settlement = field(default_factory=Settlement)
     needs_settling: bool = False
+    sensitivities: Sensitivities | None = None
+    settled_for: str = ""
 
     def __post_init__(self) -> None:
+        if not self.settled_for:
+            object.__setattr__(self, "settled_for", self.fingerprint.recipe)
         if not self.seen:
             object.__setattr__(self, "seen", (self.fingerprint.data,))
 
@@ -80,6 +92,8 @@ class Artefact:
             "policy": self.policy,
             "route_all": self.route_all,
             "needs_settling": self.needs_settling,
+            "settled_for": self.settled_for,
+            "sensitivities": None if self.sensitivities is None else self.sensitivities.to_json(),
             "statistics": statistics_facts(self.statistics, arrays),
             "settlement": settlement_facts(self.settlement, arrays),
         }
@@ -94,7 +108,7 @@ class Artefact:
         """
         facts, arrays = artefact_file.read(path)
         try:
-            if facts["version"] != _VERSION:
+            if facts["version"] not in _KNOWN:
                 raise CalibrationError(
                     f"the calibration is of version {facts['version']!r}, and {_VERSION} is known",
                     file=path,
@@ -102,6 +116,7 @@ class Artefact:
                 )
             said = facts["fingerprint"]
             texts = {k: _text(said[k]) for k in ("model", "recipe", "data", "version")}
+            losses = facts.get("sensitivities")
             return cls(
                 fingerprint=Fingerprint(**texts, seed=_whole(said["seed"], least=None)),
                 num_samples=_whole(facts["num_samples"]),
@@ -113,8 +128,10 @@ class Artefact:
                 statistics=statistics_of(facts["statistics"], arrays),
                 settlement=settlement_of(facts["settlement"], arrays),
                 needs_settling=_flag(facts["needs_settling"]),
+                settled_for=_text(facts.get("settled_for", "")),
+                sensitivities=None if losses is None else Sensitivities.from_json(losses),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, FormatError) as e:
             raise CalibrationError(
                 f"a damaged calibration: {type(e).__name__}: {e}",
                 file=path,
@@ -125,7 +142,8 @@ class Artefact:
 def merged(artefacts: Sequence[Artefact]) -> Artefact:
     """One of several machines' artefacts, as if one had seen all of their data.
 
-    The result needs settling: statistics add up, and what follows from them does not.
+    The result needs settling: statistics add up, and what follows from them does not. It has
+    sensitivities, the means over all tokens, if every one of them has.
 
     Raises:
         CalibrationError: there is none, or they are of different models or recipes, or two have
@@ -169,6 +187,7 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
     data = hashlib.sha256("\n".join(seen).encode()).hexdigest()
     seeds = {a.fingerprint.seed for a in artefacts}
     policies = {a.policy for a in artefacts}
+    losses = [a.sensitivities for a in artefacts if a.sensitivities is not None]
     return Artefact(
         fingerprint=replace(
             first.fingerprint, data=data, seed=seeds.pop() if len(seeds) == 1 else 0
@@ -181,6 +200,7 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
         route_all=first.route_all,
         statistics=statistics,
         needs_settling=True,
+        sensitivities=sensitivities.merged(losses) if len(losses) == len(artefacts) else None,
     )
 
 
@@ -196,7 +216,8 @@ def check_fits(
 ) -> bool:
     """Whether what an artefact has settled can be used as it is; else it is settled anew.
 
-    `fingerprint` is that of the model and recipe at hand; its data do not count. `policy` is what
+    `fingerprint` is that of the model and recipe at hand, formats being chosen; its data do not
+    count. `policy` is what
     experts without data are to be settled by (None: as the artefact was), and with `route_all`
     every expert is to have seen every token.
 
@@ -214,7 +235,7 @@ def check_fits(
             hint=_AGAIN,
         )
     why = "several runs" if artefact.needs_settling else ""
-    if artefact.fingerprint.recipe != fingerprint.recipe:
+    if artefact.settled_for != fingerprint.recipe:
         why = "another recipe"
     elif experts and policy not in (None, artefact.policy) and not artefact.needs_settling:
         why = f"--unseen-experts {artefact.policy}"

@@ -156,11 +156,13 @@ def settled_anew(
     points: Sequence[Point],
     *,
     fingerprint: Fingerprint | None = None,
+    written: str = "",
     policy: str | None = None,
 ) -> Artefact:
     """The artefact as if it had been made with these decisions, which statistics suffice for.
 
-    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand;
+    `artefact.check_fits` comes first. `fingerprint` is that of the recipe at hand, `written` the
+    hash of it with formats still to be chosen, where that is another one;
     `policy` is for experts without data (None: that of the artefact).
 
     Raises:
@@ -192,10 +194,13 @@ def settled_anew(
                 )
             )
             settlement.add(Settlement(notes=list(notes)))
-    recipe_hash = artefact.fingerprint.recipe if fingerprint is None else fingerprint.recipe
+    settled_for = artefact.settled_for if fingerprint is None else fingerprint.recipe
+    if fingerprint is None and not written:
+        written = artefact.fingerprint.recipe
     return replace(
         artefact,
-        fingerprint=replace(artefact.fingerprint, recipe=recipe_hash),
+        fingerprint=replace(artefact.fingerprint, recipe=written or settled_for),
+        settled_for=settled_for,
         policy=policy,
         settlement=settlement,
         needs_settling=False,

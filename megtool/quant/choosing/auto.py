@@ -9,8 +9,8 @@ from typing import Any
 
 from megtool.errors import CalibrationError, UsageError
 from megtool.log import format_bytes
+from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.choosing.choice import Item, Option, Selection, curve, select, smallest
-from megtool.quant.choosing.sensitivities import Sensitivities
 from megtool.quant.choosing.units import Unit, key_of, list_units
 from megtool.quant.recipes.family_targets import cache_alone, cache_alone_hint, turns_rows
 from megtool.quant.recipes.formats import Format
@@ -224,7 +224,7 @@ def _options(
         if (key := key_of(f, recipe)) not in known:
             raise CalibrationError(
                 f"nothing was measured about {unit.name} as {f.label}",
-                hint="these sensitivities are of another recipe: measure again, with data",
+                hint="it was measured for other formats: calibrate with this recipe, and with data",
             )
         size = sum(weigh(recipe, by_module[m].module, f) for m in unit.modules)
         out.append((f, Option(name=f.label, num_bytes=size, loss=known[key])))

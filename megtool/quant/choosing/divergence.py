@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megtool.inference.evaluate import MOST_LOGITS
 from megtool.log import Progress
+from megtool.parallel.collectives import all_sum
 from megtool.quant.calibration.layers import Layers
 from megtool.quant.calibration.pieces import Piece, num_valid
 from megtool.quant.choosing.measured import Key, Measured
@@ -31,18 +32,18 @@ def by_divergence(
     progress: Progress,
     kept: Measured | None = None,
 ) -> dict[Key, float]:
-    """KL(model || model with one unit rounded), mean over tokens, of all runs.
+    """KL(model || model with one unit rounded), mean over the tokens of all ranks, of all runs.
 
-    Those that `kept` knows are not made again.
+    Those that `kept` knows are not made again. `pieces` are this rank's.
     """
-    losses = {} if kept is None else kept.losses()[0]
-    decoder = survey.decoder
+    decoder, ranks = survey.decoder, survey.ranks
+    losses: dict[Key, float] = ranks.gathered({} if kept is None else kept.losses()[0])[0]
     runs = [r for r in survey.runs() if (r.unit.name, r.key) not in losses]
     if not runs:
         return losses
     tokens = sum(p.num_tokens for p in pieces)
     state = tokens * decoder.config.hidden_size * decoder.dtype.itemsize
-    at_once = max(1, min(AT_ONCE, memory_bytes // max(state, 1) - 1))
+    at_once = min(ranks.gathered(max(1, min(AT_ONCE, memory_bytes // max(state, 1) - 1))))
     waves = [runs[i : i + at_once] for i in range(0, len(runs), at_once)]
     first, *_ = numbers = decoder.stage.layers
     begins: list[int] = [first, *(_behind(w[0]) for w in waves[1:])]
@@ -61,8 +62,9 @@ def by_divergence(
         found = _divergences(survey, layers, wave, states, streams, passes, head)
         for run, loss in zip(wave, found, strict=True):
             losses[run.unit.name, run.key] = loss
-        if kept is not None:
-            kept.record_losses(losses)
+        with ranks.together():
+            if kept is not None and decoder.groups.rank == 0:
+                kept.record_losses(losses)
         entering = {k: x for k, x in entering.items() if k in later}
     layers.close()
     return losses
@@ -147,4 +149,6 @@ def _divergences(
                 kl_CV = torch.expm1(-gap_CV).add_(gap_CV).mul_(p_CV)
                 sums[number] += float(kl_CV.sum(dtype=torch.float64))
                 passes(head * len(some) / tokens)
-    return [run.finite(max(s / max(tokens, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]
+    own = torch.tensor([*sums, tokens], dtype=torch.float64, device=layers.device)
+    *sums, every = all_sum(own, decoder.groups.dp).tolist()
+    return [run.finite(max(s / max(every, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,10 @@ from megtool.log import Progress
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.taps import places
-from megtool.quant.calibration.pieces import Piece, moved, num_valid, rows_of
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.groups import Groups
+from megtool.quant.calibration.pieces import Piece, moved, num_valid, rows_of, share
+from megtool.quant.calibration.ranks import Ranks
 from megtool.quant.choosing.measured import Key, Measured
 from megtool.quant.choosing.survey import Passes, Run, Survey
 from megtool.quant.choosing.units import Unit
@@ -40,24 +43,28 @@ class _Seen:
 
 
 def by_gradient(
-    survey: Survey, progress: Progress, kept: Measured | None = None
+    survey: Survey,
+    pieces: Sequence[Piece],
+    progress: Progress,
+    kept: Measured | None = None,
 ) -> dict[Key, float]:
     """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
 
     With L the tokens' loss that is the divergence to second order, if outputs were independent of
     each other (the diagonal of the empirical Fisher information). It goes on behind the last piece
-    that `kept` knows the sums of.
+    that `kept` knows the sums of. Data-parallel ranks share `pieces` out.
     """
+    ranks, groups = survey.ranks, survey.decoder.groups
     runs: dict[str, list[Run]] = {}
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
-    small = [p for piece in survey.pieces for p in _small(piece)]
-    tokens, done = num_valid(small), 0
-    if kept is not None:
-        known, count = kept.losses()
-        if known.keys() == sums.keys() and count <= len(small):
-            sums, done = known, count
+    every = [p for piece in pieces for p in _small(piece)]
+    small, tokens, done = share(every, groups.dp), num_valid(every), 0
+    known, count = ranks.gathered(({}, 0) if kept is None else kept.losses())[0]
+    if known.keys() == sums.keys() and count <= len(small):
+        done = count
+        sums = known if groups.rank == 0 else sums
     passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
     # Forward, backward for twice as long, and once more for each format of a unit.
     most = max((len(some) for some in runs.values()), default=0)
@@ -67,19 +74,32 @@ def by_gradient(
         survey.settle(passes)
         simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
     for number, piece in enumerate(small[done:], start=done):
-        calls = _backward(survey, piece)
-        part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
-        while calls:
-            seen = calls.pop()
-            for run in runs.get(seen.unit.name, ()):
-                with simulations[id(run)]:
-                    sums[run.unit.name, run.key] += _damage(seen)
-            passes(part)
-        for run in (r for some in runs.values() for r in some):
-            run.finite(sums[run.unit.name, run.key])
+        with ranks.together():
+            calls = _backward(survey, piece) if piece.counts else []
+            part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
+            while calls:
+                seen = calls.pop()
+                for run in runs.get(seen.unit.name, ()):
+                    with simulations[id(run)]:
+                        sums[run.unit.name, run.key] += _damage(seen)
+                passes(part)
+            for run in (r for some in runs.values() for r in some):
+                run.finite(sums[run.unit.name, run.key])
         if kept is not None:
-            kept.record_losses(sums, number + 1)
-    return {key: x / tokens for key, x in sums.items()}
+            _record(kept, _added(sums, groups), number + 1, ranks)
+    return {key: x / tokens for key, x in _added(sums, groups).items()}
+
+
+def _added(sums: Mapping[Key, float], groups: Groups) -> dict[Key, float]:
+    """The sums over all data-parallel ranks."""
+    own = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
+    return dict(zip(sums, all_sum(own, groups.dp).tolist(), strict=True))
+
+
+def _record(kept: Measured, sums: Mapping[Key, float], num_pieces: int, ranks: Ranks) -> None:
+    with ranks.together():
+        if ranks.groups.rank == 0:
+            kept.record_losses(sums, num_pieces)
 
 
 def _small(piece: Piece) -> Iterator[Piece]:

@@ -33,7 +33,8 @@ Key = tuple[str, str]
 
 class Measured:
     """The folder of one measurement. `settings` are those that change its numbers, besides the
-    formats of `units`. Use `work.claim` before anything else."""
+    formats of `units`. Of several ranks one `leads`, and writes. Use `work.claim` before anything
+    else."""
 
     def __init__(
         self,
@@ -42,9 +43,15 @@ class Measured:
         fingerprint: Fingerprint,
         units: Sequence[Unit],
         settings: Mapping[str, Any],
+        leads: bool = True,
     ) -> None:
         formats = {u.name: [_plain(asdict(f)) for f in u.formats] for u in units}
-        self.work = Work(folder, fingerprint=fingerprint, settings={**settings, "formats": formats})
+        self.work = Work(
+            folder,
+            fingerprint=fingerprint,
+            settings={**settings, "formats": formats},
+            leads=leads,
+        )
 
     # ---- layers, and behind them the head, as they would be settled
 

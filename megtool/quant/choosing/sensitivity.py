@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.inference.load import load
 from megtool.inference.weights import Source
@@ -18,12 +19,13 @@ from megtool.model.batch import Batch
 from megtool.parallel.groups import Groups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.pieces import Piece, cut, num_valid
+from megtool.quant.calibration.pieces import Piece, cut, num_valid, share
 from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.ranks import Ranks
+from megtool.quant.calibration.sensitivities import How, Sensitivities
 from megtool.quant.choosing.divergence import by_divergence
 from megtool.quant.choosing.gradient import by_gradient
 from megtool.quant.choosing.measured import Measured
-from megtool.quant.choosing.sensitivities import How, Sensitivities
 from megtool.quant.choosing.survey import Survey
 from megtool.quant.choosing.units import list_units
 from megtool.quant.recipes.match import Decision
@@ -41,6 +43,24 @@ STATES_BYTES = 1 << 30
 def method_for(recipe: Recipe) -> How:
     """How a recipe wants sensitivity measured: by divergence, where it does not say."""
     return "gradient" if recipe.method == "gradient" else "kl_div"
+
+
+def check_layout(recipe: Recipe, parallel: ParallelConfig) -> None:
+    """Refuse layouts in which sensitivity is not measured.
+
+    Raises:
+        UsageError: stages, whose layers no rank has all of; or for `gradient`, weights in parts.
+    """
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp")}
+    refused = ["pp"] if method_for(recipe) == "kl_div" else [*sizes]
+    if said := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
+        raise UsageError(
+            f"{said}, and what formats cost by {method_for(recipe)} is not measured so",
+            hint="torchrun without "
+            + ("it" if len(said.split()) == 2 else "them")
+            + ": ranks then "
+            "share the data out" + ("; or with --tp or --ep" if refused == ["pp"] else ""),
+        )
 
 
 def measure(
@@ -62,25 +82,24 @@ def measure(
     fingerprint: Fingerprint | None = None,
     progress: Progress = silent,
 ) -> Sensitivities:
-    """What each unit would cost in each of its formats.
+    """What each unit would cost in each of its formats, the same on every rank.
 
     Formats are settled as the recipe says, from statistics of all `batches`; divergence is over
-    `most_tokens` tokens from all over them. Layers are loaded as they are needed, or with
+    `most_tokens` tokens from all over them. Every rank is given the same batches; data-parallel
+    ranks share them out. Layers are loaded as they are needed, or with
     `resident` (and for `gradient`, always) all at once. `memory_bytes` bounds the states of runs
     under way: fewer at a time go over the layers more often. `work` is a folder to go on from after
     a kill, with the same numbers; the `fingerprint` says whose it is.
 
     Raises:
-        UsageError: in several processes.
+        UsageError: in a layout for which `check_layout` has an error.
         CalibrationError: no data, an activation that is NaN or infinite, or work that belongs to
             another measurement.
         RecipeError: what engines run as one is not left to one choice.
     """
-    if groups is not None and groups.world.size > 1:
-        raise UsageError(
-            f"{groups.world.size} processes for an automatic choice of formats",
-            hint="it is measured in one process, a layer at a time; run it without torchrun",
-        )
+    groups = Groups.alone(device) if groups is None else groups
+    check_layout(recipe, groups.parallel)
+    ranks = Ranks(groups=groups)
     units = list_units(decisions, recipe, group_size=group_size)
     how = method_for(recipe)
     kept = None
@@ -92,9 +111,14 @@ def measure(
                 "method": how,
                 "tokens": [most_tokens, SHORT],
                 "rows": [list(b.shape) for b in batches],
+                "layout": [getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp")],
             }
-            kept = Measured(work, fingerprint=fingerprint, units=units, settings=settings)
-            stack.enter_context(kept.work.claim())
+            leads = groups.rank == 0
+            kept = Measured(
+                work, fingerprint=fingerprint, units=units, settings=settings, leads=leads
+            )
+            with ranks.together():
+                stack.enter_context(kept.work.claim())
         decoder = load(
             source,
             groups=groups,
@@ -105,14 +129,18 @@ def measure(
         )
         pieces = cut(batches, decoder.config)
         weights = stack.enter_context(CanonicalWeights(source))
-        survey = Survey(decoder, units, decisions, recipe, points, weights, pieces, kept)
+        own = share(pieces, groups.dp)
+        survey = Survey(decoder, units, decisions, recipe, points, weights, own, kept)
         if how == "gradient":
-            found, tokens = by_gradient(survey, progress, kept), num_valid(pieces)
+            found, tokens = by_gradient(survey, pieces, progress, kept), num_valid(pieces)
         else:
             some = spread(pieces, most_tokens)
-            found = by_divergence(survey, some, memory_bytes, progress, kept)
+            own = share(some, groups.dp)
+            found = by_divergence(survey, own, memory_bytes, progress, kept)
             tokens = num_valid(some)
-        if kept is not None:
+        with ranks.together():  # none reads what is settled any more
+            found = ranks.gathered(found)[0]
+        if kept is not None and groups.rank == 0:
             kept.forget_settled(range(decoder.config.num_layers + 1))
     losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
     for run in survey.runs():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megtool.errors import CalibrationError
+from megtool.errors import CalibrationError, MegtoolError
 from megtool.log import Progress
 from megtool.model.decoder import Decoder
 from megtool.quant.calibration.activations import Activations
@@ -18,6 +18,7 @@ from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.layers import Layers, one_batch
 from megtool.quant.calibration.pieces import Piece
 from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.ranks import Ranks
 from megtool.quant.calibration.record import Recorder
 from megtool.quant.calibration.statistics import Statistics
 from megtool.quant.choosing.measured import Measured
@@ -80,7 +81,11 @@ class Passes:
 
 
 class Survey:
-    """A model and its units, and what each would be settled as in each of its formats."""
+    """A model and its units, and what each would be settled as in each of its formats.
+
+    Every rank makes the same calls, over `pieces` of its own, of which each data-parallel rank has
+    as many.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class Survey:
         kept: Measured | None = None,
     ) -> None:
         self.decoder, self.units, self.pieces = decoder, units, pieces
+        self.ranks = Ranks(groups=decoder.groups)
         self._decisions = {d.module.name: d for d in decisions}
         self._recipe, self._weights, self._kept = recipe, weights, kept
         self._points: dict[str, list[Point]] = defaultdict(list)
@@ -155,46 +161,63 @@ class Survey:
             rest = [n for n in numbers[begin:] if n is not None]
             passes.expect(SETTLING * len(rest) * sum(passes.of(p.num_tokens) for p in self.pieces))
             for number, layer in enumerate(numbers[begin:], start=begin):
-                recorder.start(layer)
-                states.begin(self._entering(number + 1))
-                for i, piece in enumerate(layers.pieces):
-                    recorder.see(one_batch(piece), first_sample=piece.first)
-                    x_TH = states.get(i)
-                    if layer is None:
-                        with torch.inference_mode():
-                            self.decoder.logits(self.decoder.finish(x_TH))
-                            states.put(i, x_TH)
-                        continue
-                    states.put(i, layers.run(layer, i, x_TH))
-                    passes(SETTLING * passes.of(piece.num_tokens))
-                states.end(self._entering(number + 1))
-                self._settle_layer(number, layer, recorder.take())
-            if self._kept is not None:
-                self._kept.work.forget(len(numbers), 0)
+                with self.ranks.together():
+                    recorder.start(layer)
+                    states.begin(self._written(number + 1))
+                    for i, piece in enumerate(layers.pieces):
+                        recorder.see(one_batch(piece), first_sample=piece.first)
+                        x_TH = states.get(i)
+                        if layer is None:
+                            with torch.inference_mode():
+                                self.decoder.logits(self.decoder.finish(x_TH))
+                                states.put(i, x_TH)
+                            continue
+                        states.put(i, layers.run(layer, i, x_TH))
+                        passes(SETTLING * passes.of(piece.num_tokens))
+                    states.end(self._written(number + 1))
+                    seen = recorder.take()
+                self._settle_layer(number, layer, seen)
+            self._forget(len(numbers))
         finally:
             states.close()
             layers.release()
 
     def _finished(self, numbers: Sequence[int | None]) -> int:
-        """How many layers (and the head) are settled, from the first on; they are taken over."""
+        """How many layers (and the head) are settled on every rank, from the first on; they are
+        taken over."""
+        known = []
         for number in range(len(numbers)):
             found = None if self._kept is None else self._kept.settled(number)
             if found is None:
-                return number
+                break
+            known.append(found)
+        done: int = min(self.ranks.gathered(len(known)))
+        for found in known[:done]:
             self.settled |= found
-        return len(numbers)
+        return done
 
     def _enter(self, done: int, layers: Layers, states: Activations) -> int:
         """Have what enters the next layer; the layer that is begun with, 0 where nothing has."""
         path = self._entering(done)
-        if done and path is not None and states.load(path):
+        if all(self.ranks.gathered(done > 0 and path is not None and states.load(path))):
             return done
         for i, x_TH in enumerate(layers.embed()):
             states.put(i, x_TH)
         return 0
 
     def _entering(self, number: int) -> Path | None:
-        return None if self._kept is None else self._kept.work.entering(number, 0)
+        """The file of what enters a layer, of which every data-parallel rank has one."""
+        groups = self.decoder.groups
+        return None if self._kept is None else self._kept.work.entering(number, groups.dp.rank)
+
+    def _written(self, number: int) -> Path | None:
+        """The same on the rank that writes it: others have the same rows."""
+        return self._entering(number) if self.decoder.groups.tp.is_first else None
+
+    def _forget(self, number: int) -> None:
+        groups = self.decoder.groups
+        if self._kept is not None and groups.tp.is_first:
+            self._kept.work.forget(number, groups.dp.rank)
 
     def _asked(self, point: Point) -> tuple[bool, bool]:
         unit = next(u for u in self.units if point.modules[0] in u.modules)
@@ -205,15 +228,25 @@ class Survey:
     def _settle_layer(
         self, number: int, layer: int | None, statistics: Mapping[str, Statistics]
     ) -> None:
-        some = {
-            (unit.name, key_of(found, self._recipe)): self._settle(unit, found, statistics)
-            for unit in self.units
-            if unit.layer == layer
-            for found in unit.formats
-        }
+        runs = [(u, f) for u in self.units if u.layer == layer for f in u.formats]
+        groups, own, fault = self.decoder.groups, dict[tuple[str, str], Settlement](), None
+        try:
+            for unit, found in runs[groups.rank :: groups.world.size]:
+                own[unit.name, key_of(found, self._recipe)] = self._settle(unit, found, statistics)
+        except MegtoolError as error:
+            fault = error  # the others wait for what this rank was to settle
+        every: dict[tuple[str, str], Settlement] = {}
+        for part, told in self.ranks.gathered((own, fault)):
+            if told is not None:
+                raise told
+            every |= part
+        keys = ((unit.name, key_of(found, self._recipe)) for unit, found in runs)
+        some = {key: every[key] for key in keys}
         if self._kept is not None:
-            self._kept.record_settled(number, some)
-            self._kept.work.forget(number, 0)
+            with self.ranks.together():
+                if groups.rank == 0:
+                    self._kept.record_settled(number, some)
+            self._forget(number)
             some = self._kept.settled(number) or some  # large arrays stay on disk
         self.settled |= some
 

@@ -20,9 +20,12 @@ from megtool.errors import (
     UsageError,
 )
 from tests.inference import tiny_text
+from tests.quant.calibrated import random_moe
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2}
 SMALL: dict[str, Any] = {"samples": 2, "length": 32, "device": "cpu", "threads": 1}
+KEPT: dict[str, Any] = {"threads": 1}
+"""What goes with a calibration."""
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +58,10 @@ class Unmoved:
 def refused(source: Path, at: Path, **options: Any) -> MegtoolError:
     """The error of a run, which is that of a dry run too."""
     errors = []
+    options = (KEPT if "calibration" in options else SMALL) | options
     for dry_run in (True, False):
         with pytest.raises(MegtoolError) as caught:
-            quantize(source, at / "out", dry_run=dry_run, progress=Unmoved(), **SMALL, **options)
+            quantize(source, at / "out", dry_run=dry_run, progress=Unmoved(), **options)
         errors.append(caught.value)
     assert type(errors[0]) is type(errors[1])
     assert str(errors[0]) == str(errors[1])
@@ -80,6 +84,22 @@ def test_what_modelopt_cannot_do(
     found = refused(folder, tmp_path, recipe=recipe, backend="modelopt", group_size=group)
     assert isinstance(found, error)
     assert told in str(found)
+
+
+@pytest.mark.slow
+def test_experts_that_modelopt_has_no_quantizers_for(tmp_path: Path) -> None:
+    pytest.importorskip("modelopt")
+    moe = random_moe(tmp_path / "moe")
+    dist = tmp_path / "dist"
+    reshard(moe, dist, to="torch_dist", ep=2)
+    (tmp_path / "at").mkdir()
+    for source in (moe, dist):
+        given: dict[str, Any] = {"backend": "modelopt", "synthetic": True}
+        found = refused(source, tmp_path / "at", recipe="fp8", **given)
+        assert isinstance(found, RecipeError)
+        assert "no quantizer for model.layers.1.mlp.experts.0." in found.message
+        plan = quantize(source, tmp_path / "out", recipe="kv_fp8", **given, **SMALL, dry_run=True)
+        assert isinstance(plan, QuantizePlan)
 
 
 def test_a_missing_package_before_the_source_is_resharded(
@@ -132,6 +152,134 @@ def test_modelopt_that_nothing_asks_for_is_told(
     assert "ModelOpt is not run" in caplog.text
 
 
+def told_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Options by their names on the command line, as `quantize` takes them."""
+    names = {"--unseen-experts": "unseen", "--report": "page", "--no-fsync": "fsync"}
+    return {names.get(n, n[2:].replace("-", "_")): value for n, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("beside", "why", "idle"),
+    [
+        (
+            {"recipe": "fp8", "calibration": ["KEPT"]},
+            "with --calibration",
+            {
+                **{"--data": "x.txt", "--field": "text", "--split": "train", "--samples": 3},
+                **{"--length": 16, "--seed": 4, "--synthetic": True, "--calibrate-only": True},
+                **{"--spill": True, "--work": "work", "--tokenizer": ".", "--device": "cpu"},
+                **{"--dtype": "float32", "--kernels": "torch", "--resident": True, "--tp": 1},
+                **{"--pp": 1, "--ep": 1, "--etp": 1},
+            },
+        ),
+        (
+            {"recipe": "fp8", "calibrate_only": True},
+            "with --calibrate-only, which quantizes nothing",
+            {
+                **{"--evaluate": "x.txt", "--evaluate-tokens": 9, "--report": "x.html"},
+                **{"--max-shard-size": "1GiB", "--memory": "1GiB", "--no-fsync": False},
+            },
+        ),
+        (
+            {"recipe": "fp8", "backend": "modelopt"},
+            "with --backend modelopt",
+            {"--kernels": "torch", "--save-calibration": "x", "--calibrate-only": True},
+        ),
+        (
+            {"recipe": "fp8", "synthetic": True},
+            "with --synthetic",
+            {"--data": "x.txt", "--field": "text", "--split": "train", "--tokenizer": "."},
+        ),
+        ({"recipe": "fp8"}, "without --data", {"--field": "text", "--split": "train"}),
+        ({"recipe": "fp8"}, "without --evaluate", {"--evaluate-tokens": 100}),
+        ({"recipe": "fp8", "data": "x.bin"}, "Megatron's", {"--field": "a", "--split": "train"}),
+        ({"recipe": "fp8", "data": "TEXT.txt"}, "no fields", {"--field": "text"}),
+        ({"recipe": "fp8", "data": "TEXT.txt"}, "no splits", {"--split": "train"}),
+        ({"recipe": "fp8", "data": "TEXT.jsonl"}, "no splits", {"--split": "train"}),
+        ({"recipe": "fp8"}, "chooses no format", {"--bits": 5.0}),
+        ({"recipe": "mxfp8"}, "needs no data", {"--save-calibration": "x"}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_an_option_that_could_have_no_effect(
+    folder: Path,
+    kept: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    beside: dict[str, Any],
+    why: str,
+    idle: dict[str, Any],
+) -> None:
+    given = dict(beside)
+    if "calibration" in given:
+        given["calibration"] = [kept]
+    if "TEXT" in str(given.get("data")):
+        text = tmp_path_factory.mktemp("text") / str(given["data"])
+        text.write_text('{"text": "a"}\n')
+        given["data"] = text
+    for name, value in idle.items():
+        found = refused(folder, tmp_path, **given, **told_of({name: value}))
+        assert isinstance(found, UsageError)
+        assert name in found.message
+        assert why in found.message
+        assert found.hint
+    told = refused(folder, tmp_path, **given, **told_of(idle)).message
+    assert sum(name in told for name in idle) == len(idle), "all of them at once"
+
+
+def test_what_a_measurement_uses_is_no_idle_option(
+    folder: Path, kept: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night.")
+    plan = quantize(
+        *(folder, tmp_path / "out"),
+        **{"recipe": "fp8", "calibration": [kept], "evaluate": tmp_path / "text.txt"},
+        **{"device": "cpu", "dtype": "float32", "kernels": "torch", "resident": True},
+        **{"tokenizer": folder, "evaluate_tokens": 16, "dry_run": True},
+    )
+    assert isinstance(plan, QuantizePlan)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told", "unheeded"),
+    [
+        ("mxfp8", "recipe mxfp8 needs no data", ["--samples", "--length", "--device", "--work"]),
+        ("fp8", "the model has no experts", ["--route-all", "--unseen-experts"]),
+    ],
+)
+def test_what_a_recipe_or_model_has_no_use_for_is_said(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recipe: str,
+    told: str,
+    unheeded: list[str],
+) -> None:
+    given: dict[str, Any] = {"recipe": recipe, "dry_run": True, **SMALL}
+    quantize(folder, tmp_path / "out", **given, route_all=True, unseen="none", work=tmp_path / "w")
+    (line,) = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+    assert all(name in line for name in unheeded)
+    assert "not used" in line
+    assert "--threads" not in line
+
+
+@pytest.mark.parametrize("given", [{"recipe": "mxfp8"}, {"recipe": "fp8", "calibration": ["KEPT"]}])
+def test_processes_that_share_nothing_out(
+    folder: Path,
+    kept: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+) -> None:
+    if "calibration" in given:
+        given = given | {"calibration": [kept]}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = refused(folder, tmp_path, **given)
+    assert isinstance(found, UsageError)
+    assert "2 processes" in found.message
+    assert "no torchrun" in (found.hint or "")
+
+
 def test_a_calibration_that_does_not_fit(
     folder: Path, stranger: Path, kept: Path, tmp_path: Path
 ) -> None:
@@ -142,15 +290,16 @@ def test_a_calibration_that_does_not_fit(
     assert "awq needs the inputs" in str(found)
 
 
-def test_a_choice_is_measured_on_data(folder: Path, kept: Path, tmp_path: Path) -> None:
+def test_a_choice_needs_what_formats_cost(folder: Path, kept: Path, tmp_path: Path) -> None:
     found = refused(folder, tmp_path, recipe="auto_nvfp4_fp8", calibration=[kept])
-    assert isinstance(found, UsageError)
-    assert "leave out --calibration" in str(found)
+    assert isinstance(found, CalibrationError)
+    assert "does not hold what formats cost by kl_div" in found.message
+    assert "without --calibration" in (found.hint or "")
 
 
 def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_path: Path) -> None:
     plan = quantize(
-        folder, tmp_path / "out", recipe="fp8", calibration=[kept], dry_run=True, **SMALL
+        folder, tmp_path / "out", recipe="fp8", calibration=[kept], dry_run=True, **KEPT
     )
     assert isinstance(plan, QuantizePlan)
     assert (plan.num_samples, plan.num_tokens) == (2, 64)

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
+from megtool.quant.calibration import artefact_file
 from megtool.quant.calibration.artefact import Artefact, check_fits, merged
 from megtool.quant.calibration.fingerprint import Fingerprint, fingerprint_of
+from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.calibration.statistics import BINS, Statistics
 from megtool.quant.recipes.formats import Format
 from megtool.quant.treatment import Cache, Settlement, Treatment
@@ -63,6 +65,10 @@ def made(seed: int = 0, data: str = "d") -> Artefact:
             norms={"layers.0.attn_norm": np.full(4, 2, np.float32)},
             notes=["a note"],
         ),
+        sensitivities=Sensitivities(
+            method="kl_div", num_tokens=9 + seed, losses={"u": {"FP8:0:max": 1 / (3 + seed)}}
+        ),
+        settled_for="chosen",
     )
 
 
@@ -82,8 +88,62 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert (one.format, one.input_amax, one.second_amax) == (FP8, 1 / 3, 0.1)
     assert found.settlement.caches == wanted.settlement.caches
     assert found.settlement.notes == ["a note"]
+    assert found.sensitivities == wanted.sensitivities
+    assert found.settled_for == "chosen"
     found.save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def as_said(artefact: Artefact, path: Path, **facts: object) -> Path:
+    """An artefact's file that says something else; None: nothing."""
+    artefact.save(path)
+    said, arrays = artefact_file.read(path)
+    changed = {k: v for k, v in (said | facts).items() if v is not None}
+    artefact_file.write(path, {n: np.array(a) for n, a in arrays.items()}, changed)
+    return path
+
+
+def test_a_file_from_before_sensitivities_is_read(tmp_path: Path) -> None:
+    older = {"version": 2, "sensitivities": None, "settled_for": None}
+    found = Artefact.load(as_said(made(), tmp_path / "a", **older))
+    assert found.sensitivities is None
+    assert found.settled_for == SEEN.recipe
+    with pytest.raises(CalibrationError, match="version 4"):
+        Artefact.load(as_said(made(), tmp_path / "b", version=4))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {"method": "guess", "num_tokens": 1, "losses": {}},
+        {"method": "kl_div", "num_tokens": 0, "losses": {}},
+        {"method": "kl_div", "num_tokens": 1, "losses": {"u": {"f": "nan"}}},
+        {"method": "kl_div", "num_tokens": 1, "losses": {"u": 3}},
+    ],
+    ids=str,
+)
+def test_sensitivities_that_are_none(tmp_path: Path, wrong: object) -> None:
+    path = as_said(made(), tmp_path / "a", sensitivities=wrong)
+    with pytest.raises(CalibrationError, match="a damaged calibration"):
+        Artefact.load(path)
+
+
+def test_sensitivities_add_up_by_tokens_where_all_have_them() -> None:
+    one, two = made(), made(2, "e")
+    found = merged([one, two]).sensitivities
+    assert found is not None
+    assert found.num_tokens == 9 + 11
+    assert found.losses == {"u": {"FP8:0:max": pytest.approx((9 / 3 + 11 / 5) / 20)}}
+    assert merged([one, replace(two, sensitivities=None)]).sensitivities is None
+    own = two.sensitivities
+    assert own is not None
+    other = replace(own, losses={"u": {"FP8:0:mse": 1.0}, "v": {"FP8:0:max": 1.0}})
+    found = merged([one, replace(two, sensitivities=other)]).sensitivities
+    assert found is not None
+    assert found.losses == {}, "what one knows nothing about is not known"
+    by_gradient = replace(own, method="gradient")
+    assert merged([one, replace(two, sensitivities=by_gradient)]).sensitivities is None
 
 
 def test_an_artefact_is_read_without_torch(tmp_path: Path) -> None:
@@ -209,7 +269,7 @@ def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     other = case(source, "int4_awq")
     d = other.decided
     seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
-    searched = replace(artefact, fingerprint=seen)
+    searched = replace(artefact, fingerprint=seen, settled_for=seen.recipe)
     assert fits(searched, other)
     with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):
         fits(searched, other, policy="share")

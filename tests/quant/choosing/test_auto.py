@@ -20,8 +20,8 @@ from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.pieces import Piece
 from megtool.quant.calibration.record import Recorder
+from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.choosing.auto import Choice, choose
-from megtool.quant.choosing.sensitivities import Sensitivities
 from megtool.quant.choosing.sensitivity import measure, spread
 from megtool.quant.choosing.units import key_of, list_units
 from megtool.quant.recipes.dialects import recipe_from

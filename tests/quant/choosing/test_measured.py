@@ -15,8 +15,8 @@ from megtool.commands.quantize import quantize
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.choosing import divergence
-from megtool.quant.choosing.sensitivities import Sensitivities
 from megtool.quant.choosing.sensitivity import measure
 from megtool.quant.choosing.survey import Survey
 from tests.commands.tiny_llama import contents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,28 @@ class Sensitivities:
             raise FormatError(f"no sensitivities: {e}") from e
         if method not in ("kl_div", "gradient") or count < 1:
             raise FormatError(f"sensitivities by {method!r} over {tokens!r} tokens")
-        if any(not math.isfinite(x) for some in found.values() for x in some.values()):
-            raise FormatError("sensitivities hold a NaN or an infinity")
+        if any(not 0 <= x < math.inf for some in found.values() for x in some.values()):
+            raise FormatError("sensitivities hold what is no loss")
         return cls(method=method, num_tokens=count, losses=found)
+
+
+def merged(parts: Sequence[Sensitivities]) -> Sensitivities | None:
+    """Of several machines' sensitivities the mean over all of their tokens, of what every one knows
+    about; None where they were measured in different ways, or there are none."""
+    methods = {part.method for part in parts}
+    if len(methods) != 1:
+        return None
+    tokens = sum(part.num_tokens for part in parts)
+    losses = {
+        unit: {
+            key: math.fsum(p.losses[unit][key] * p.num_tokens for p in parts) / tokens
+            for key in some
+            if all(key in p.losses.get(unit, {}) for p in parts)
+        }
+        for unit, some in parts[0].losses.items()
+    }
+    return Sensitivities(
+        method=methods.pop(),
+        num_tokens=tokens,
+        losses={unit: some for unit, some in losses.items() if some},
+    )

@@ -1,0 +1,57 @@
+"""ModelOpt model: what ModelOpt has quantizers for in a model, seen without any weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megtool.errors import UsageError
+from megtool.quant.backend_modelopt import held_module
+from megtool.quant.calibration.points import Point
+from megtool.quant.modelopt_packages import no_bars, packages, quiet
+from megtool.quant.recipes.match import Decision
+
+
+def check_quantizers(
+    hf_config: bytes,
+    config: Mapping[str, Any],
+    decisions: Sequence[Decision],
+    points: Sequence[Point],
+) -> None:
+    """Refuse modules that ModelOpt could not quantise one by one, such as experts that transformers
+    has fused.
+
+    The model of `hf_config`, a config.json, is built on torch's meta device, and ModelOpt puts
+    quantizers into it by `config` (`backend_modelopt.modelopt_config`), as into the real one.
+
+    Raises:
+        MissingPackageError: ModelOpt or transformers is not installed.
+        RecipeError: a module has no quantizer; says which.
+        UsageError: transformers builds no such model.
+    """
+    mtq, transformers = packages()
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="megtool-") as made, quiet(), no_bars(transformers):
+        (Path(made) / "config.json").write_bytes(hf_config)
+        try:
+            said = transformers.AutoConfig.from_pretrained(made, local_files_only=True)
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(said)
+        except (ValueError, KeyError, OSError) as e:
+            first = next(iter(str(e).splitlines()), type(e).__name__)
+            raise UsageError(
+                f"--backend modelopt runs transformers' model, and that is none: {first}",
+                hint="--backend megtool runs megtool's own",
+            ) from e
+        entries = list(config["quant_cfg"])  # a copy: it changes what it is given
+        model = mtq.quantize(model, {**config, "quant_cfg": entries, "algorithm": None}, None)
+    held = dict(model.named_modules())
+    by_name = {d.module.name: d for d in decisions if d.format is not None}
+    for point in points:
+        for module in point.modules:
+            if module in by_name:
+                what = "k_bmm" if point.what == "kv_cache" else "weight"
+                held_module(held, by_name[module], what)
