@@ -1,6 +1,7 @@
 """Transformer Engine's kernels, where they are asked for: loading it, norms and activations.
 
-`SCOPE` says which operations it runs, and that all others are megtool's own.
+`SCOPE` says which operations it runs, and that all others are megtool's own. Its linear layers in
+FP8 are in `kernels.linear_te`, and its recipes in `optim.fp8.transformer_engine`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SCOPE = (
     "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "
     "relu, relu2 and gelu by tanh, gated or not, without limit and offset (but not exact gelu); "
     "rotary embedding, attention, dispatch to experts and cross entropy are megtool's own kernels, "
-    "and matrix products torch's"
+    "and matrix products torch's, but for linear layers trained in FP8 (--fp8-recipe), which are "
+    "Transformer Engine's"
 )
 
 # Our names of activations; its "gelu" is the tanh approximation, and it has no exact one.

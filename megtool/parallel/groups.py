@@ -147,6 +147,23 @@ class Groups:
         more: dict[str, Any] = {"order": order, "owns_world": not started, **_make(mesh, rank)}
         return cls(parallel=parallel, rank=rank, device=where, **more)
 
+    def stage(self) -> Group:
+        """The ranks of this pipeline stage, wherever else they are: tp x replicas.
+
+        Where no axis has just these a group is made: every process of the world has to call this.
+        """
+        size = self.tp.size * self.replicas.size
+        for known in (self.world, self.replicas, self.tp):
+            if known.size == size:
+                return known
+        at = Mesh(self.parallel, self.order).position(np.arange(self.world.size))
+        mine = ALONE
+        for ranks in _parts([at["pp"]]):
+            handle = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = Group(ranks=ranks, rank=ranks.index(self.rank), handle=handle)
+        return mine
+
     def stop(self) -> None:
         """Leave all groups, and the world if `start` has initialised it.
 

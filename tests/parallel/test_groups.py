@@ -115,6 +115,28 @@ def test_groups_equal_megatrons(joined: list[list[dict[str, Any]]]) -> None:
                     assert seen[rank][axis][0] == tuple(ranks), (sizes, axis)
 
 
+def stages(rank: int, size: int) -> list[tuple[tuple[int, ...], float]]:
+    """The ranks of a stage, and their sum over its group."""
+    out = []
+    world = Groups.start(ParallelConfig())
+    for sizes in ({"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 2}, {"pp": 4}, {"tp": 2}, {"pp": 8}):
+        stage = Groups.start(ParallelConfig(**sizes)).stage()
+        out.append((stage.ranks, all_sum(torch.tensor(float(rank)), stage).item()))
+    world.stop()
+    return out
+
+
+@pytest.mark.slow
+def test_a_stage_has_all_ranks_of_its_layers() -> None:
+    for rank, seen in enumerate(run_world(stages, 8, timeout_s=120)):
+        half = tuple(range(4)) if rank < 4 else tuple(range(4, 8))
+        pair = (rank - rank % 2, rank - rank % 2 + 1)
+        assert [ranks for ranks, _ in seen[:4]] == [half, half, pair, tuple(range(8))]
+        assert all(total == sum(ranks) for ranks, total in seen[:4])
+        assert seen[4] == ((rank,), float(rank))
+    assert Groups.alone().stage().size == 1
+
+
 def test_one_process_initialises_nothing() -> None:
     for groups in (Groups.alone(), Groups.start(ParallelConfig(), environment={})):
         assert not dist.is_initialized()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megtool.errors import UsageError
 from megtool.kernels.fp8 import (
     Kind,
     Quantized,
@@ -155,7 +156,16 @@ class Delayed(Scaling):
 def make_scalings(
     num_modules: int, settings: Fp8Settings, device: torch.device | str
 ) -> tuple[list[Scaling], Histories | None]:
-    """The scaling of each of so many linear layers, and their histories where there are any."""
+    """The scaling of each of so many linear layers, and their histories where there are any.
+
+    Raises:
+        UsageError: the recipe is Transformer Engine's alone.
+    """
+    if settings.recipe == "mxfp8":
+        raise UsageError(
+            "FP8 recipe 'mxfp8' without Transformer Engine, which alone has products of it",
+            hint="--kernels te, or --fp8-recipe blockwise",
+        )
     if settings.recipe == "delayed":
         histories = Histories(num_modules, settings, device)
         return [Delayed(histories, i) for i in range(num_modules)], histories

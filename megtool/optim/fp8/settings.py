@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import LARGEST, Kind
 
-Recipe = Literal["delayed", "tensorwise", "blockwise"]
+Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 Format = Literal["hybrid", "e4m3"]
 Algorithm = Literal["max", "most_recent"]
 
@@ -20,7 +20,8 @@ class Fp8Settings:
     `delayed`: a scale for each tensor, from the largest magnitudes of the steps before
     (`amax_history_len` of them, `amax_compute_algo`), halved `margin` times. `tensorwise`: from the
     tensor's own magnitude. `blockwise`: a power of two for each 1x128 elements of inputs and
-    gradients (along what is summed), and each 128x128 of weights. `hybrid` has gradients in e5m2
+    gradients (along what is summed), and each 128x128 of weights. `mxfp8`: for each 32 elements
+    along what is summed; Transformer Engine alone has its products. `hybrid` has gradients in e5m2
     and all else in e4m3. The first `start_in_bf16` and the last `end_in_bf16` layers of the model
     are computed without FP8.
 

@@ -116,7 +116,7 @@ def test_all_ranks_of_tp_and_dp_have_the_same_scales() -> None:
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        ({"recipe": "mxfp8"}, "--fp8-recipe"),
+        ({"recipe": "nvfp4"}, "--fp8-recipe"),
         ({"format": "e5m2"}, "--fp8-format"),
         ({"amax_history_len": 0}, "--fp8-amax-history-len"),
         ({"amax_compute_algo": "mean"}, "--fp8-amax-compute-algo"),

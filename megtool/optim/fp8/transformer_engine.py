@@ -1,0 +1,153 @@
+"""Transformer Engine's recipes for linear layers in FP8, and their delayed scaling state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megtool.errors import UsageError
+from megtool.kernels.fp8 import amax, scale_from_amax
+from megtool.kernels.linear_te import Region, TeLinear
+from megtool.kernels.transformer_engine import load
+from megtool.optim.fp8.settings import Fp8Settings, Recipe
+from megtool.packing.delayed import KINDS, WEIGHT
+from megtool.parallel.groups import Groups
+
+_CLASSES: dict[Recipe, str] = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+_PROBES: dict[Recipe, str] = {
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+
+
+def recipe_of(settings: Fp8Settings, recipes: Any, *, reduce_amax: bool = True) -> Any:
+    """The recipe that `settings` are in `recipes`, the module `transformer_engine.common.recipe`.
+
+    `reduce_amax`: the ranks of the region's group share magnitudes; of delayed scaling alone.
+    """
+    facts: dict[str, Any] = {"fp8_format": recipes.Format[settings.format.upper()]}
+    if settings.recipe == "delayed":
+        facts |= {
+            "margin": settings.margin,
+            "amax_history_len": settings.amax_history_len,
+            "amax_compute_algo": settings.amax_compute_algo,
+            "reduce_amax": reduce_amax,
+        }
+    return getattr(recipes, _CLASSES[settings.recipe])(**facts)
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """What rows and both sides of weights have to be multiples of (for all three products)."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+def require_recipe(recipe: Recipe) -> None:
+    """Make sure that the GPU here has what a recipe needs.
+
+    Raises:
+        MissingPackageError: Transformer Engine cannot be loaded.
+        UsageError: the GPU, or its CUDA, has not.
+    """
+    can, why = getattr(load().pytorch, _PROBES[recipe])(return_reason=True)
+    if not can:
+        raise UsageError(
+            f"--fp8-recipe {recipe} by Transformer Engine: {why}",
+            hint="another --fp8-recipe, or without --kernels te",
+        )
+
+
+class TeHistories:
+    """The delayed scaling state of linear layers, where Transformer Engine keeps and changes it.
+
+    It has the form of `optim.fp8.history.Histories`. A step of it is a pass of a micro batch: it
+    ends in the forward pass for inputs and weights, in the backward pass for gradients. Scales
+    begin with 1, with which small weights lose most of their bits; here those of weights begin with
+    what the weights themselves say.
+    """
+
+    def __init__(self, linears: Sequence[TeLinear], settings: Fp8Settings) -> None:
+        self.linears = linears
+        self.is_fresh = [True] * len(linears)  # no pass has the scales of the one before
+        with torch.no_grad():
+            for linear in linears:
+                scale = scale_from_amax(
+                    amax(linear.module.weight), settings.forward, margin=settings.margin
+                )
+                linear.scale("fwd")[WEIGHT].copy_(scale)
+
+    def end_step(self, groups: Groups) -> None:
+        """Nothing: every pass has ended its own."""
+
+    def forget_pass(self) -> None:
+        """A pass without gradients is over: what it has seen is not to count in training."""
+        for linear in self.linears:
+            linear.history("fwd")[0].zero_()
+
+    def state(self, module: int) -> dict[str, Tensor]:
+        """See `Histories.state`."""
+        linear, out = self.linears[module], {}
+        for d in KINDS:
+            out[f"scale_{d}"] = linear.scale(d).to("cpu", copy=True)
+            out[f"amax_history_{d}"] = linear.history(d).to("cpu", copy=True)
+        return out
+
+    def load(self, module: int, state: Mapping[str, Tensor]) -> None:
+        """See `Histories.load`."""
+        linear = self.linears[module]
+        for d in KINDS:
+            linear.scale(d).copy_(state[f"scale_{d}"])
+            linear.history(d).copy_(state[f"amax_history_{d}"])
+
+
+Run = Callable[..., Tensor]
+
+
+class TeTraining:
+    """Linear layers of this rank by Transformer Engine: a product for each of `weights`.
+
+    Every rank makes one at the same time: magnitudes are shared by the ranks of its pipeline stage.
+
+    Raises:
+        MissingPackageError: Transformer Engine cannot be loaded.
+        UsageError: the GPU has not what the recipe needs, or a weight no fitting size.
+    """
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], settings: Fp8Settings, groups: Groups
+    ) -> None:
+        load()
+        require_recipe(settings.recipe)
+        stage = groups.stage()
+        recipes = import_module("transformer_engine.common.recipe")
+        # Without a group Transformer Engine would take the whole world, all stages of it.
+        recipe = recipe_of(settings, recipes, reduce_amax=stage.size > 1)
+        self.region = Region(recipe, stage.handle)
+        self.products = [TeLinear(weight, multiple_of(settings.recipe)) for weight in weights]
+        with torch.no_grad(), self.region.entered():
+            for linear in self.products:
+                linear.prepare()
+        is_delayed = settings.recipe == "delayed"
+        self.histories = TeHistories(self.products, settings) if is_delayed else None
+
+    def around(self, run: Run) -> Run:
+        """A stage's `run` as it computes in FP8."""
+
+        def inside(*args: Any) -> Tensor:
+            with self.region.entered():
+                out = run(*args)
+            if self.histories is not None and not torch.is_grad_enabled():
+                self.histories.forget_pass()
+            return out
+
+        return inside

@@ -1,0 +1,187 @@
+"""Finetune by Transformer Engine: refused before any work where it is not; on a GPU, as our FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megtool.commands.finetune import finetune
+from megtool.commands.finetune_report import FinetuneReport
+from megtool.commands.opened import open_model
+from megtool.commands.scaling.inspect import inspect_amax
+from megtool.commands.verify import verify
+from megtool.errors import MissingPackageError, UsageError
+from megtool.inference.weights import Source
+from megtool.kernels.choice import use
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.recompute import recompute
+from megtool.optim.fp8.settings import Fp8Settings, Recipe
+from megtool.optim.fp8.transformer_engine import TeHistories
+from megtool.parallel.groups import Groups
+from megtool.train.fp8 import Fp8Training
+from megtool.train.log import read_log
+from megtool.train.setup import load_for_training
+
+RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
+IS_THERE = find_spec("transformer_engine") is not None
+
+
+def by_te(test: Any) -> Any:
+    """Mark a test that runs Transformer Engine."""
+    missing = pytest.mark.skipif(not IS_THERE, reason="Transformer Engine is not installed")
+    return pytest.mark.gpu(missing(test))
+
+
+def tune(model: Path, folder: Path, text: Path, **more: Any) -> list[float]:
+    """Losses of a few steps of two micro batches each, of 30 tokens: FP8 has to fill them up."""
+    options: dict[str, Any] = {"seq_length": 30, "train_iters": 6, "global_batch_size": 2}
+    options |= {"lr": 1e-3, "threads": 1, "fsync": False, "bf16": True}
+    report = finetune(model, folder, data=[str(text)], **(options | more))
+    assert isinstance(report, FinetuneReport)
+    return [line["loss"] for line in read_log(folder / "log.jsonl") if "loss" in line]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.skipif(IS_THERE, reason="Transformer Engine is installed")
+def test_that_it_is_missing_is_said_before_any_work(
+    dry_run: bool, model: Path, tmp_path: Path
+) -> None:
+    """Even before the data are looked at, which are not there."""
+    with pytest.raises(MissingPackageError, match="not installed") as caught:
+        finetune(
+            model,
+            tmp_path / "dst",
+            data=[str(tmp_path / "none.txt")],
+            kernels="te",
+            fp8_recipe="delayed",
+            dry_run=dry_run,
+        )
+    assert "pip install" in str(caught.value)
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"fp8_recipe": "mxfp8"}, "mxfp8 without --kernels te"),
+        ({"fp8_recipe": "delayed", "kernels": "te", "fp8_param_gather": True}, "--fp8-param-gat"),
+        (
+            {"fp8_recipe": "delayed", "kernels": "te", "recompute_granularity": "selective"},
+            "cannot be kept",
+        ),
+        ({"fp8_recipe": "delayed", "kernels": "te", "cuda_graph_impl": "local"}, "of its own"),
+        ({"fp8_recipe": "delayed", "kernels": "te", "qat": "fp8"}, "--qat and --fp8-recipe"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(
+    more: dict[str, Any], message: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        tune(model, tmp_path / "dst", text, **more)
+
+
+@by_te
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns_as_our_own_fp8_and_as_bf16(
+    recipe: Recipe, model: Path, text: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"device": "cuda", "train_iters": 20, "lr": 1e-2}
+    plain = tune(model, tmp_path / "bf16", text, **how)
+    how |= {"fp8_recipe": recipe}
+    ours = tune(model, tmp_path / "ours", text, **how)
+    theirs = tune(model, tmp_path / "theirs", text, **how, kernels="te")
+    assert plain[-1] < 0.9 * plain[0]
+    assert theirs != plain
+    for want in (ours, plain):
+        assert max(abs(a - b) for a, b in zip(theirs, want, strict=True)) < 0.02 * want[0]
+
+
+@by_te
+def test_a_run_that_was_stopped_is_the_one_that_was_not(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"device": "cuda", "kernels": "te", "fp8_recipe": "delayed"}
+    how |= {"train_iters": 4, "lr_decay_iters": 4, "save_interval": 2, "hold_out": 0.2}
+    how |= {"recompute_granularity": "full", "eval_interval": 1, "fp8_amax_history_len": 8}
+    whole = tune(model, tmp_path / "whole", text, **how)
+    tune(model, tmp_path / "cut", text, **(how | {"train_iters": 2}))
+    assert tune(model, tmp_path / "cut", text, **how) == whole
+    assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
+    seen = inspect_amax(tmp_path / "whole")
+    assert seen.lines_of
+    assert seen.exit_status == 0, list(seen.lines())
+
+
+@by_te
+def test_adapters_are_trained_beside_it(model: Path, text: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"device": "cuda", "lora_rank": 4, "lr": 1e-2}
+    plain = tune(model, tmp_path / "bf16", text, **how)
+    got = tune(model, tmp_path / "te", text, **how, kernels="te", fp8_recipe="delayed")
+    assert got != plain
+    assert max(abs(a - b) for a, b in zip(got, plain, strict=True)) < 0.02 * plain[0]
+
+
+@dataclass
+class Passed:
+    """What training left: gradients, and each layer's delayed scaling state."""
+
+    stage: Decoder
+    fp8: Fp8Training
+    gradients: dict[str, torch.Tensor]
+    states: list[dict[str, torch.Tensor]]
+
+
+def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Passed:
+    """Three passes there and back over 21 tokens each, with evaluations between or not."""
+    opened, groups = open_model(folder), Groups.alone("cuda")
+    assert opened.model is not None
+    source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
+    (stage,) = load_for_training(source, groups, dtype="bfloat16")
+    if again:
+        recompute(stage, "full")
+    with use("te"):
+        fp8 = Fp8Training([stage], Fp8Settings(amax_history_len=4), groups)
+    for step in range(3):
+        tokens = torch.randint(0, 101, (3, 7), generator=torch.Generator().manual_seed(step))
+        batch, labels = Batch(tokens_BS=tokens.cuda()), tokens.roll(-1, 1).cuda()
+        stage.loss(batch, labels)[0].backward()
+        if evaluated:
+            with torch.no_grad():
+                stage.loss(Batch(tokens_BS=tokens.flip(0).cuda()), labels)
+    assert isinstance(fp8.histories, TeHistories)
+    gradients = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
+    states = [fp8.histories.state(i) for i in range(len(fp8.names))]
+    return Passed(stage, fp8, gradients, states)
+
+
+@by_te
+@pytest.mark.parametrize("how", [{"again": True}, {"evaluated": True}])
+def test_recomputation_and_evaluations_leave_no_trace(how: dict[str, bool], model: Path) -> None:
+    kept, other = passes(model), passes(model, **how)
+    assert len(kept.gradients) == len(other.gradients) == 15
+    for name, gradient in kept.gradients.items():
+        assert torch.equal(other.gradients[name], gradient), name
+    assert len(kept.states) == 8
+    for mine, theirs in zip(kept.states, other.states, strict=True):
+        assert all(torch.equal(theirs[n], t) for n, t in mine.items())
+        assert (mine["amax_history_fwd"][1:, :2] > 0).all()
+        assert not mine["amax_history_fwd"][0].any()
+
+
+@by_te
+def test_weights_stay_the_models_own(model: Path) -> None:
+    run = passes(model)
+    assert "computed by Transformer Engine" in run.fp8.say()
+    products = [m for m in run.stage.modules() if getattr(m, "product", None) is not None]
+    assert len(products) == len(run.fp8.names) == 8
+    assert all(m.product.module.weight is m.weight for m in products)
+    assert len(list(run.stage.parameters())) == 15
+    run.fp8.remove()
+    assert "run" not in vars(run.stage)
+    assert all(m.product is None for m in products)

@@ -1,0 +1,109 @@
+"""Transformer Engine's recipes out of settings, by its own classes, and what it is refused for.
+
+Its recipes are plain classes, which load without its libraries and without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.errors import MissingPackageError, UsageError
+from megtool.kernels.choice import use
+from megtool.kernels.linear_te import check_sides
+from megtool.kernels.transformer_engine import INSTALL
+from megtool.optim.fp8.scaling import make_scalings
+from megtool.optim.fp8.settings import Fp8Settings, Recipe
+from megtool.optim.fp8.transformer_engine import multiple_of, recipe_of
+from megtool.parallel.groups import Groups
+from megtool.train.fp8 import Fp8Training, check_te
+from tests.optim.layouts import MODELS, whole
+
+CLASSES: tuple[tuple[Recipe, str], ...] = (
+    ("delayed", "DelayedScaling"),
+    ("tensorwise", "Float8CurrentScaling"),
+    ("blockwise", "Float8BlockScaling"),
+    ("mxfp8", "MXFP8BlockScaling"),
+)
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Iterator[Any]:
+    """`transformer_engine.common.recipe`, without the package around it."""
+    package = find_spec("transformer_engine")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("Transformer Engine is not installed")
+    name = "transformer_engine_recipes_alone"
+    file = Path(package.submodule_search_locations[0]) / "common" / "recipe" / "__init__.py"
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)  # pydantic looks its annotations up there
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("recipe", "name"), CLASSES)
+def test_every_recipe_is_one_of_transformer_engines(
+    recipe: Recipe, name: str, recipes: Any
+) -> None:
+    for kind in ("hybrid", "e4m3"):
+        made = recipe_of(Fp8Settings(recipe=recipe, format=kind), recipes)
+        assert type(made) is getattr(recipes, name)
+        assert made.fp8_format is recipes.Format[kind.upper()]
+        largest = Fp8Settings(recipe=recipe, format=kind).largest
+        assert (made.fp8_format.value.max_fwd, made.fp8_format.value.max_bwd) == largest
+
+
+def test_delayed_scaling_takes_every_setting(recipes: Any) -> None:
+    settings = Fp8Settings(amax_history_len=7, amax_compute_algo="most_recent", margin=2)
+    for shared in (True, False):
+        made = recipe_of(settings, recipes, reduce_amax=shared)
+        assert (made.amax_history_len, made.amax_compute_algo) == (7, "most_recent")
+        assert (made.margin, made.reduce_amax) == (2, shared)
+    usual = recipe_of(Fp8Settings(), recipes)
+    assert usual == recipes.DelayedScaling()
+
+
+def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
+    made = recipe_of(Fp8Settings(recipe="blockwise"), recipes)
+    sizes = made.x_block_scaling_dim, made.w_block_scaling_dim, made.grad_block_scaling_dim
+    assert sizes == (1, 2, 1)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is installed")
+def test_a_missing_package_is_named_before_anything_is_changed() -> None:
+    stage = whole("tied")
+    with pytest.raises(MissingPackageError, match="not installed") as caught, use("te"):
+        Fp8Training([stage], Fp8Settings(), Groups.alone())
+    assert caught.value.hint == INSTALL
+    assert all(getattr(m, "product", None) is None for m in stage.modules())
+    assert "run" not in vars(stage)
+
+
+def test_mxfp8_is_transformer_engines_alone() -> None:
+    with pytest.raises(UsageError, match="mxfp8") as caught:
+        make_scalings(1, Fp8Settings(recipe="mxfp8"), "cpu")
+    assert "--kernels te" in str(caught.value)
+    with pytest.raises(UsageError, match="mxfp8"):
+        Fp8Training([whole("tied")], Fp8Settings(recipe="mxfp8"), Groups.alone())
+
+
+def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
+    check_sides((64, 32), 32)
+    with pytest.raises(UsageError, match="48 x 32"):
+        check_sides((48, 32), 32)
+    config = MODELS["tied"]
+    settings = Fp8Settings(recipe="mxfp8", start_in_bf16=1)
+    assert multiple_of("mxfp8") == 32
+    with pytest.raises(UsageError, match="multiples of 32") as caught:
+        check_te(settings, config, 1)
+    assert "decoder.layers.1.self_attention.linear_qkv" in str(caught.value)
