@@ -1,4 +1,4 @@
-"""On a GPU: graphs against eager passes, training against transformers' Trainer, memory of 8 B.
+"""On a GPU: graphs against eager passes, training against other engines, memory of 8 B.
 
 python examples/benchmarks/gpu_speed.py [--part forward,train,memory] [--models S,M] [--rounds 5]
 
@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu import decoder, race, seconds, theirs, tokens_of
+from bench import megatron
+from bench.gpu import decoder, race, seconds, tokens_of
+from bench.gpu_training import megatron_core, optimizer_of, our_step, ours, trainer
 from bench.table import Table, parser, show, times
 from torch import Tensor
 
@@ -29,13 +28,8 @@ from megtool.errors import MegtoolError
 from megtool.inference.forward import Forward
 from megtool.inference.graphed import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.model.batch import Batch
-from megtool.model.decoder import Decoder
-from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.hybrid import HybridOptimizer
-from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
 
-LR, DECAY, CLIP = 1e-5, 0.1, 1.0
+Engine = Callable[[], float] | str
 # Settings of the optimizer whose peak memory is told, by what they are called.
 KEPT: dict[str, dict[str, Any]] = {
     "float32 masters, moments and gradients": {},
@@ -101,55 +95,51 @@ def _add(table: Table, what: str, rows: int, found: dict[str, float]) -> None:
     )
 
 
-def optimizer_of(model: Decoder, **how: Any) -> DistributedOptimizer | HybridOptimizer:
-    """Megtool's, for one process."""
-    settings = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
-    named = model.named_parameters()
-    made = DistributedOptimizer(named, settings, Groups.alone("cuda"), chunks=[model])
-    return HybridOptimizer(made) if settings.offload_fraction else made
-
-
-def our_step(
-    model: Decoder, optimizer: DistributedOptimizer | HybridOptimizer, tokens: Tensor
-) -> Callable[[], object]:
-    """A step of training on the same tokens."""
-    batch = Batch(tokens_BS=tokens[:, :-1])
-    labels = tokens[:, 1:].contiguous()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        optimizer.begin(1)
-        loss, count = model.loss(batch, labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.finish(count)
-        optimizer.step(LR, DECAY)
-
-    return step
+def engines_of(name: str, tokens: Tensor, given: argparse.Namespace) -> dict[str, Engine]:
+    """Who trains, ours first: what measures a step, or why it cannot run here."""
+    out: dict[str, Engine] = {
+        "megtool": lambda: ours(name, tokens, given),
+        "megtool, graphed": lambda: ours(name, tokens, given, graphed=True),
+        "Trainer": lambda: trainer(name, tokens, given),
+    }
+    if given.compile:
+        out["Trainer, compiled"] = lambda: trainer(name, tokens, given, compiled=True)
+    if find_spec("liger_kernel") is not None:
+        out["Trainer + liger"] = lambda: trainer(name, tokens, given, liger=True)
+        if given.compile:
+            out["Trainer + liger, compiled"] = lambda: trainer(
+                name, tokens, given, liger=True, compiled=True
+            )
+    else:
+        out["Trainer + liger"] = "liger-kernel is not installed"
+    for engine, te in (("megatron-core", False), ("megatron-core + Transformer Engine", True)):
+        out[engine] = megatron.why_not(te=te) or (
+            lambda te=te: megatron_core(name, tokens, given, te=te)
+        )
+    return out
 
 
 def train(name: str, given: argparse.Namespace) -> Table:
-    """A step of training: megtool, and transformers' Trainer plain, compiled, and with liger."""
+    """A step of training: megtool, transformers' Trainer (plain, compiled, liger), megatron-core.
+
+    Ratios are to the faster one of ours.
+    """
     table = Table(
         title=f"Training, {name}: steps of {given.rows} x {given.tokens} tokens",
         head=("engine", "ms a step", "tokens/s", "peak GiB", "megtool is", "target"),
     )
     tokens = tokens_of(name, given.rows, given.tokens + 1)
-    engines: dict[str, Callable[[], float]] = {"megtool": lambda: _ours(name, tokens, given)}
-    engines["Trainer"] = lambda: trainer(name, tokens, given)
-    if given.compile:
-        engines["Trainer, compiled"] = lambda: trainer(name, tokens, given, compiled=True)
-    if find_spec("liger_kernel") is not None:
-        engines["Trainer + liger"] = lambda: trainer(name, tokens, given, liger=True)
-        if given.compile:
-            engines["Trainer + liger, compiled"] = lambda: trainer(
-                name, tokens, given, liger=True, compiled=True
-            )
-    own = 0.0
-    for engine, run in engines.items():
+    found: list[tuple[str, float, float]] = []
+    missing: dict[str, str] = {}
+    for engine, run in engines_of(name, tokens, given).items():
+        if isinstance(run, str):
+            missing[engine] = run
+            continue
         clean()
         took = run()
-        own = own or took
-        peak = torch.cuda.max_memory_allocated() / 2**30
+        found.append((engine, took, torch.cuda.max_memory_allocated() / 2**30))
+    own = min(took for engine, took, _ in found if engine.startswith("megtool"))
+    for engine, took, peak in found:
         table.add(
             engine,
             f"{1e3 * took:.2f}",
@@ -162,59 +152,9 @@ def train(name: str, given: argparse.Namespace) -> Table:
             peak_gib=peak,
             ratio=took / own,
         )
+    for engine, why in missing.items():
+        table.add(f"{engine}: {why}", *"-----", engine=engine, why=why)
     return table
-
-
-def _ours(name: str, tokens: Tensor, given: argparse.Namespace) -> float:
-    model = decoder(name)
-    work = our_step(model, optimizer_of(model), tokens)
-    return race({"megtool": work}, given)["megtool"]
-
-
-def trainer(
-    name: str,
-    tokens: Tensor,
-    given: argparse.Namespace,
-    *,
-    liger: bool = False,
-    compiled: bool = False,
-) -> float:
-    """Median seconds of a step by transformers' Trainer, without the first ones."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    rows = [{"input_ids": row[:-1].cpu(), "labels": row[:-1].cpu()} for row in tokens]
-    num_steps = 10 + given.rounds * given.calls
-    marks: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """When steps end."""
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            """One is over."""
-            torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=len(rows),
-            max_steps=num_steps,
-            learning_rate=LR,
-            weight_decay=DECAY,
-            max_grad_norm=CLIP,
-            optim="adamw_torch_fused",
-            lr_scheduler_type="constant",
-            bf16=False,  # parameters are bfloat16 already, and so are its moments: less than ours
-            torch_compile=compiled,
-            use_liger_kernel=liger,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-        )
-        Trainer(model=theirs(name), args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
-    gaps = [b - a for a, b in pairwise(marks[9:])]
-    return statistics.median(gaps)
 
 
 def memory(name: str, given: argparse.Namespace) -> Table:

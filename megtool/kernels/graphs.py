@@ -8,7 +8,7 @@ tensors in any nest of tuples, lists and dicts.
 What a caller has to know: a function runs `warmups` times before it is captured, so that writes to
 a cache have to be repeatable; name what is not (a counter that advances) in `state`, which is put
 back after the warm-up, also where the capture fails. Gradients have to have their buffers before
-(`grad` is not None), and to be zeroed by the function or named in `state`.
+(`grad` is not None), and to be zeroed by the function, named in `state`, or zeroed by `undo`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Graphs:
     carry no autograd history. With `copies=False` the outputs are the graph's own and hold until
     the next call: graphs of other shapes work in the same memory. `pool` joins the memory of
     several `Graphs` that never run at the same time. A graph is chosen by shapes, strides aside,
-    dtypes, grad mode and the kernels in use.
+    dtypes, grad mode and the kernels in use. `undo` is called after the warm-up, also where the
+    capture fails, and puts back what is too large for a copy (`state` is copied).
 
     Raises MissingPackageError where there is no CUDA device, UsageError for inputs elsewhere,
     GraphRuleError where the function cannot be captured.
@@ -60,11 +61,13 @@ class Graphs:
         pool: Any = None,
         warmups: int = 3,
         state: Sequence[Tensor] = (),
+        undo: Callable[[], None] | None = None,
         copies: bool = True,
     ) -> None:
         self.function = function
         self.warmups = warmups
         self.state = tuple(state)
+        self.undo = undo
         self.copies = copies
         self.captured: dict[tuple[Any, ...], Any] = {}
         self.pool = self._make_pool() if pool is None else pool
@@ -123,8 +126,14 @@ class Graphs:
                 hint="megtool.kernels.rehearsal names the operation",
             ) from error
         finally:
-            copy_into(self.state, before)
+            self._put_back(before)
         return Captured(graph=graph, inputs=static, outputs=outputs)
+
+    def _put_back(self, before: Sequence[Tensor]) -> None:
+        """Take back what a run of the function has written."""
+        copy_into(self.state, before)
+        if self.undo is not None:
+            self.undo()
 
     def _replay(self, captured: Any, inputs: Sequence[Input]) -> Any:
         """Copy the inputs in, repeat the recorded work, copy the outputs out."""

@@ -4,7 +4,7 @@ At the first call of a shape the function runs once unseen (the warm-up: it may 
 once watched (the capture: its operations are written down) and once more for the result; every
 later call of the shape has to do exactly the same. What a call wrote into tensors from outside,
 the result's call has to write again: counters, sums of gradients and all else that advances belong
-into `state`.
+into `state`, or are put back by `undo`.
 
 What is seen are operations as torch dispatches them, and calls of its functions by their names. Not
 seen are: work that goes past torch (compiled kernels, NumPy on a view, pickling); the destination
@@ -110,16 +110,16 @@ class Rehearsal(Graphs):
         before = [t.clone() for t in self.state]
         try:
             self.function(*static)
-            copy_into(self.state, before)
+            self._put_back(before)
             copy_into(static, inputs)
             seed = torch.get_rng_state()
             outputs, trace = self._watch(static, None)
+            known = {t.untyped_storage()._cdata for t in self.state}
+            contents = {n: _bytes(trace.outside[n]) for n in trace.written if n not in known}
         finally:
-            copy_into(self.state, before)
+            self._put_back(before)
         if trace.random:
             torch.set_rng_state(seed)
-        known = {t.untyped_storage()._cdata for t in self.state}
-        contents = {n: _bytes(trace.outside[n]) for n in trace.written if n not in known}
         return Rehearsed(inputs=static, trace=trace, outputs=outputs, contents=contents)
 
     def _replay(self, captured: Rehearsed, inputs: Sequence[Input]) -> Any:

@@ -200,25 +200,37 @@ def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
     added = 0
     for decoder in stages:
         decoder.requires_grad_(False)
-        held = dict(decoder.named_modules())
-        for number in decoder.stage.layers:
-            for place in (p for role in settings.roles for p in ROLES[role]):
-                name = f"decoder.layers.{number}.{place}"
-                linear = held.get(name)
-                if linear is None:
-                    continue
-                adapter: Adapter | ExpertAdapter
-                if isinstance(linear, ExpertLinear):
-                    adapter = ExpertAdapter(linear, decoder.groups.ep, settings)
-                elif isinstance(linear, Linear):
-                    adapter = Adapter(linear, settings)
-                else:
-                    raise UsageError(f"LoRA for {name}, which is no linear layer of its own")
-                adapter.reset(settings.seed, name)
-                adapter.train(linear.training)
-                linear.adapter = adapter
-                added += adapter.lora_A.numel() + adapter.lora_B.numel()
+        for name, linear in list(layers_for(decoder, settings)):
+            adapter: Adapter | ExpertAdapter
+            if isinstance(linear, ExpertLinear):
+                adapter = ExpertAdapter(linear, decoder.groups.ep, settings)
+            else:
+                adapter = Adapter(linear, settings)
+            adapter.reset(settings.seed, name)
+            adapter.train(linear.training)
+            linear.adapter = adapter
+            added += adapter.lora_A.numel() + adapter.lora_B.numel()
     return added
+
+
+def layers_for(
+    decoder: Decoder, settings: LoraSettings
+) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    """The layers of this rank that settings ask adapters for, by Megatron's names.
+
+    Raises:
+        UsageError: one of them is a part of another module.
+    """
+    held = dict(decoder.named_modules())
+    for number in decoder.stage.layers:
+        for place in (p for role in settings.roles for p in ROLES[role]):
+            name = f"decoder.layers.{number}.{place}"
+            linear = held.get(name)
+            if linear is None:
+                continue
+            if not isinstance(linear, Linear | ExpertLinear):
+                raise UsageError(f"LoRA for {name}, which is no linear layer of its own")
+            yield name, linear
 
 
 def adapters_of(

@@ -204,8 +204,12 @@ class Schedule:
         number = self.num_microbatches
         parts = microbatches(batch, number)
         for part, labels in zip(parts, labels_BS.chunk(number), strict=True):
-            x_TH = self._links[0](**_facts(part))
-            self._loss(x_TH, labels).backward()  # type: ignore[no-untyped-call]
+            self._pass(part, labels)
+
+    def _pass(self, part: Batch, labels_BS: Tensor) -> None:
+        """One microbatch there and back; notes its loss."""
+        x_TH = self._links[0](**_facts(part))
+        self._loss(x_TH, labels_BS).backward()  # type: ignore[no-untyped-call]
 
     def _loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
         """What the backward pass of a microbatch begins with; notes the loss."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,9 @@ from torch.utils.checkpoint import (
 )
 
 from megtool.errors import UsageError
+from megtool.kernels.linear_te import Contexts, contexts_again
 from megtool.model.decoder import Decoder
+from megtool.model.lora import Adapter
 
 Granularity = Literal["full", "selective"]
 
@@ -70,7 +71,7 @@ class _Again:
         self, layer: nn.Module, forward: Callable[..., Tensor], granularity: Granularity
     ) -> None:
         self._layer, self._forward = layer, forward
-        self._contexts: Any = _both if granularity == "full" else _kept_products
+        self._contexts: Any = contexts_again if granularity == "full" else _kept_products
 
     def __call__(self, x_TH: Tensor, frame: Any) -> Tensor:
         if not (self._layer.training and torch.is_grad_enabled()):
@@ -82,15 +83,12 @@ class _Again:
             use_reentrant=False,
             context_fn=self._contexts,
             determinism_check="none",
+            # Other dropout has seeds of its own, and a CUDA graph cannot ask for the state.
+            preserve_rng_state=any(
+                isinstance(m, Adapter) and m.dropout for m in self._layer.modules()
+            ),
         )
         return out
-
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-def _both() -> Contexts:
-    return nullcontext(), nullcontext()
 
 
 def _kept_products() -> Contexts:

@@ -83,6 +83,11 @@ class ChainedOptimizer(Optimizer):
         for m in self.members:
             m.begin(num_microbatches)
 
+    def sum_in_place(self) -> None:
+        """Let all members add up in place."""
+        for m in self.members:
+            m.sum_in_place()
+
     def reduce_gradients(self) -> None:
         """Reduce all members' gradients."""
         for m in self.members:

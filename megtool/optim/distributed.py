@@ -104,6 +104,16 @@ class DistributedOptimizer(Optimizer):
         self.reduction.begin(num_microbatches)
         self.gathering.forget_calls()
 
+    def sum_in_place(self) -> None:
+        """See `Optimizer.sum_in_place`.
+
+        Raises:
+            UsageError: settings ask for what a pass would have to begin or wait for.
+        """
+        if self.gathering.overlap:
+            raise UsageError("parameters that passes wait for cannot be part of a graph")
+        self.reduction.sum_in_place()
+
     def reduce_gradients(self) -> None:
         """See `Optimizer.reduce_gradients`."""
         self.gathering.learn()

@@ -113,6 +113,10 @@ class HybridOptimizer(Optimizer):
         """See `Optimizer.begin`."""
         self.inner.begin(num_microbatches)
 
+    def sum_in_place(self) -> None:
+        """See `Optimizer.sum_in_place`."""
+        self.inner.sum_in_place()
+
     def reduce_gradients(self) -> None:
         """See `Optimizer.reduce_gradients`."""
         self.inner.reduce_gradients()

@@ -118,6 +118,14 @@ class Optimizer(ABC):
         """Say how many backward passes each parameter's stage will do until `finish`."""
 
     @abstractmethod
+    def sum_in_place(self) -> None:
+        """From now on let backward passes do what a CUDA graph can repeat.
+
+        Gradients are added, by every pass alike, to sums that never move and that `zero_grad` sets
+        to zero; nothing is sent before `finish`. Sums are the same but for the sign of zeros.
+        """
+
+    @abstractmethod
     def reduce_gradients(self) -> None:
         """Give every segment its `grad`: the sum over microbatches and data-parallel replicas.
 

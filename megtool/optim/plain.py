@@ -39,6 +39,7 @@ class PlainOptimizer(Optimizer):
         self._flat: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}
         self._begun: set[int] = set()
+        self._in_place = False
         handles: list[RemovableHandle] = []
         segments = []
         for f in self.facts:
@@ -65,12 +66,35 @@ class PlainOptimizer(Optimizer):
         # Hooks of an optimizer that is gone would take the gradients from the next one.
         weakref.finalize(self, _remove, handles)
 
+    @torch.no_grad()
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        self._begun.clear()
-        for f, segment in zip(self.facts, self.segments, strict=True):
-            f.parameter.grad = None
+        for segment in self.segments:
             segment.grad = None
+        if self._in_place:
+            torch._foreach_zero_(self._places())
+            return
+        self._begun.clear()
+        for f in self.facts:
+            f.parameter.grad = None
+
+    @torch.no_grad()
+    def sum_in_place(self) -> None:
+        """See `Optimizer.sum_in_place`."""
+        self._in_place = True
+        for f in self.facts:
+            p = f.parameter
+            if p.dtype == torch.float32:
+                p.grad = torch.zeros_like(p)
+            else:
+                p.grad = None
+                self._sums[id(p)] = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+                self._begun.add(id(p))
+
+    def _places(self) -> list[Tensor]:
+        """What gradients are added to in place."""
+        grads = [p.grad for p in (f.parameter for f in self.facts) if p.grad is not None]
+        return [*grads, *self._sums.values()]
 
     def begin(self, num_microbatches: int) -> None:
         """Nothing to start: gradients are added up when all are there."""

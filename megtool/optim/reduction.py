@@ -55,6 +55,8 @@ class Reduction:
     is zero, or complete as it is: a parameter that a step does not use costs overlap and nothing
     else. Without `overlap` everything is sent at the end; the result has the same bits.
 
+    After `sum_in_place` a gradient is added in one way, be it the first of a step or not.
+
     `buckets` come in the order in which backward passes fill them.
     """
 
@@ -63,6 +65,7 @@ class Reduction:
         self.sent: list[Bucket] = []
         """What is on its way or has come in this step, in the order of sending."""
         self._passes = 1
+        self._in_place = False
         self._handles: list[RemovableHandle] = []
         self._all: list[_Progress] = []
         queues: dict[int, list[_Progress]] = {}  # one for each communicator
@@ -76,13 +79,27 @@ class Reduction:
             queue.append(progress)
             self._all.append(progress)
 
+    def sum_in_place(self) -> None:
+        """From now on buffers begin a step with zeros, and nothing is sent before its end.
+
+        Raises:
+            UsageError: passes are to send.
+        """
+        if self.overlap:
+            raise UsageError("gradients that passes send cannot be part of a graph")
+        self._in_place = True
+        self.clear()
+
+    @torch.no_grad()
     def clear(self) -> None:
         """Forget the gradients."""
         self._end()
         self.sent = []
         for progress in self._all:
+            if self._in_place:
+                progress.bucket.grads.zero_()
             for arrival in progress.arrivals:
-                arrival.empty, arrival.count = True, 0
+                arrival.empty, arrival.count = not self._in_place, 0
                 arrival.member.facts.parameter.grad = None
 
     def begin(self, num_passes: int) -> None:

@@ -29,6 +29,7 @@ from megtool.train.batches import Feed, batch_of
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
 from megtool.train.extras import Extras
 from megtool.train.further import Further
+from megtool.train.graphed import GraphedSchedule
 from megtool.train.keeping import forget_old, has_iteration
 from megtool.train.log import RunLog, told
 from megtool.train.plan import RunPlan, rates_of
@@ -123,12 +124,7 @@ class _Run:
         self.job, self.standing, self.progress = job, standing, progress
         self.is_signalled = is_signalled
         self.groups = job.stages[0].groups
-        self.passes = Passes(
-            job.stages,
-            num_microbatches=job.plan.num_microbatches,
-            objective=job.further.objective,
-            scale=job.optimizer.scale_loss,
-        )
+        self.passes = _passes(job)
         self.outcome = Outcome(standing=standing)
         if job.folder is not None and has_iteration(job.folder, standing.iteration):
             self.outcome.saved = standing.iteration
@@ -340,6 +336,25 @@ class _Run:
         wait = getattr(self.job.optimizer, "wait_for_parameters", None)
         if wait is not None:
             wait()
+
+
+def _passes(job: Job) -> Passes:
+    """How micro batches go there and back."""
+    plan, further = job.plan, job.further
+    if job.settings.cuda_graph_impl == "none":
+        return Passes(
+            job.stages,
+            num_microbatches=plan.num_microbatches,
+            objective=further.objective,
+            scale=job.optimizer.scale_loss,
+        )
+    return GraphedSchedule(
+        job.stages,
+        job.optimizer,
+        num_microbatches=plan.num_microbatches,
+        shape=(plan.micro_batch_size, plan.seq_length),
+        is_settled=lambda: further.fp8 is None or further.fp8.is_settled,
+    )
 
 
 def is_tired(evaluations: Sequence[tuple[int, float]], patience: int) -> bool:

@@ -212,6 +212,8 @@ def start(library: Path) -> None:
     }
     for name, value in here.items():
         setattr(torch.cuda, name, value)
+    for name in ("_lazy_init", "get_rng_state", "set_rng_state"):
+        setattr(torch.cuda.random, name, here[name])
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         setattr(torch._C, name, lambda device, pool: None)
     if find_spec("triton") is not None:

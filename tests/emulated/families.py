@@ -28,6 +28,7 @@ from megtool.convert.families import family  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
 from megtool.inference.graphed import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.kernels.choice import Implementation, use  # noqa: E402
+from megtool.kernels.graphs import Graphs  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.parallel.groups import Groups  # noqa: E402
@@ -73,7 +74,7 @@ def close(there: Tensor, here: Tensor, tolerance: float) -> None:
 
 
 def train(here: Decoder, there: Decoder, tokens: Tensor, tolerance: float) -> None:
-    """Loss of packed documents, and gradients."""
+    """Loss of packed documents, and gradients, also of a graph."""
     documents = torch.arange(LENGTH).expand(ROWS, LENGTH) // 6
     labels = tokens.clone()
     labels[:, :3] = -100
@@ -87,6 +88,32 @@ def train(here: Decoder, there: Decoder, tokens: Tensor, tolerance: float) -> No
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None and q.grad is not None:
             close(p.grad, q.grad, 10 * tolerance)
+    if not there.config.moe_layers:
+        replay(there, on_gpu, labels.cuda())
+
+
+def replay(there: Decoder, batch: Batch, labels: Tensor) -> None:
+    """The same there and back as a graph, twice: gradients add up to twice what they were."""
+    learned = [p for p in there.parameters() if p.grad is not None]
+    expected = [p.grad.clone() for p in learned if p.grad is not None]
+
+    def both_ways(tokens: Tensor, documents: Tensor, wanted: Tensor) -> Tensor:
+        loss, _ = there.loss(Batch(tokens_BS=tokens, documents_BS=documents), wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def forget() -> None:
+        for p in learned:
+            assert p.grad is not None
+            p.grad.zero_()
+
+    forget()
+    graphs = Graphs(both_ways, undo=forget)
+    for _ in range(2):
+        graphs(batch.tokens_BS, batch.documents_BS, labels)
+    for p, was in zip(learned, expected, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, was + was)
 
 
 @torch.inference_mode()

@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megtool.commands.verify import verify
+from megtool.train.log import read_log
+from tests.commands.finetune_runs import curve, save_lines
 from tests.emulated.device import build
+from tests.inference import tiny_text
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -28,6 +34,7 @@ ON_GPU = (
     "tests/inference/test_load.py",
     "tests/quant/simulation",
 )
+GRAPHED = ("tests/train/test_graphed.py", "tests/commands/test_finetune_graphed.py")
 COMMANDS = (
     "tests/commands/test_finetune.py::test_the_same_command_goes_on_with_the_same_bits",
     "tests/commands/test_finetune_fp8.py",
@@ -155,3 +162,54 @@ def test_what_is_marked_gpu_passes_there(library: Path, checkout: Path) -> None:
 @pytest.mark.slow
 def test_commands_take_it_and_give_the_same(library: Path, checkout: Path) -> None:
     assert " passed" in run_tests(checkout, library, "torch", "not slow and not peers", *COMMANDS)
+
+
+@pytest.mark.slow
+def test_training_as_graphs_gives_the_same_there(library: Path, checkout: Path) -> None:
+    assert " passed" in run_tests(checkout, library, "torch", "gpu", *GRAPHED)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_graphs_goes_on_there(
+    library: Path, checkout: Path, tmp_path: Path
+) -> None:
+    model = tiny_text.save(tmp_path / "model")
+    told = f"finetune {model} DST --data {save_lines(tmp_path)} --seq-length 32 --train-iters 9"
+    told += " --global-batch-size 4 --save-interval 2 --lr 1e-3 --kernels torch --threads 1 -q"
+    program = "import sys; from pathlib import Path; from tests.emulated.device import start; "
+    program += "start(Path(sys.argv.pop(1))); from megtool.cli import main; main(sys.argv[1:])"
+
+    def command(folder: str, graphs: str) -> list[str]:
+        words = [*told.split(), "--cuda-graph-impl", graphs]
+        words = [str(tmp_path / folder) if word == "DST" else word for word in words]
+        return ["-c", program, str(library), *words]
+
+    run(checkout, *command("plain", "none"))
+    log = tmp_path / "out/log.jsonl"
+    with subprocess.Popen(
+        [sys.executable, *command("out", "local")],
+        cwd=checkout,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+    ) as killed:
+        while len(read_log(log)) < 5 and killed.poll() is None:
+            time.sleep(0.01)
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    run(checkout, *command("out", "local"))
+    assert curve(tmp_path / "out") == curve(tmp_path / "plain")
+    assert verify(tmp_path / "out", tmp_path / "plain").exit_status == 0  # moments too
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_megatron_core_learns_the_same_there(library: Path, checkout: Path) -> None:
+    pytest.importorskip("megatron.core.models.gpt")
+    told = run(checkout, "-m", "tests.emulated.rivals", str(library))
+    rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert [row["dtype"] for row in rows] == ["torch.float32", "torch.bfloat16"]
+    for row in rows:
+        losses = row["losses"]
+        assert losses["megtool"] == losses["megtool, graphed"]
+        tolerance = 1e-5 if row["dtype"] == "torch.float32" else 1e-3
+        assert losses["megatron-core"] == pytest.approx(losses["megtool"], rel=tolerance)
+        assert losses["megtool"][-1] < losses["megtool"][0]

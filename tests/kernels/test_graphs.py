@@ -235,6 +235,21 @@ def test_experts_wait_for_nothing() -> None:
         )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_put_back_may_advance(device: str) -> None:
+    scene = Scene(device)
+    counts = graphed(scene.count_unseen, device, undo=scene.count.zero_)
+    for n in range(3):
+        counts(torch.ones(4, device=device))
+        assert scene.count.item() == n + 1
+
+
+def test_an_undo_that_does_not_put_back_is_found() -> None:
+    scene = Scene()
+    with pytest.raises(GraphRuleError, match="a repeatable result"):
+        Rehearsal(scene.count_unseen, undo=lambda: None)(torch.ones(4))
+
+
 def test_random_numbers_are_no_difference() -> None:
     run = Rehearsal(lambda x: nn.functional.dropout(x, 0.5))
     assert not torch.equal(run(torch.ones(64)), run(torch.ones(64)))

@@ -53,12 +53,12 @@ def fill(module: nn.Module) -> None:
             p.fill_(1.0) if p.dim() == 1 else p.normal_(0.0, 0.02)
 
 
-def decoder(name: str) -> Decoder:
+def decoder(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     """Ours on the GPU."""
     made = Decoder(
         family("llama").read_config(config_of(name)),
         Groups.alone("cuda"),
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device="cuda",
     )
     fill(made)
