@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megtool.commands.demo import demo_weights
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from tests.commands import tiny_llama
@@ -33,8 +34,12 @@ ARGUMENTS = {
 }
 
 
+REAL = "finetune_and_resume.py"
+"""The example that is run on a real model."""
+
+
 def test_every_example_is_run_here(checkout: Path) -> None:
-    assert {p.name for p in (checkout / "examples").glob("*.py")} == set(ARGUMENTS)
+    assert {p.name for p in (checkout / "examples").glob("*.py")} == {*ARGUMENTS, REAL}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -49,13 +54,32 @@ def test_an_example_runs(name: str, checkout: Path, tmp_path: Path, materialize:
     tiny_tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "corpus.jsonl").write_text('{"text": "the model reads a text again"}\n' * 3)
     arguments, promise = ARGUMENTS[name]
+    assert promise in output(checkout, tmp_path, name, *arguments)
+
+
+@pytest.mark.slow
+def test_a_real_model_is_finetuned_killed_and_goes_on(checkout: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    reshard(demo_weights(), tmp_path / "hf")
+    text = checkout / "megtool/data/founding_documents.txt"
+    short = ["--train-iters", "10", "--save-interval", "4", "--seq-length", "64"]
+    more = ["--data", str(text), "--hold-out", "0.05", *short]
+    said = output(checkout, tmp_path, REAL, "hf", "scratch", *more)
+    assert "killed      both processes, after step" in said
+    assert "from 4 on" in said
+    assert "curves      of 10 steps are equal" in said
+    assert (tmp_path / "scratch/killed/hf/model.safetensors").is_file()
+
+
+def output(checkout: Path, folder: Path, name: str, *arguments: str) -> str:
+    """What an example prints."""
     done = subprocess.run(
         [sys.executable, str(checkout / "examples" / name), *arguments],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert promise in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from megtool.checkpoint.facts import args_of
 from megtool.commands.running import Runnable, Source, open_runnable
-from megtool.config import ParallelConfig
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
 from megtool.log import Progress
 from megtool.train.settings import TrainSettings
@@ -24,19 +25,28 @@ def check_early(runnable: Runnable, settings: TrainSettings) -> None:
     """Refuse what headers alone forbid, before data are read and weights are loaded.
 
     Raises:
-        UsageError: routers or adapters of experts are asked for what they do not do.
+        LayoutError: the layout does not divide the model, or the teacher.
+        UsageError: routers, adapters or CUDA graphs are asked for what they do not do.
+        MappingError: PEFT's form has no place for adapters of this model.
+        MissingPackageError: Transformer Engine is asked for, and not there.
         MegtoolError: the teacher cannot be opened, or has another vocabulary.
     """
-    from megtool.model.lora import check_experts
     from megtool.train.balancing import balance_settings
-    from megtool.train.distill import check_pair
-    from megtool.train.further import lora_settings
+    from megtool.train.distill import check_pair, teachers_layout
+    from megtool.train.further import check_lora
+    from megtool.train.graphed import check_graphs
 
-    balance_settings(settings, runnable.config, args_of(runnable.opened.catalogue))
-    if (lora := lora_settings(settings)) is not None:
-        check_experts(runnable.config, lora)
+    config, model, layout = runnable.config, runnable.opened.model, settings.layout
+    check_layout(config, layout)
+    check_graphs(settings, config)
+    if settings.kernels == "te":
+        _check_te(settings, config)
+    balance_settings(settings, config, args_of(runnable.opened.catalogue))
+    check_lora(settings, config, None if model is None else model.family)
     if settings.teacher is not None:
-        check_pair(runnable.config, open_runnable(Source(path=settings.teacher)).config)
+        taught = open_runnable(Source(path=settings.teacher)).config
+        check_pair(config, taught)
+        teachers_layout(layout, config, taught)
 
 
 def beside_of(
@@ -94,6 +104,7 @@ def check_beside(
     import torch
 
     from megtool.optim.fp8.linear import require_products
+    from megtool.optim.fp8.transformer_engine import require_recipe
     from megtool.train.distill import teachers_layout
     from megtool.train.fp8 import layers_in_fp8
     from megtool.train.further import fp8_settings
@@ -104,6 +115,8 @@ def check_beside(
         if dtype == "float16":
             raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
         require_products(torch.device(device))
+        if settings.kernels == "te":
+            require_recipe(told.recipe)
     copied = 0
     if settings.qat is not None:
         from megtool.commands.rounding import job_for_training
@@ -123,6 +136,25 @@ def check_beside(
     found = open_runnable(Source(path=settings.teacher))
     layout = teachers_layout(layout, runnable.config, found.config)
     return weight_bytes_of(found.config, layout, dtype), copied
+
+
+def _check_te(settings: TrainSettings, config: ModelConfig) -> None:
+    """Refuse what Transformer Engine does not do, or that it is not there.
+
+    Raises:
+        MissingPackageError: it is not installed, or does not run on the device.
+        UsageError: a linear layer has sides of which it makes no products in FP8.
+    """
+    import torch
+
+    from megtool.kernels import transformer_engine
+    from megtool.train.fp8 import check_te
+    from megtool.train.further import fp8_settings
+
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    transformer_engine.require((settings.device or usual).partition(":")[0])
+    if (told := fp8_settings(settings)) is not None:
+        check_te(told, config, settings.tp)
 
 
 def _teacher(

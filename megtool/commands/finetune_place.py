@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,19 +44,29 @@ _SHAPE = (
 
 
 def check_apart(source: Path, folder: Path) -> None:
-    """Refuse a DST that has SRC in it: the run would write over what it began with.
+    """Refuse a DST that has SRC in it, which the run would write over, or that lies in SRC, and one
+    that cannot be made.
 
     Raises:
-        UsageError: it has.
+        UsageError: one of both has the other in it.
+        DestinationError: a part of its path is no folder, or nothing can be written there.
     """
-    if source.resolve().is_relative_to(folder.resolve()):
-        what = "DST is SRC" if source.resolve() == folder.resolve() else "SRC lies in DST"
+    mine, theirs = folder.resolve(), source.resolve()
+    if theirs.is_relative_to(mine):
+        what = "DST is SRC" if theirs == mine else "SRC lies in DST"
         raise UsageError(
             f"{what}: {source}",
             file=folder,
             hint="to go on with the run in DST, give the SRC that it began with; to begin another "
             "from a model that it made, give another DST",
         )
+    if mine.is_relative_to(theirs):
+        raise UsageError(f"DST lies in SRC: {source}", file=folder, hint="give a DST beside SRC")
+    there = next(path for path in (mine, *mine.parents) if os.path.exists(path))
+    if not there.is_dir() and there != mine:
+        raise DestinationError(f"{there} is no folder", file=folder, hint="give another DST")
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
+        raise DestinationError(f"nothing can be written in {there}", file=folder)
 
 
 def begun_of(folder: Path, settings: TrainSettings) -> Path | None:

@@ -181,7 +181,8 @@ def store_tokens(
         raise StorageError(
             f"encoded data cannot be kept: {e.strerror or e}",
             file=cache,
-            hint="--data-cache-path names another folder",
+            hint="free some space, or give another DST; --data-cache-path names another folder for "
+            "the data alone",
         ) from e
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)

@@ -15,8 +15,6 @@ from megtool.errors import CheckpointError
 from megtool.model.decoder import Decoder
 from megtool.model.expert_lora import ExpertAdapter
 from megtool.model.lora import Adapter, adapters_of
-from megtool.optim.state import StatePiece
-from megtool.parallel.collectives import all_sum
 from megtool.parallel.groups import Group
 from megtool.quant.simulation.views import WeightViews
 from megtool.tensors.relation import Placement
@@ -140,33 +138,20 @@ class AdapterViews:
         """The adapters' own parameters, by name."""
         return self._tensors
 
-    @torch.no_grad()
-    def whole(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Canonical matrices, on the CPU of every rank, of local ones in the parameters' shapes."""
-        out: dict[str, Tensor] = {}
-        for name, held in local.items():
-            for spot in self.spots[name]:
-                made = torch.zeros(spot.shape, dtype=held.dtype, device=held.device)
-                there, here = spot.there.to(held.device), spot.here.to(held.device)
-                part = spot.part(made, held)
-                part.index_copy_(spot.dim, there, held.detach().index_select(spot.dim, here))
-                for group in spot.cut:
-                    made = all_sum(made, group)
-                out[spot.name] = made.cpu()
-        everywhere: dict[str, Tensor] = {}
-        for found in gathered(out, self.groups.pp):
-            everywhere |= found
-        return everywhere
+    def is_of_experts(self, name: str) -> bool:
+        """Whether a parameter is of experts, whose states are shared out over other replicas."""
+        return name in self._experts
 
-    def local(self, whole: Mapping[str, Tensor], name: str) -> Tensor:
-        """This rank's part of a parameter, out of canonical matrices.
+    def local(self, whole: Mapping[str, Tensor], state: str, name: str) -> Tensor:
+        """This rank's part of a parameter, or of a state of it, out of canonical matrices by their
+        keys (`megtool.train.gathering`).
 
         Raises:
             CheckpointError: it is not there, or of another shape.
         """
         out = torch.empty_like(self._tensors[name], dtype=torch.float32, device="cpu")
         for spot in self.spots[name]:
-            found = whole.get(spot.name)
+            found = whole.get(f"{state}:{spot.name}")
             if found is None or tuple(found.shape) != spot.shape:
                 shape = None if found is None else list(found.shape)
                 raise CheckpointError(
@@ -177,30 +162,6 @@ class AdapterViews:
                 )
             rows = spot.part(found, out).float().index_select(spot.dim, spot.there)
             out.index_copy_(spot.dim, spot.here, rows)
-        return out
-
-    def states(self, pieces: Iterable[StatePiece]) -> dict[str, dict[str, Tensor]]:
-        """Canonical matrices of optimizer state, by state: float32 on the CPU of every rank."""
-        mine = [
-            (p.state, p.parameter, p.start, p.tensor.detach().cpu().float())
-            for p in pieces
-            if p.parameter in self._tensors
-        ]
-        local: dict[str, dict[str, Tensor]] = {}
-        # Experts' states are shared out over other replicas.
-        dense = [piece for piece in mine if piece[1] not in self._experts]
-        theirs = [piece for piece in mine if piece[1] in self._experts]
-        groups = self.groups
-        for found in (*gathered(dense, groups.replicas), *gathered(theirs, groups.expert_dp)):
-            for state, name, start, values in found:
-                shape = self._tensors[name].shape
-                held = local.setdefault(state, {}).setdefault(name, torch.zeros(shape))
-                held.view(-1)[start : start + values.numel()] = values
-        device = self.groups.device
-        out = {}
-        for state in sorted({s for said in gathered(list(local), self.groups.pp) for s in said}):
-            there = local.get(state, {})
-            out[state] = self.whole({n: there[n].to(device) for n in sorted(there)})
         return out
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.sharding import check_layout
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.head import bend
 from megtool.model.batch import Batch
@@ -165,29 +166,35 @@ def check_pair(student: ModelConfig, teacher: ModelConfig) -> None:
 def teachers_layout(
     layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
 ) -> ParallelConfig:
-    """How a teacher goes to the student's stages: as the student, or evenly where its layers are
-    other ones.
+    """How a teacher goes to the student's ranks: as the student, its stages evenly where its layers
+    are other ones, and without expert parallelism where it has no experts.
 
     Raises:
-        LayoutError: they do not go evenly.
+        LayoutError: they do not go evenly, or tp or ep does not divide the teacher.
     """
-    if student.num_layers == teacher.num_layers:
-        return layout
-    if teacher.num_layers % layout.pp:
-        raise LayoutError(
-            f"pp={layout.pp} does not divide the {teacher.num_layers} layers of the teacher",
-            hint=f"--pp, of {near(divisors(teacher.num_layers), layout.pp)}, or a teacher of as "
-            "many layers as the student",
+    if student.num_layers != teacher.num_layers:
+        if teacher.num_layers % layout.pp:
+            raise LayoutError(
+                f"pp={layout.pp} does not divide the {teacher.num_layers} layers of the teacher",
+                hint=f"--pp, of {near(divisors(teacher.num_layers), layout.pp)}, or a teacher of "
+                "as many layers as the student",
+            )
+        layout = replace(
+            layout,
+            vpp=1,
+            first_stage_layers=None,
+            last_stage_layers=None,
+            account_for_embedding=False,
+            account_for_loss=False,
+            pipeline_layout=None,
         )
-    return replace(
-        layout,
-        vpp=1,
-        first_stage_layers=None,
-        last_stage_layers=None,
-        account_for_embedding=False,
-        account_for_loss=False,
-        pipeline_layout=None,
-    )
+    if not teacher.num_experts:
+        layout = replace(layout, ep=1, etp=layout.tp)
+    try:
+        check_layout(teacher, layout)
+    except LayoutError as e:
+        raise LayoutError(f"{e.message} of the teacher", hint=e.hint) from e
+    return layout
 
 
 class Distillation:

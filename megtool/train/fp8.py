@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -25,16 +25,22 @@ from megtool.checkpoint.containers.extra_state import (
 )
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.facts import object_value
+from megtool.config import ModelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import MappingError, UsageError
+from megtool.kernels.choice import chosen
+from megtool.kernels.linear_te import check_sides
 from megtool.model.decoder import Decoder
 from megtool.model.latent_attention import DownLinear
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.moe import ExpertLinear
+from megtool.model.pipeline import build_stages
 from megtool.optim.fp8.gather import mark_for_gather
+from megtool.optim.fp8.history import Histories
 from megtool.optim.fp8.linear import fp8_product, require_products
 from megtool.optim.fp8.scaling import Scaling, make_scalings
 from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.fp8.transformer_engine import TeHistories, TeTraining, multiple_of
 from megtool.packing.delayed import Rule
 from megtool.parallel.groups import Groups
 
@@ -59,10 +65,13 @@ class Fp8Training:
     All dense linear layers between embedding and output layer are computed so, but those of the
     first and last layers that `settings` leave out; experts, routers, the latent projections down,
     attention and the output layer are not. `say` tells it in a sentence. State is that of delayed
-    scaling; the other recipes have none.
+    scaling; the other recipes have none. Inside `kernels.choice.use("te")` Transformer Engine's
+    modules and recipes compute them, and end a step of delayed scaling with every pass.
 
     Raises:
-        UsageError: the device has no FP8, the model computes in fp16, or no layer is left.
+        MissingPackageError: Transformer Engine was asked for, and cannot be loaded.
+        UsageError: the device has no FP8, the model computes in fp16, no layer is left, or
+            Transformer Engine cannot do the recipe, or alone can.
     """
 
     def __init__(self, stages: Sequence[Decoder], settings: Fp8Settings, groups: Groups) -> None:
@@ -80,11 +89,17 @@ class Fp8Training:
             if n in left
             for name, module in _linears(stage.decoder.layers[str(n)])
         ]
-        scalings, self.histories = make_scalings(len(self._members), settings, groups.device)
-        for member, scaling in zip(self._members, scalings, strict=True):
-            member.module.product = _product(scaling)
-            if settings.recipe != "blockwise":
-                mark_for_gather(member.module.weight)
+        self._stages = stages
+        self.histories: Histories | TeHistories | None
+        self._is_by_te = chosen(groups.device) == "te"
+        if self._is_by_te:
+            self._compute_by_te()
+        else:
+            scalings, self.histories = make_scalings(len(self._members), settings, groups.device)
+            for member, scaling in zip(self._members, scalings, strict=True):
+                member.module.product = _product(scaling)
+                if settings.recipe != "blockwise":
+                    mark_for_gather(member.module.weight)
         inner = [m for stage in stages for m in stage.modules()]
         kinds = {ExpertLinear: "experts", DownLinear: "latent projections down"}
         self._left_out = [
@@ -92,6 +107,16 @@ class Fp8Training:
         ]
         if groups.rank == 0:
             _LOG.info("%s", self.say())
+
+    def _compute_by_te(self) -> None:
+        """Transformer Engine's linear layers hold the weights, inside its region alone."""
+        weights = [member.module.weight for member in self._members]
+        made = TeTraining(weights, self.settings, self.groups)
+        for member, product in zip(self._members, made.products, strict=True):
+            member.module.product = product
+        for stage in self._stages:
+            setattr(stage, "run", made.around(stage.run))  # noqa: B010 - stands for the method
+        self.histories = made.histories
 
     @property
     def names(self) -> list[str]:
@@ -102,18 +127,26 @@ class Fp8Training:
         """What is computed in FP8, and by what."""
         settings, left = self.settings, self._layers
         rest = ", ".join([*self._left_out, "attention"])
-        if self.groups.device.type == "cpu":
+        if self._is_by_te:
+            by = "computed by Transformer Engine"
+        elif self.groups.device.type == "cpu":
             by = "rounded to FP8 and multiplied as float32 (the numbers of FP8, not its speed)"
         elif settings.recipe == "blockwise":
             by = "rounded to FP8 and multiplied as bfloat16 (the numbers of FP8, not its speed)"
         else:
             by = "multiplied by torch._scaled_mm"
-        te = "; Transformer Engine is installed and does none of it"
+        te = "; Transformer Engine is installed and does none of it: --kernels te has it do so"
+        is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
         return (
             f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {left.start} to "
             f"{left.stop - 1} of {self.num_layers} are {by}; {rest} and the output layer are not "
-            f"in FP8{te if find_spec('transformer_engine') else ''}"
+            f"in FP8{te if is_idle else ''}"
         )
+
+    @property
+    def is_settled(self) -> bool:
+        """Every layer has the scales of a step before: passes do the same from now on."""
+        return self.histories is None or not any(self.histories.is_fresh)
 
     def end_step(self) -> None:
         """After the optimizer's step: scales follow what all ranks have seen."""
@@ -124,6 +157,8 @@ class Fp8Training:
         """Let the linear layers compute as before."""
         for member in self._members:
             member.module.product = None
+        for stage in self._stages if self._is_by_te else ():
+            delattr(stage, "run")
 
     # Checkpoints.
 
@@ -213,6 +248,23 @@ def layers_in_fp8(settings: Fp8Settings, num_layers: int) -> range:
             hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
         )
     return left
+
+
+def check_te(settings: Fp8Settings, config: ModelConfig, tp: int) -> None:
+    """Refuse a model of whose layers Transformer Engine makes no products, before it is loaded.
+
+    Raises:
+        UsageError: a rank's part of a weight has sides that do not suit the recipe.
+        LayoutError: tp does not divide it.
+    """
+    left, multiple = layers_in_fp8(settings, config.num_layers), multiple_of(settings.recipe)
+    (whole,) = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    for n in left:
+        for name, module in _linears(whole.decoder.layers[str(n)]):
+            out, inner = module.weight.shape
+            is_column = isinstance(module, ColumnLinear)
+            shape = (out // tp, inner) if is_column else (out, inner // tp)
+            check_sides(shape, multiple, f"decoder.layers.{n}.{name}")
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, ColumnLinear | RowLinear]]:

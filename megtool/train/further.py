@@ -8,24 +8,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megtool.checkpoint.catalogue import Catalogue
+from megtool.config import ModelConfig
 from megtool.convert.families import Family
 from megtool.errors import UsageError
 from megtool.model.balance import BalanceSettings
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.dropout import Dropout
-from megtool.model.lora import LoraSettings
-from megtool.model.pipeline import Objective
+from megtool.model.lora import LoraSettings, check_experts, layers_for
+from megtool.model.pipeline import Objective, build_stages
 from megtool.parallel.groups import Groups
 from megtool.train.fp8 import Fp8Training
 from megtool.train.lora import Lora
+from megtool.train.peft_form import PeftForm
 from megtool.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -144,11 +146,33 @@ def _lora(stages: Sequence[Decoder], settings: TrainSettings, beside: Beside) ->
     if told is None:
         return None
     if beside.family is None:
-        raise UsageError(
-            "LoRA of a model of no known family, whose modules have no names in PEFT's form",
-            hint="--family NAME says which",
-        )
+        raise no_names()
     return Lora(stages, told, beside.family, beside.base)
+
+
+def check_lora(settings: TrainSettings, config: ModelConfig, family: Family | None) -> None:
+    """Refuse adapters that this model cannot have, before its weights are loaded.
+
+    Raises:
+        UsageError: it is of no known family, or adapters of experts cannot do what is asked.
+        MappingError: its family has no place for them in PEFT's form.
+    """
+    told = lora_settings(settings)
+    if told is None:
+        return
+    check_experts(config, told)
+    if family is None:
+        raise no_names()
+    whole = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    PeftForm(config, family, [name for s in whole for name, _ in layers_for(s, told)])
+
+
+def no_names() -> UsageError:
+    """What LoRA of a model of no known family is."""
+    return UsageError(
+        "LoRA of a model of no known family, whose modules have no names in PEFT's form",
+        hint="--family NAME says which",
+    )
 
 
 def lora_settings(settings: TrainSettings) -> LoraSettings | None:

@@ -24,7 +24,6 @@ STAGING = ".megtool"
 _CHUNK = 2 << 20  # elements converted at a time
 _BATCH = 8 << 20  # bytes after which what is gathered is written
 _GAP = 4096  # bytes between two parts of a file that are written as zeros, not skipped
-_LEFT = "an earlier iteration is there still; free some space, or give another save folder"
 
 Elements = tuple[int, DType, Callable[[], Tensor]]
 """Where elements begin in a file, the type they are stored in, and what reads them."""
@@ -113,8 +112,13 @@ class IterationFolder:
             raise StorageError(
                 f"iteration {self.iteration} was given up by another rank, whose message says why",
                 file=self.final,
-                hint=_LEFT,
+                hint=self._what_is_left(),
             )
+
+    def _what_is_left(self) -> str:
+        has_earlier = self.files.lstat(self.folder / TRACKER) is not None
+        there = "an earlier iteration is there still; " if has_earlier else ""
+        return f"{there}free some space, or give another save folder"
 
     # ---- rank 0
 
@@ -130,11 +134,13 @@ class IterationFolder:
                 f"not enough space for iteration {self.iteration}: {num_bytes:,} bytes needed, "
                 f"{free:,} free",
                 file=self.folder,
-                hint=_LEFT,
+                hint=self._what_is_left(),
             )
 
-    def commit(self, small: Mapping[str, bytes]) -> None:
+    def commit(self, small: Mapping[str, bytes | Path]) -> None:
         """When all ranks are done, write the small files and let the folder take its name.
+
+        A path among them is that of a file, which is moved.
 
         The last of `small` marks the folder as complete for those who look at it alone. The tracker
         follows, in one step of its own.
@@ -147,10 +153,13 @@ class IterationFolder:
             raise StorageError(
                 f"rank {failed[0]} could not write its part of iteration {self.iteration}",
                 file=self.final,
-                hint=_LEFT,
+                hint=self._what_is_left(),
             )
         for name, data in small.items():
-            self.write(name, len(data), [(0, data)], ())
+            if isinstance(data, Path):
+                self._move(data, name)
+            else:
+                self.write(name, len(data), [(0, data)], ())
         files = self.files
         if self._fsync:
             _, folders = files.tree(self.tree)
@@ -170,6 +179,11 @@ class IterationFolder:
             self._until(lambda: not self._marked("busy", but_for=0), "all ranks have stopped")
         finally:
             self.files.remove(self.staging)
+
+    def _move(self, path: Path, name: str) -> None:
+        if self._fsync:
+            self.files.fsync(path)
+        self.files.rename(path, self._made(name))
 
     def _rename(self) -> None:
         files = self.files

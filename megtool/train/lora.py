@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +18,22 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.storage.files import Files
 from megtool.convert.families import Family
-from megtool.errors import CheckpointError, FormatError
+from megtool.errors import CheckpointError, FormatError, MegtoolError
 from megtool.model.decoder import Decoder
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
 from megtool.model.parameters import is_marked
 from megtool.parallel.collectives import all_sum
-from megtool.train.adapters import AdapterViews
+from megtool.train.adapters import AdapterViews, gathered
 from megtool.train.common_state import plain
 from megtool.train.extras import Extras
+from megtool.train.gathering import WEIGHT, Gathering
+from megtool.train.iteration_folder import STAGING
 from megtool.train.keeping import newest_iteration
 from megtool.train.peft_form import CONFIG_FILE, WEIGHTS_FILE, PeftForm
 from megtool.train.standing import Standing
-from megtool.train.tensor_file import decode, encode
+from megtool.train.tensor_file import TensorFile, write
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -37,7 +41,6 @@ if TYPE_CHECKING:
 
 FOLDER = "adapter"
 STATE_FILE = "training_state.safetensors"
-_WEIGHT = "weight"
 _FORMAT = 2
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SAME = 1e-11
@@ -75,28 +78,68 @@ class Lora:
         """The stages as the model without adapters that computes the same."""
         return [Merged(decoder) for decoder in self.stages]
 
-    def files(self, optimizer: Optimizer | None, standing: Standing) -> dict[str, bytes]:
-        """The adapter's files, by their path in an iteration's folder, on every rank."""
-        weights = self.views.whole(self.views.tensors)
-        linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
-        form = PeftForm(self.config, self._family, sorted(linears))
-        kept = {f"{_WEIGHT}:{n}": t for n, t in weights.items()}
+    def files(
+        self, optimizer: Optimizer | None, standing: Standing, spool: Path, files: Files
+    ) -> dict[str, bytes | Path]:
+        """The adapter's files on rank 0, by their path in an iteration's folder; every rank calls
+        it.
+
+        No rank has all states of the optimizer: one after the other goes into the file `spool`.
+        It is to be moved, as is `spool` with `.peft` behind it.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         facts: dict[str, Any] = {"format": _FORMAT, "base": self._print, "dtype": self._dtype}
         facts["optimizer"] = None
         if optimizer is not None:
-            for state, found in self.views.states(optimizer.pieces()).items():
-                kept |= {f"{state}:{n}": t for n, t in found.items()}
             facts["optimizer"] = plain(optimizer.small_state(), _single)
         facts |= {
             "iteration": standing.iteration,
             "consumed_samples": standing.consumed_samples,
             "num_steps": standing.num_steps,
         }
-        return {
-            f"{FOLDER}/{WEIGHTS_FILE}": encode(form.tensors(weights), {"format": "pt"}),
-            f"{FOLDER}/{CONFIG_FILE}": form.config(self.settings, self.base),
-            f"{FOLDER}/{STATE_FILE}": encode(kept, {"state": json.dumps(facts)}),
-        }
+        gathering = Gathering(self.views, () if optimizer is None else optimizer.pieces())
+        weights: dict[str, Tensor] = {}
+        met = self._met(gathering, weights)
+        error: MegtoolError | None = None
+        out: dict[str, bytes | Path] = {}
+        groups = self.stages[0].groups
+        if groups.rank == 0:
+            told = [(m.key, m.dtype, m.shape) for m in gathering.matrices]
+            try:
+                write(files, spool, told, met, {"state": json.dumps(facts)})
+                out = self._peft_files(weights, spool.with_name(f"{spool.name}.peft"), files)
+                out[f"{FOLDER}/{STATE_FILE}"] = spool
+            except MegtoolError as e:
+                error = e
+        for _ in met:  # of the other ranks; and where one fails, they do not wait for it
+            pass
+        for found in gathered(error, groups.world):
+            if found is not None:
+                raise found
+        return out
+
+    def _peft_files(
+        self, weights: Mapping[str, Tensor], spool: Path, files: Files
+    ) -> dict[str, bytes | Path]:
+        """The adapter as PEFT has it, its tensors in the file `spool`."""
+        linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
+        form = PeftForm(self.config, self._family, sorted(linears))
+        made = form.tensors(weights)
+        names = sorted(made)
+        told = [(n, made[n].dtype, tuple(made[n].shape)) for n in names]
+        write(files, spool, told, (made[n] for n in names), {"format": "pt"})
+        config = form.config(self.settings, self.base)
+        return {f"{FOLDER}/{WEIGHTS_FILE}": spool, f"{FOLDER}/{CONFIG_FILE}": config}
+
+    def _met(self, gathering: Gathering, weights: dict[str, Tensor]) -> Iterator[Tensor]:
+        """The matrices that rank 0 meets; the adapter's own are put into `weights`."""
+        for matrix, whole in gathering:
+            if whole is not None:
+                if matrix.state == WEIGHT:
+                    weights[matrix.name] = whole
+                yield whole
 
     def go_on(self, begun: Path, optimizer: Optimizer) -> Standing:
         """`resume` from an iteration's folder, or the newest iteration of a save folder."""
@@ -131,15 +174,11 @@ class Lora:
                 file=iteration_folder / FOLDER,
                 hint="SRC has to be the model that the run was started with",
             )
-        by_state: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in whole.items():
-            state, _, rest = name.partition(":")
-            by_state.setdefault(state, {})[rest] = tensor
         for name, parameter in self.views.tensors.items():
-            parameter.copy_(self.views.local(by_state.get(_WEIGHT, {}), name))
+            parameter.copy_(self.views.local(whole, WEIGHT, name))
         optimizer.reload_parameters()
         if facts["optimizer"] is not None:
-            optimizer.load(lambda state, name: self.views.local(by_state.get(state, {}), name))
+            optimizer.load(lambda state, name: self.views.local(whole, state, name))
             optimizer.load_small_state(facts["optimizer"])
         return Standing(
             iteration=facts["iteration"],
@@ -222,19 +261,23 @@ class LoraSaver:
         copy_behind: bool = False,
     ) -> float:
         """Save an iteration; see `Saver.save`. Nothing is copied behind passes."""
+        began = time.monotonic()
+        self._saver.finish()
         scheduler = extras.scheduler or {}
         standing = Standing(
             iteration=iteration,
             consumed_samples=extras.consumed_train_samples,
             num_steps=int(scheduler.get("num_steps", extras.consumed_train_samples)),
         )
-        files = {**extras.files, **self._lora.files(optimizer, standing)}
-        waited = self._saver.save(
+        spool = self._saver.folder / STAGING / f"{folder_name(iteration)}.{FOLDER}"
+        found = self._lora.files(optimizer, standing, spool, self._saver.files)
+        files = {**extras.files, **found}
+        self._saver.save(
             iteration, self._stages(), None, replace(extras, files=files), asynchronous=True
         )
         if not asynchronous:
             self._saver.finish()
-        return waited
+        return time.monotonic() - began
 
     def wait_for_copy(self) -> float:
         """Wait until the state may change; returns the seconds of it."""
@@ -310,7 +353,7 @@ def _single(tensor: Tensor) -> float:
     return float(tensor.item())
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path) -> tuple[TensorFile, dict[str, Any]]:
     """The tensors and the facts of a state file.
 
     Raises:
@@ -322,9 +365,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             file=path,
             hint="it is no iteration of a LoRA run: give it as SRC to start a new one",
         )
-    tensors, metadata = decode(path)
+    tensors = TensorFile(path)
     try:
-        facts = json.loads(metadata["state"])
+        facts = json.loads(tensors.metadata["state"])
         found = facts["format"]
     except (ValueError, KeyError, TypeError) as e:
         raise FormatError(f"no state of an adapter: {e}", file=path) from e

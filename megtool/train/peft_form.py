@@ -71,7 +71,8 @@ class PeftForm:
     """Names and rows of a model's modules in its Hugging Face form.
 
     Raises:
-        MappingError: the family has no place for a module, or stores it as no matrix.
+        MappingError: the family has no place for a module, stores it as no matrix, or has several
+            as one.
     """
 
     def __init__(self, config: ModelConfig, family: Family, linears: Iterable[str]) -> None:
@@ -92,6 +93,7 @@ class PeftForm:
                     f"{family.name} stores {module} as no matrix of its own", tensor=module
                 )
             self.pieces[module] = _piece(found, side.canonical[f"{module}.weight"].shape, shape)
+        self._check_one_each()
         self._mixtures: dict[str, Mixture] = {}
         for name in self.experts:
             first = f"layers.{name.split('.')[2]}.mlp.experts.0."
@@ -111,6 +113,17 @@ class PeftForm:
                 is_swapped=is_stacked and family.name not in _SAY_TRANSPOSED,
             )
 
+    def _check_one_each(self) -> None:
+        """Modules of one of PEFT's share its A: they are of one linear layer, with its columns."""
+        first: dict[str, str] = {}
+        for module, piece in self.pieces.items():
+            other = first.setdefault(piece.module, module)
+            alike = self.linear_of[other] == self.linear_of[module]
+            if not (alike and torch.equal(self.pieces[other].columns, piece.columns)):
+                raise MappingError(
+                    f"{piece.module} is one module, and Megatron has several of it", tensor=module
+                )
+
     def tensors(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """PEFT's tensors, of canonical matrices (`megtool.train.adapters`)."""
         out: dict[str, Tensor] = {}
@@ -119,11 +132,7 @@ class PeftForm:
             name = f"base_model.model.{piece.module}"
             made = torch.zeros(a.shape[0], piece.inner, dtype=a.dtype)
             made[:, piece.columns] = a
-            before = out.setdefault(f"{name}.{A}.weight", made)
-            if not torch.equal(before, made):
-                raise MappingError(
-                    f"{piece.module} is one module, and Megatron has several of it", tensor=module
-                )
+            out.setdefault(f"{name}.{A}.weight", made)
             empty = torch.zeros(piece.out, b.shape[1], dtype=b.dtype)
             out.setdefault(f"{name}.{B}.weight", empty)[piece.rows] = b
         modules = [mixture.module for mixture in self._mixtures.values()]

@@ -59,7 +59,7 @@ class _Job:
     rows: Mapping[int, Tensor] | LiveRows
     objects: Mapping[str, bytes]
     common: Mapping[str, Any]
-    small: Mapping[str, bytes]
+    small: Mapping[str, bytes | Path]
 
 
 class Saver:
@@ -101,7 +101,7 @@ class Saver:
         self.folder, self.template, self.groups = folder, template, groups
         self.optimizer_format = optimizer_format
         self._fsync, self._timeout_s = fsync, timeout_s
-        self._files = files or Files()
+        self.files = files or Files()
         self._lock: Lock | None = None
         self._behind = Behind()
         self._planned: _Planned | None = None
@@ -118,15 +118,15 @@ class Saver:
 
     def _enter(self) -> None:
         """Take the folder, and clear it of what was left there."""
-        missing = [p for p in (self.folder, *self.folder.parents) if self._files.stat(p) is None]
+        missing = [p for p in (self.folder, *self.folder.parents) if self.files.stat(p) is None]
 
         def make() -> None:
             for path in reversed(missing):
-                self._files.mkdir(path)
-            self._files.mkdir(self.folder / STAGING)
+                self.files.mkdir(path)
+            self.files.mkdir(self.folder / STAGING)
 
-        self._lock = Lock(self._files, self.folder / STAGING / "lock", make)
-        if left := clean(self._files, self.folder):
+        self._lock = Lock(self.files, self.folder / STAGING / "lock", make)
+        if left := clean(self.files, self.folder):
             _LOG.warning("removed what unfinished saves left: %s", ", ".join(left))
 
     def prepare(
@@ -201,7 +201,7 @@ class Saver:
         objects = self._exchange(extras)
         self._attempts += 1
         place = IterationFolder(
-            self._files,
+            self.files,
             self.folder,
             iteration,
             number=self._attempts,
@@ -222,7 +222,7 @@ class Saver:
         else:
             rows = LiveRows(planned.layout, live(stages, held))
         common: dict[str, Any] = {}
-        small: dict[str, bytes] = {}
+        small: dict[str, bytes | Path] = {}
         if self.groups.rank == 0:
             state = None if held is None else plain(held.small_state())
             common, objects = self._beside(extras, iteration, state, objects)
@@ -282,8 +282,8 @@ class Saver:
         lock, self._lock = self._lock, None
         if lock is not None:
             try:
-                self._files.remove(self.folder / STAGING / "lock")
-                self._files.remove_empty(self.folder / STAGING)
+                self.files.remove(self.folder / STAGING / "lock")
+                self.files.remove_empty(self.folder / STAGING)
             finally:
                 lock.release()
 

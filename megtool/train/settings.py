@@ -232,8 +232,10 @@ class TrainSettings:
         NUMBERS, "Keep of master weights only what bfloat16 weights lack: 16 bits.", False
     )
     exp_avg_dtype: Literal["fp32", "bf16"] = said(NUMBERS, "Type of both moments.", "fp32")
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] | None = said(
-        NUMBERS, "Compute linear layers in FP8, by this recipe."
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = said(
+        NUMBERS,
+        "Compute linear layers in FP8, by this recipe; with --kernels te by Transformer Engine, "
+        "which alone has mxfp8.",
     )
     fp8_format: Literal["hybrid", "e4m3"] = said(NUMBERS, "hybrid: gradients in e5m2.", "hybrid")
     fp8_amax_history_len: int = said(NUMBERS, "Steps of delayed scaling.", 1024, least=1)
@@ -264,6 +266,12 @@ class TrainSettings:
     )
     optimizer_offload_fraction: float = said(
         MEMORY, "Share of optimizer state that stays on the CPU.", 0.0, metavar="X", least=0
+    )
+    cuda_graph_impl: Literal["none", "local"] = said(
+        MEMORY,
+        "local: on a GPU, replay each micro batch there and back as one CUDA graph; replicas then "
+        "add up after the last one.",
+        "none",
     )
     # ---- Parallel layout
     tp: int = said(LAYOUT, "Tensor-parallel ranks, started by torchrun.", 1, least=1)

@@ -32,6 +32,7 @@ def check(settings: TrainSettings) -> None:
     _check_numbers(settings)
     _check_steps(settings)
     _check_further(settings)
+    _check_graphs(settings)
     _ = settings.layout
 
 
@@ -129,6 +130,21 @@ def _check_further(s: TrainSettings) -> None:
             "--fp8-param-gather with --fp8-recipe blockwise, whose weights have many scales",
         ),
         (
+            s.fp8_recipe == "mxfp8" and s.kernels != "te",
+            "--fp8-recipe mxfp8 without --kernels te: Transformer Engine alone has products of it",
+        ),
+        (
+            s.fp8_param_gather and s.kernels == "te",
+            "--fp8-param-gather and --kernels te: Transformer Engine makes FP8 of weights itself",
+        ),
+        (
+            s.recompute_granularity == "selective"
+            and s.fp8_recipe is not None
+            and s.kernels == "te",
+            "--recompute-granularity selective and --kernels te with --fp8-recipe: products of "
+            "Transformer Engine cannot be kept; full computes whole layers again",
+        ),
+        (
             s.fp8_param_gather and s.use_distributed_optimizer is False,
             "--fp8-param-gather without --use-distributed-optimizer",
         ),
@@ -178,6 +194,39 @@ def _check_further(s: TrainSettings) -> None:
                 raise UsageError(f"--lora-target {role!r}", hint=f"of {', '.join(roles)}")
             if role in said_roles[:n]:
                 raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
+
+
+UNGRAPHED = {
+    "overlap_grad_reduce": "a graph has all passes' gradients before replicas add up",
+    "overlap_param_gather": "a graph does not wait for parameters",
+    "fp8_param_gather": "parameters of every step lie elsewhere, and a graph reads the same memory",
+    "hidden_dropout": "a graph would leave out the same elements for ever",
+    "attention_dropout": "a graph would leave out the same elements for ever",
+    "lora_dropout": "a graph would leave out the same elements for ever",
+    "qat": "weights are rounded anew in every step, and a graph repeats the first one's scales",
+    "teacher": "the teacher's states are handed over by the host, batch by batch",
+}
+"""What a pass that is a CUDA graph cannot do, and why."""
+
+
+def _check_graphs(s: TrainSettings) -> None:
+    if s.cuda_graph_impl == "none":
+        return
+    hint = "without --cuda-graph-impl"
+    for name, why in UNGRAPHED.items():
+        if getattr(s, name):
+            raise UsageError(f"--cuda-graph-impl local and {flag(name)}: {why}", hint=hint)
+    if s.pp > 1:
+        raise UsageError(
+            f"--cuda-graph-impl local and --pp {s.pp}: stages take turns, which the host decides",
+            hint=hint,
+        )
+    if s.fp8_recipe is not None and s.kernels == "te":
+        raise UsageError(
+            "--cuda-graph-impl local and --kernels te with --fp8-recipe: Transformer Engine keeps "
+            "scales of its own",
+            hint=hint,
+        )
 
 
 NEEDED = {

@@ -1,8 +1,10 @@
-"""Tensor file: a few tensors as the bytes of a safetensors file, and read from one."""
+"""Tensor file: tensors as a safetensors file, written and read one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,44 +15,91 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
+from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
-from megtool.errors import CheckpointError, StorageError
+from megtool.errors import CheckpointError, FormatError, StorageError
 
 
-def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The file, its tensors in the order of their names."""
-    entries, parts, at = [], [], 0
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        kind = dtype(str(tensor.dtype).removeprefix("torch."))
-        entries.append(SafetensorsEntry(name, kind, tuple(tensor.shape), at, at + len(data)))
-        parts.append(data)
-        at += len(data)
-    return b"".join([encode_header(entries, dict(metadata), "an adapter"), *parts])
-
-
-def decode(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """The tensors of a file, and what is said beside them.
+def write(
+    files: Files,
+    path: Path,
+    facts: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the file of tensors that come one after the other, whose names and types are known.
 
     Raises:
-        CheckpointError: there is none.
+        StorageError: it cannot be written.
+    """
+    header, places = _header(facts, metadata)
+    fd = files.open_write(path)
+    try:
+        files.truncate(fd, 0)
+        files.pwrite_all(fd, header, 0)
+        for place, tensor in zip(places, tensors, strict=True):
+            files.pwrite_all(fd, _bytes(tensor), len(header) + place)
+    finally:
+        files.close(fd)
+
+
+def _header(
+    facts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """The first bytes of the file, and where each tensor begins after them."""
+    entries, at = [], 0
+    for name, kind, shape in facts:
+        end = at + math.prod(shape) * kind.itemsize
+        named = dtype(str(kind).removeprefix("torch."))
+        entries.append(SafetensorsEntry(name, named, shape, at, end))
+        at = end
+    return encode_header(entries, dict(metadata), "an adapter"), [e.begin for e in entries]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    held = tensor.detach().cpu().contiguous()
+    return held.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for and not kept.
+
+    Raises:
+        CheckpointError: there is no file.
         FormatError: it is no such file, or a damaged one.
         StorageError: it cannot be read.
     """
-    try:
-        header = read_header(path, path.stat().st_size)
-        with path.open("rb") as file:
-            file.seek(header.start)
-            data = bytearray(file.read())
-    except FileNotFoundError as e:
-        raise CheckpointError("it is not there", file=path) from e
-    except OSError as e:
-        raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
-    out = {}
-    for entry in header.entries:
-        count = (entry.end - entry.begin) // entry.dtype.itemsize
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._told():
+            header = read_header(path, path.stat().st_size)
+        self.metadata: Mapping[str, str] = header.metadata
+        self._start = header.start
+        self._entries = {entry.name: entry for entry in header.entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        data = bytearray(entry.end - entry.begin)
+        with self._told(), self._path.open("rb") as file:
+            file.seek(self._start + entry.begin)
+            if file.readinto(data) != len(data):
+                raise FormatError("the file ends before its last tensor does", file=self._path)
         kind = getattr(torch, entry.dtype.name)
-        held = torch.frombuffer(data, dtype=kind, count=count, offset=entry.begin)
-        out[entry.name] = held.view(entry.shape)
-    return out, header.metadata
+        held = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        return held.view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as e:
+            raise CheckpointError("it is not there", file=self._path) from e
+        except OSError as e:
+            raise StorageError(f"cannot read: {e.strerror or e}", file=self._path) from e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,18 +20,8 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, save_lines, tune
+from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, tune
 from tests.inference import tiny_text
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> None:

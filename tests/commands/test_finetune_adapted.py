@@ -29,23 +29,10 @@ from megtool.errors import (
 from megtool.train.log import read_log
 from tests.inference import tiny_text
 
-TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
 DELAYED = {"fp8_recipe": "delayed", "fp8_amax_history_len": 8, "bf16": True}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.txt"
-    file.write_text(TEXT * 60)
-    return file
-
-
-def tune(model: Path, folder: Path, data: Path, **more: Any) -> FinetuneReport | FinetunePlan:
+def tune(model: Path, folder: Path, text: Path, **more: Any) -> FinetuneReport | FinetunePlan:
     options: dict[str, Any] = {
         "seq_length": 32,
         "train_iters": 2,
@@ -54,7 +41,7 @@ def tune(model: Path, folder: Path, data: Path, **more: Any) -> FinetuneReport |
         "threads": 1,
         "fsync": False,
     }
-    return finetune(model, folder, data=[str(data)], **(options | more))
+    return finetune(model, folder, data=[str(text)], **(options | more))
 
 
 def losses(folder: Path) -> list[float]:
@@ -73,11 +60,11 @@ def delayed_states(folder: Path) -> set[str]:
     return found
 
 
-def test_a_lora_run_in_fp8_that_was_stopped_is_the_one_that_was_not(model, data, tmp_path) -> None:
+def test_a_lora_run_in_fp8_that_was_stopped_is_the_one_that_was_not(model, text, tmp_path) -> None:
     how = {**DELAYED, "lora_rank": 4, "train_iters": 4, "lr_decay_iters": 4, "save_interval": 2}
-    tune(model, tmp_path / "whole", data, **how)
-    tune(model, tmp_path / "cut", data, **(how | {"train_iters": 2}))
-    tune(model, tmp_path / "cut", data, **how)
+    tune(model, tmp_path / "whole", text, **how)
+    tune(model, tmp_path / "cut", text, **(how | {"train_iters": 2}))
+    tune(model, tmp_path / "cut", text, **how)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
     names = [
@@ -91,23 +78,23 @@ def test_a_lora_run_in_fp8_that_was_stopped_is_the_one_that_was_not(model, data,
     assert seen.exit_status == 0, list(seen.lines())
 
 
-def test_scales_of_layers_that_are_not_in_fp8_are_not_kept(model, data, tmp_path) -> None:
-    tune(model, tmp_path / "fp8", data, **DELAYED)
+def test_scales_of_layers_that_are_not_in_fp8_are_not_kept(model, text, tmp_path) -> None:
+    tune(model, tmp_path / "fp8", text, **DELAYED)
     before = delayed_states(tmp_path / "fp8")
     assert before
-    tune(tmp_path / "fp8", tmp_path / "plain", data, bf16=True)
+    tune(tmp_path / "fp8", tmp_path / "plain", text, bf16=True)
     assert not delayed_states(tmp_path / "plain")
-    tune(tmp_path / "fp8", tmp_path / "less", data, **DELAYED, num_layers_at_end_in_bf16=1)
+    tune(tmp_path / "fp8", tmp_path / "less", text, **DELAYED, num_layers_at_end_in_bf16=1)
     left = delayed_states(tmp_path / "less")
     assert left
     assert left < before
 
 
-def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, data, tmp_path) -> None:
+def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, text, tmp_path) -> None:
     how = {"lora_rank": 4, "lora_target": "qkv"}
-    tune(model, tmp_path / "out", data, **how, bf16=True)
+    tune(model, tmp_path / "out", text, **how, bf16=True)
     with pytest.raises(CheckpointError, match="trained in bfloat16, and the run computes in float"):
-        tune(model, tmp_path / "out", data, **how, fp32=True, train_iters=3)
+        tune(model, tmp_path / "out", text, **how, fp32=True, train_iters=3)
     # Of the same values in another order, in a layer without an adapter.
     safetensors = pytest.importorskip("safetensors.torch")
     other = shutil.copytree(model, tmp_path / "other")
@@ -117,32 +104,32 @@ def test_an_adapter_goes_on_with_its_own_base_and_type_alone(model, data, tmp_pa
     safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     more: dict[str, Any] = how | {"bf16": True, "train_iters": 3}
     with pytest.raises(TrainingError, match="weights of SRC are others"):
-        tune(other, tmp_path / "out", data, **more)
+        tune(other, tmp_path / "out", text, **more)
     with pytest.raises(CheckpointError, match="belongs to another model"):
-        tune(other, tmp_path / "new", data, **more, load=tmp_path / "out")
+        tune(other, tmp_path / "new", text, **more, load=tmp_path / "out")
     # What means the same is the same run.
-    report = tune(model, tmp_path / "out", data, **more, lora_alpha=8.0)
+    report = tune(model, tmp_path / "out", text, **more, lora_alpha=8.0)
     assert isinstance(report, FinetuneReport)
     assert report.begun_at == 2
 
 
 def calibrated(model: Path, file: Path, samples: int) -> Path:
     how: dict[str, Any] = {"recipe": "fp8", "calibrate_only": True, "synthetic": True}
-    quantize(model, file, **how, samples=samples, length=16, fsync=False)
+    quantize(model, file, **how, samples=samples, length=16)
     return file
 
 
-def test_another_calibration_makes_another_run(model, data, tmp_path) -> None:
+def test_another_calibration_makes_another_run(model, text, tmp_path) -> None:
     one = calibrated(model, tmp_path / "one.safetensors", 2)
     other = calibrated(model, tmp_path / "other.safetensors", 3)
-    tune(model, tmp_path / "out", data, qat="fp8", calibration=one)
+    tune(model, tmp_path / "out", text, qat="fp8", calibration=one)
     moved = Path(shutil.copy(one, tmp_path / "moved.safetensors"))
-    tune(model, tmp_path / "out", data, qat="fp8", calibration=moved, train_iters=3)
+    tune(model, tmp_path / "out", text, qat="fp8", calibration=moved, train_iters=3)
     with pytest.raises(TrainingError, match="calibration was"):
-        tune(model, tmp_path / "out", data, qat="fp8", calibration=other, train_iters=4)
+        tune(model, tmp_path / "out", text, qat="fp8", calibration=other, train_iters=4)
 
 
-def test_a_plan_refuses_what_the_run_would(model, data, tmp_path) -> None:
+def test_a_plan_refuses_what_the_run_would(model, text, tmp_path) -> None:
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"qat": "no_such_recipe"}, RecipeError, "no_such_recipe"),
@@ -154,21 +141,21 @@ def test_a_plan_refuses_what_the_run_would(model, data, tmp_path) -> None:
     ]
     for wrong, kind, message in cases:
         with pytest.raises(kind) as caught:
-            tune(model, tmp_path / "out", data, dry_run=True, **wrong)
+            tune(model, tmp_path / "out", text, dry_run=True, **wrong)
         assert message in str(caught.value), wrong
-    plan = tune(model, tmp_path / "out", data, dry_run=True, teacher=model)
+    plan = tune(model, tmp_path / "out", text, dry_run=True, teacher=model)
     assert isinstance(plan, FinetunePlan)
     assert plan.teacher_bytes == plan.weight_bytes
     assert any("teacher" in line for line in plan.lines())
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_goes_on_with_its_base_in_another_format(model, data, tmp_path) -> None:
+def test_an_adapter_goes_on_with_its_base_in_another_format(model, text, tmp_path) -> None:
     how: dict[str, Any] = {"lora_rank": 4, "save_interval": 2}
-    tune(model, tmp_path / "ref", data, **how, train_iters=4)
-    tune(model, tmp_path / "out", data, **how, train_iters=4, exit_duration_in_mins=1e-9)
+    tune(model, tmp_path / "ref", text, **how, train_iters=4)
+    tune(model, tmp_path / "out", text, **how, train_iters=4, exit_duration_in_mins=1e-9)
     reshard(model, tmp_path / "base", to="torch_dist", tp=2, pp=2)
-    report = tune(tmp_path / "base", tmp_path / "out", data, **how, train_iters=4)
+    report = tune(tmp_path / "base", tmp_path / "out", text, **how, train_iters=4)
     assert (report.begun_at, report.iteration) == (1, 4)
     assert losses(tmp_path / "out") == losses(tmp_path / "ref")
     assert verify(tmp_path / "out", tmp_path / "ref").exit_status == 0
@@ -179,14 +166,14 @@ def test_an_adapter_goes_on_with_its_base_in_another_format(model, data, tmp_pat
     safetensors.save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     reshard(other, tmp_path / "others", to="torch_dist", tp=2)
     with pytest.raises(TrainingError, match="weights of SRC are others"):
-        tune(tmp_path / "others", tmp_path / "out", data, **how, train_iters=6)
+        tune(tmp_path / "others", tmp_path / "out", text, **how, train_iters=6)
 
 
-def test_a_plan_counts_what_is_kept_beside_the_weights(data, tmp_path) -> None:
+def test_a_plan_counts_what_is_kept_beside_the_weights(text, tmp_path) -> None:
     model = tiny_text.save(tmp_path / "model", hidden_size=64, intermediate_size=64)
 
     def plan(**more: Any) -> FinetunePlan:
-        found = tune(model, tmp_path / "out", data, dry_run=True, **more)
+        found = tune(model, tmp_path / "out", text, dry_run=True, **more)
         assert isinstance(found, FinetunePlan)
         return found
 

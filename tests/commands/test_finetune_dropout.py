@@ -13,26 +13,15 @@ import torch
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import curve, kill_and_go_on, save_lines
+from tests.commands.finetune_runs import curve, kill_and_go_on
 from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world
-from tests.inference import tiny_text
 
 BOTH = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 SHORT = {"exit_duration_in_mins": 1e-9}
 """Ends a run after its first step."""
 
 tune = partial(any_run, train_iters=3, global_batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def args_of(folder: Path, iteration: int) -> Any:

@@ -15,7 +15,8 @@ from megtool.commands.opened import open_model
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import curve, save_lines, tune
+from tests.commands.finetune_runs import curve, tune
+from tests.commands.test_generate import torchrun
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 
@@ -29,6 +30,14 @@ BALANCED: dict[str, Any] = {
     "save_interval": 2,
     "train_iters": 4,
     "bf16": True,
+}
+
+LONG: dict[str, Any] = {
+    "train_iters": 20,
+    "global_batch_size": 4,
+    "lr": 1e-3,
+    "hold_out": 0.1,
+    "eval_interval": 10,
 }
 
 
@@ -45,11 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tiny_text.save_tokenizer(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp_path) -> None:
@@ -92,6 +96,43 @@ def test_ranks_that_share_rows_draw_the_curve_of_one(layout, model, data, tmp_pa
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - changing:
             assert ours[key] == pytest.approx(theirs[key], abs=2e-5), key
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps on one process."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    tune(model, folder, data, **LONG)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [["--ep", "2"], ["--tp", "2", "--ep", "2", "--etp", "1"]], ids=" ".join
+)
+def test_ranks_that_share_out_experts_draw_the_curve_of_one(
+    axes, model, data, alone, tmp_path
+) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in LONG.items()]
+    line = ["finetune", str(model), str(tmp_path / "out"), "--data", str(data), *options]
+    done = torchrun(2, *line, "--seq-length=32", "--threads=1", *axes, "--device", "cpu", "-q")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (read_log(folder / "log.jsonl") for folder in (tmp_path / "out", alone))
+    assert len([x for x in ours if "loss" in x]) == 20
+    for key in ("loss", "eval_loss", "grad_norm"):
+        found, expected = ([x[key] for x in run if key in x] for run in (ours, theirs))
+        assert found == pytest.approx(expected, abs=1e-5), key
+    assert verify(tmp_path / "out", alone, atol=1e-4).exit_status == 0
+
+
+@pytest.mark.slow
+def test_a_teacher_without_experts_teaches_ranks_that_share_them_out(model, data, tmp_path) -> None:
+    teacher = tiny_text.save(tmp_path / "teacher")
+    how = {"train_iters": 3, "global_batch_size": 2, "teacher": teacher}
+    tune(model, tmp_path / "one", data, **how)
+    run_world(on_rank, 2, str(model), str(tmp_path / "two"), str(data), how | {"ep": 2})
+    one, two = (read_log(tmp_path / name / "log.jsonl") for name in ("one", "two"))
+    assert [x["loss"] for x in two] == pytest.approx([x["loss"] for x in one], abs=1e-5)
 
 
 def test_an_exported_model_is_the_adapted_one(model, data, tmp_path) -> None:

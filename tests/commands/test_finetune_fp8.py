@@ -15,24 +15,9 @@ from megtool.commands.scaling.inspect import inspect_amax
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.train.log import read_log
-from tests.inference import tiny_text
-
-TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.txt"
-    file.write_text(TEXT * 60)
-    return file
-
-
-def tune(model: Path, folder: Path, data: Path, **more: Any) -> list[float]:
+def tune(model: Path, folder: Path, text: Path, **more: Any) -> list[float]:
     options: dict[str, Any] = {
         "seq_length": 32,
         "train_iters": 6,
@@ -41,19 +26,19 @@ def tune(model: Path, folder: Path, data: Path, **more: Any) -> list[float]:
         "threads": 1,
         "fsync": False,
     }
-    report = finetune(model, folder, data=[str(data)], **(options | more))
+    report = finetune(model, folder, data=[str(text)], **(options | more))
     assert isinstance(report, FinetuneReport)
     return [line["loss"] for line in read_log(folder / "log.jsonl") if "loss" in line]
 
 
 def test_a_run_in_fp8_that_was_stopped_is_the_one_that_was_not(
-    model: Path, data: Path, tmp_path: Path
+    model: Path, text: Path, tmp_path: Path
 ) -> None:
     how: dict[str, Any] = {"fp8_recipe": "delayed", "bf16": True}
     how |= {"train_iters": 4, "lr_decay_iters": 4, "save_interval": 2}
-    whole = tune(model, tmp_path / "whole", data, **how)
-    tune(model, tmp_path / "cut", data, **(how | {"train_iters": 2}))
-    cut = tune(model, tmp_path / "cut", data, **how)
+    whole = tune(model, tmp_path / "whole", text, **how)
+    tune(model, tmp_path / "cut", text, **(how | {"train_iters": 2}))
+    cut = tune(model, tmp_path / "cut", text, **how)
     assert cut == whole
     assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
     seen = inspect_amax(tmp_path / "whole")
@@ -66,18 +51,18 @@ def test_a_run_in_fp8_that_was_stopped_is_the_one_that_was_not(
 
 @pytest.mark.parametrize("more", [{}, {"bf16": True, "use_distributed_optimizer": True}])
 def test_state_on_the_cpu_changes_nothing(
-    more: dict[str, Any], model: Path, data: Path, tmp_path: Path
+    more: dict[str, Any], model: Path, text: Path, tmp_path: Path
 ) -> None:
-    want = tune(model, tmp_path / "none", data, **more)
-    half = tune(model, tmp_path / "half", data, **more, optimizer_offload_fraction=0.5)
-    whole = tune(model, tmp_path / "whole", data, **more, optimizer_cpu_offload=True)
+    want = tune(model, tmp_path / "none", text, **more)
+    half = tune(model, tmp_path / "half", text, **more, optimizer_offload_fraction=0.5)
+    whole = tune(model, tmp_path / "whole", text, **more, optimizer_cpu_offload=True)
     assert half == want
     assert whole == want
     for name in ("half", "whole"):
         assert verify(tmp_path / name, tmp_path / "none").verdict == "equal"
 
 
-def test_what_does_not_go_with_fp8_is_refused(model: Path, data: Path, tmp_path: Path) -> None:
+def test_what_does_not_go_with_fp8_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
     for wrong, message in (
         ({"fp8_recipe": "blockwise", "fp8_param_gather": True}, "blockwise"),
         ({"fp8_param_gather": True}, "without --fp8-recipe"),
@@ -85,4 +70,4 @@ def test_what_does_not_go_with_fp8_is_refused(model: Path, data: Path, tmp_path:
         ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 99}, "99 last"),
     ):
         with pytest.raises(UsageError, match=message):
-            tune(model, tmp_path / "dst", data, **wrong)
+            tune(model, tmp_path / "dst", text, **wrong)

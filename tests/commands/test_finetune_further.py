@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,16 @@ from megtool.commands.verify import verify
 from megtool.errors import (
     CalibrationError,
     CheckpointError,
+    LayoutError,
     MappingError,
     TrainingError,
     UsageError,
 )
-from tests.commands.finetune_runs import TEXT, curve, save_lines, tune
+from tests.commands.finetune_runs import TEXT, curve, tune
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 
 LORA = {"lora_rank": 4, "lora_dropout": 0.1, "save_interval": 2, "train_iters": 4}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def test_a_lora_run_leaves_a_merged_model_and_an_adapter(model, data, tmp_path) -> None:
@@ -138,7 +130,6 @@ def test_rounding_takes_scales_of_inputs_from_a_calibration(model, data, tmp_pat
         synthetic=True,
         samples=2,
         length=16,
-        fsync=False,
     )
     more = {"qat": "fp8", "calibration": tmp_path / "seen.safetensors", "hold_out": 0.1}
     tune(model, tmp_path / "ref", data, **more)
@@ -163,6 +154,21 @@ def test_a_teacher_is_learned_from(model, data, tmp_path) -> None:
     small = tiny_text.save(tmp_path / "small", vocab_size=300)
     with pytest.raises(MappingError, match="vocabulary of 300"):
         tune(model, tmp_path / "bad", data, teacher=small)
+
+
+def test_what_headers_forbid_is_refused_before_data_are_read(model, tmp_path) -> None:
+    data = tmp_path / "nowhere.txt"
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    teacher = tiny_text.save(tmp_path / "teacher", **odd)
+    with pytest.raises(LayoutError, match="tp=2 does not divide num_heads=3 of the teacher"):
+        tune(model, tmp_path / "out", data, tp=2, teacher=teacher)
+    with pytest.raises(LayoutError, match="tp=3 does not divide num_heads=4"):
+        tune(model, tmp_path / "out", data, tp=3)
+    bare = reshard(model, tmp_path / "bare", to="torch_dist", fsync=False).destination
+    shutil.rmtree(Path(bare) / "release/hf")  # which alone names the family
+    with pytest.raises(UsageError, match="LoRA of a model of no known family"):
+        tune(bare, tmp_path / "out", data, lora_rank=2, tokenizer=model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_excludes_each_other_is_refused(model, data, tmp_path) -> None:

@@ -19,7 +19,7 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, save_lines
+from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on
 from tests.commands.finetune_runs import tune as any_run
 from tests.inference import tiny_text
 
@@ -27,16 +27,6 @@ SHORT = {"exit_duration_in_mins": 1e-9}
 """Ends a run after its first step."""
 
 tune = partial(any_run, train_iters=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +193,24 @@ def test_src_in_dst_is_refused(model, data, out, tmp_path) -> None:
     assert "give another DST" in (caught.value.hint or "")
 
 
+def test_a_dst_that_cannot_be_is_refused_before_data_are_read(model, tmp_path) -> None:
+    data = tmp_path / "nowhere.txt"
+    with pytest.raises(UsageError, match="DST lies in SRC"):
+        tune(model, model / "out", data)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DestinationError, match="file is no folder"):
+        tune(model, tmp_path / "file/out", data)
+
+
 def test_what_a_kill_leaves_of_the_first_moments_does_no_harm(model, data, tmp_path) -> None:
     out = tmp_path / "out"
     (out / ".megtool").mkdir(parents=True)
     (out / ".megtool/lock").write_text("")
+    (out / ".megtool/iter_0000001.adapter").write_text("half of")
     (out / ".finetune.json.new").write_text('{"mod')
     assert tune(model, out, data, train_iters=1).saved == 1
     assert not (out / ".finetune.json.new").exists()
+    assert not (out / ".megtool").exists()
 
 
 def test_nothing_left_to_train_is_said(model, data, tmp_path) -> None:

@@ -13,25 +13,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megtool.errors import MappingError, UsageError
 from megtool.train.log import read_log
-from tests.commands.finetune_runs import save_lines
 from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world
-from tests.inference import tiny_text
 
 SCALE = 2.0**14
 FP16 = {"fp16": True, "initial_loss_scale": SCALE, "micro_batch_size": 1}
 
 tune = partial(any_run, train_iters=2)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_lines(tmp_path_factory.mktemp("data"))
 
 
 def common(folder: Path, iteration: int) -> tuple[Path, dict[str, Any]]:

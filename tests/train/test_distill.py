@@ -210,3 +210,17 @@ def test_what_cannot_be_taught_is_refused() -> None:
         teachers_layout(ParallelConfig(pp=2), STUDENT, three)
     with pytest.raises(UsageError, match="temperature 0"):
         Distillation(one, one, num_microbatches=1, temperature=0.0)
+
+
+def test_a_teacher_that_ranks_do_not_divide_is_named() -> None:
+    odd = replace(TEACHER, num_heads=3, num_kv_heads=3, head_dim=8)
+    with pytest.raises(LayoutError, match="tp=2 does not divide num_heads=3 of the teacher") as e:
+        teachers_layout(ParallelConfig(tp=2), STUDENT, odd)
+    assert "1, 3" in str(e.value.hint)
+    experts = {"num_experts": 6, "num_experts_per_token": 2, "moe_ffn_hidden_size": 16}
+    mixed = replace(TEACHER, **experts)
+    with pytest.raises(LayoutError, match="ep=4 does not divide num_experts=6 of the teacher"):
+        teachers_layout(ParallelConfig(ep=4, tp=1), mixed, mixed)
+    # One without experts stands on all ranks of the student's.
+    found = teachers_layout(ParallelConfig(ep=2, tp=2, etp=1), mixed, TEACHER)
+    assert (found.tp, found.ep, found.etp, found.dp) == (2, 1, 2, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.storage.files import Files
 from megtool.commands.opened import open_model
 from megtool.config import ParallelConfig
 from megtool.errors import CheckpointError
@@ -22,6 +23,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.plain import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.groups import Groups
+from megtool.train.gathering import WEIGHT, Gathering
 from megtool.train.lora import FOLDER, Lora, frozen_print
 from megtool.train.peft_form import CONFIG_FILE
 from megtool.train.setup import load_for_training
@@ -65,22 +67,25 @@ def load(path: Path, groups: Groups | None = None, **how: Any) -> tuple[list[Dec
 
 def noisy(lora: Lora) -> None:
     """Give B something to say, the same at every layout."""
-    whole = lora.views.whole(lora.views.tensors)
-    for n, name in enumerate(sorted(whole)):
+    whole = {}
+    for n, matrix in enumerate(sorted(Gathering(lora.views).matrices, key=lambda m: m.name)):
         torch.manual_seed(n)
-        whole[name] = torch.randn_like(whole[name]) * 0.1
+        whole[matrix.key] = torch.randn(matrix.shape) * 0.1
     with torch.no_grad():
         for name, parameter in lora.views.tensors.items():
-            parameter.copy_(lora.views.local(whole, name))
+            parameter.copy_(lora.views.local(whole, WEIGHT, name))
 
 
 def write(lora: Lora, optimizer: Optimizer | None, folder: Path, iteration: int = 1) -> None:
     standing = Standing(
         iteration=iteration, consumed_samples=4 * iteration, num_steps=4 * iteration
     )
-    for name, data in lora.files(optimizer, standing).items():
+    for name, data in lora.files(optimizer, standing, folder / "spool", Files()).items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(data)
+        if isinstance(data, Path):
+            data.rename(folder / name)
+        else:
+            (folder / name).write_bytes(data)
 
 
 def logits(stages: list[Decoder]) -> Tensor:
@@ -150,10 +155,9 @@ def made(
 
 
 def state(lora: Lora, optimizer: Optimizer) -> dict[str, Tensor]:
-    out = dict(lora.views.whole(lora.views.tensors))
-    for name, held in lora.views.states(optimizer.pieces()).items():
-        out |= {f"{name}:{n}": t for n, t in held.items()}
-    return out
+    """All matrices by their keys, on rank 0."""
+    gathering = Gathering(lora.views, optimizer.pieces())
+    return {matrix.key: whole for matrix, whole in gathering if whole is not None}
 
 
 def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp_path) -> None:
@@ -211,10 +215,11 @@ def on_ranks(
 @pytest.mark.parametrize(("layout", "sp"), [({"tp": 2}, False), ({"tp": 2}, True)])
 def test_tensor_parallel_ranks_learn_the_same(llama, layout, sp) -> None:
     alone = on_ranks(0, 1, str(llama), {}, False)
-    for found in run_world(on_ranks, 2, str(llama), layout, sp):
-        assert found.keys() == alone.keys()
-        for name, tensor in alone.items():
-            assert torch.allclose(found[name], tensor, atol=2e-5, rtol=1e-3), name
+    found, other = run_world(on_ranks, 2, str(llama), layout, sp)
+    assert not other
+    assert found.keys() == alone.keys()
+    for name, tensor in alone.items():
+        assert torch.allclose(found[name], tensor, atol=2e-5, rtol=1e-3), name
 
 
 def print_on_ranks(rank: int, size: int, path: str, layout: dict[str, int]) -> tuple[float, float]:
@@ -247,6 +252,7 @@ def test_state_goes_from_one_process_to_two_replicas(llama, tmp_path) -> None:
     step(stages, optimizer, 0)
     write(lora, optimizer, tmp_path)
     before = state(lora, optimizer)
-    for found in run_world(resumed_on_ranks, 2, str(llama), str(tmp_path)):
-        assert found.keys() == before.keys()
-        assert all(torch.equal(found[n], before[n]) for n in before)
+    found, other = run_world(resumed_on_ranks, 2, str(llama), str(tmp_path))
+    assert not other
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[n], before[n]) for n in before)

@@ -165,9 +165,10 @@ def test_too_little_space_is_found_out_before_anything_is_written(
     said = r"not enough space for iteration 5: .* 1,000 free"
     with (
         run.saver(tmp_path / "dst", files=NoRoom()) as saver,
-        pytest.raises(StorageError, match=said),
+        pytest.raises(StorageError, match=said) as caught,
     ):
         run.save(saver, 5)
+    assert (caught.value.hint or "").startswith("free some space")  # there is no earlier one
     assert not any((tmp_path / "dst").iterdir())
 
 
