@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -136,9 +137,14 @@ def train(name: str, given: argparse.Namespace) -> Table:
             missing[engine] = run
             continue
         clean()
-        took = run()
+        try:
+            took = run()
+        except torch.OutOfMemoryError:
+            missing[engine] = "does not fit"
+            continue
         found.append((engine, took, torch.cuda.max_memory_allocated() / 2**30))
-    own = min(took for engine, took, _ in found if engine.startswith("megtool"))
+    mine = [took for engine, took, _ in found if engine.startswith("megtool")]
+    own = min(mine) if mine else math.nan
     for engine, took, peak in found:
         table.add(
             engine,

@@ -25,6 +25,7 @@ from megtool.commands.finetune_place import (
 )
 from megtool.commands.finetune_plan import (
     LESS_MEMORY,
+    check_plan,
     dtype_of,
     num_parameters,
     open_feeds,
@@ -120,13 +121,14 @@ class _Run:
         from megtool.train.save import Saver
 
         settings, groups, folder = self.settings, self.groups, self.folder
-        feeds = open_feeds(
-            self.runnable, settings, folder / CACHE_FOLDER, groups.world, self.progress
-        )
         before = Identity.read(folder)
         found = None if self.begun is None else self.open_begun(self.begun)
         old_batch = batch_before(None if before is None else before.curve, found)
         settings = self.settings = with_batch(settings, old_batch)
+        check_plan(self.runnable, settings, groups.parallel)
+        feeds = open_feeds(
+            self.runnable, settings, folder / CACHE_FOLDER, groups.world, self.progress
+        )
         plan = run_plan(self.runnable, settings, feeds, groups.parallel)
         identity = self.identity(feeds, plan, before)
         if found is not None and self.begun == settings.load:

@@ -16,6 +16,7 @@ from megtool.log import Progress
 from megtool.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from megtool.commands.quantizing.job import Job
     from megtool.model.decoder import Decoder
     from megtool.train.further import Beside
     from megtool.train.plan import RunPlan
@@ -26,14 +27,18 @@ def check_early(runnable: Runnable, settings: TrainSettings) -> None:
 
     Raises:
         LayoutError: the layout does not divide the model, or the teacher.
-        UsageError: routers, adapters or CUDA graphs are asked for what they do not do.
+        UsageError: routers, adapters or CUDA graphs are asked for what they do not do; a pattern is
+            of no parameter; no layer is left to FP8.
         MappingError: PEFT's form has no place for adapters of this model.
+        RecipeError: there is no such recipe, or it does not fit the model.
+        CalibrationError: it needs a calibration and there is none, or one of another model.
         MissingPackageError: Transformer Engine is asked for, and not there.
         MegtoolError: the teacher cannot be opened, or has another vocabulary.
     """
     from megtool.train.balancing import balance_settings
     from megtool.train.distill import check_pair, teachers_layout
-    from megtool.train.further import check_lora
+    from megtool.train.fp8 import layers_in_fp8
+    from megtool.train.further import check_lora, check_patterns, fp8_settings
     from megtool.train.graphed import check_graphs
 
     config, model, layout = runnable.config, runnable.opened.model, settings.layout
@@ -43,6 +48,11 @@ def check_early(runnable: Runnable, settings: TrainSettings) -> None:
         _check_te(settings, config)
     balance_settings(settings, config, args_of(runnable.opened.catalogue))
     check_lora(settings, config, None if model is None else model.family)
+    check_patterns(settings, config)
+    if (told := fp8_settings(settings)) is not None:
+        layers_in_fp8(told, config.num_layers)
+    if settings.qat is not None:
+        _job(runnable, settings)
     if settings.teacher is not None:
         taught = open_runnable(Source(path=settings.teacher)).config
         check_pair(config, taught)
@@ -98,7 +108,7 @@ def check_beside(
     bytes of the teacher, and of the weights that are kept while rounded ones are in their place.
 
     Raises:
-        UsageError: there is no FP8 on the device, or no layer is left to it.
+        UsageError: there is no FP8 on the device.
         MegtoolError: see `beside_of`.
     """
     import torch
@@ -106,12 +116,10 @@ def check_beside(
     from megtool.optim.fp8.linear import require_products
     from megtool.optim.fp8.transformer_engine import require_recipe
     from megtool.train.distill import teachers_layout
-    from megtool.train.fp8 import layers_in_fp8
     from megtool.train.further import fp8_settings
     from megtool.train.sizes import rounded_bytes_of, weight_bytes_of
 
     if (told := fp8_settings(settings)) is not None:
-        layers_in_fp8(told, runnable.config.num_layers)
         if dtype == "float16":
             raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
         require_products(torch.device(device))
@@ -119,23 +127,27 @@ def check_beside(
             require_recipe(told.recipe)
     copied = 0
     if settings.qat is not None:
-        from megtool.commands.rounding import job_for_training
-
-        job = job_for_training(
-            runnable.opened.path,
-            settings.qat,
-            settings.calibration,
-            iteration=settings.iteration,
-            family=settings.family,
-            like=settings.like,
-        )
-        named = [d.module.name for d in job.decisions if d.format is not None]
+        named = [d.module.name for d in _job(runnable, settings).decisions if d.format is not None]
         copied = rounded_bytes_of(runnable.config, layout, dtype, named)
     if settings.teacher is None:
         return 0, copied
     found = open_runnable(Source(path=settings.teacher))
     layout = teachers_layout(layout, runnable.config, found.config)
     return weight_bytes_of(found.config, layout, dtype), copied
+
+
+def _job(runnable: Runnable, settings: TrainSettings) -> Job:
+    """What quantisation-aware training rounds, and by what, from headers alone."""
+    from megtool.commands.rounding import job_for_training
+
+    return job_for_training(
+        runnable.opened.path,
+        settings.qat or "",
+        settings.calibration,
+        iteration=settings.iteration,
+        family=settings.family,
+        like=settings.like,
+    )
 
 
 def _check_te(settings: TrainSettings, config: ModelConfig) -> None:

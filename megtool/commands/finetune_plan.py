@@ -61,13 +61,41 @@ def stored_of(opened: Opened) -> Stored:
 def run_plan(
     runnable: Runnable, settings: TrainSettings, feeds: Feeds, layout: ParallelConfig
 ) -> RunPlan:
-    """How much a run at a layout does on these data."""
+    """How much a run at a layout does on these data.
+
+    Raises:
+        LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
+        UsageError: there is no sample, or the learning rate has no such course in so many steps.
+    """
+    from megtool.train.plan import schedule_of
+
+    plan = _plan(runnable, settings, len(feeds.train), layout)
+    schedule_of(settings, plan)
+    return plan
+
+
+def check_plan(runnable: Runnable, settings: TrainSettings, layout: ParallelConfig) -> None:
+    """Refuse before data are read what `run_plan` would with any.
+
+    Raises:
+        MegtoolError: see `run_plan`.
+    """
+    from megtool.train.plan import schedule_of
+
+    plan = _plan(runnable, settings, 1, layout)
+    if settings.train_iters is not None:
+        schedule_of(settings, plan)
+
+
+def _plan(
+    runnable: Runnable, settings: TrainSettings, num_samples: int, layout: ParallelConfig
+) -> RunPlan:
     from megtool.train.plan import plan_of, row_length
 
     return plan_of(
         settings,
         seq_length=row_length(settings, runnable.config.max_positions),
-        num_samples=len(feeds.train),
+        num_samples=num_samples,
         replicas=layout.dp,
         stages=layout.pp,
         cp=layout.cp,
@@ -90,13 +118,14 @@ def plan_only(
 
     world = int(os.environ.get("WORLD_SIZE", settings.layout.world_size))
     layout = fit(settings.layout, world)
-    feeds = open_feeds(runnable, settings, None, ALONE)
     before = Identity.read(folder)
     found = None
     if begun is not None:
         found = open_model(begun, family_name=settings.family, like=settings.like)
     old_batch = batch_before(None if before is None else before.curve, found)
     settings = with_batch(settings, old_batch)
+    check_plan(runnable, settings, layout)
+    feeds = open_feeds(runnable, settings, None, ALONE)
     plan = run_plan(runnable, settings, feeds, layout)
     if found is not None and begun == settings.load:
         check_loaded(runnable, found, plan.train_iters)

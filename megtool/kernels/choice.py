@@ -35,8 +35,9 @@ def use(name: Implementation) -> Iterator[None]:
     which is logged once for each.
 
     The choice holds for the calling thread, and for a forward pass: backward follows the forward
-    it belongs to, wherever and whenever it runs. Only what is recomputed (activation checkpoints)
-    is chosen anew: by the block it is in, as `auto` in a thread of autograd's own.
+    it belongs to, wherever and whenever it runs. What is recomputed is chosen anew, by the block it
+    is in, and as `auto` in a thread of autograd's own: who recomputes remembers `asked`
+    (`model.recompute`).
 
     Raises:
         UsageError: no implementation is called so.
@@ -53,7 +54,7 @@ def use(name: Implementation) -> Iterator[None]:
 
 
 def asked() -> Implementation:
-    """The name asked for; a backward pass that chooses remembers it, for `use`."""
+    """The name asked for; a backward pass that chooses, or recomputes, remembers it, for `use`."""
     return _asked.get()
 
 

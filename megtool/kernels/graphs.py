@@ -94,10 +94,17 @@ class Graphs:
         return torch.cuda.graph_pool_handle()
 
     def _capture(self, inputs: Sequence[Input]) -> Any:
-        """Warm the function up beside the current stream, then record it."""
+        """Record the function on the device that its inputs are on."""
         for x in inputs:
             if x is not None and not x.is_cuda:
                 raise UsageError(f"a CUDA graph cannot take a tensor on {x.device}")
+        # Streams are the current device's: on another one nothing would be recorded.
+        where = next((x.device for x in inputs if x is not None), torch.cuda.current_device())
+        with torch.cuda.device(where):
+            return self._record(inputs)
+
+    def _record(self, inputs: Sequence[Input]) -> Captured:
+        """Warm the function up beside the current stream, then record it."""
         static = [clone(x) for x in inputs]
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())

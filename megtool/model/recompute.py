@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from megtool.errors import UsageError
+from megtool.kernels.choice import Implementation, asked, use
 from megtool.kernels.linear_te import Contexts, contexts_again
 from megtool.model.decoder import Decoder
 from megtool.model.lora import Adapter
@@ -65,7 +66,12 @@ def recompute(
 
 
 class _Again:
-    """A layer's forward pass that is run a second time in the backward pass."""
+    """A layer's forward pass that is run a second time in the backward pass.
+
+    By the kernels of the first time: what these save for the backward pass is their own, and a
+    thread of autograd's does not know which were asked for. Where nothing learns, layer or what
+    comes before, no backward pass comes, and nothing is kept for one.
+    """
 
     def __init__(
         self, layer: nn.Module, forward: Callable[..., Tensor], granularity: Granularity
@@ -74,10 +80,11 @@ class _Again:
         self._contexts: Any = contexts_again if granularity == "full" else _kept_products
 
     def __call__(self, x_TH: Tensor, frame: Any) -> Tensor:
-        if not (self._layer.training and torch.is_grad_enabled()):
+        if not (self._layer.training and torch.is_grad_enabled() and self._learns(x_TH)):
             return self._forward(x_TH, frame)
         out: Tensor = checkpoint(
-            self._forward,
+            self._by,
+            asked(),
             x_TH,
             frame,
             use_reentrant=False,
@@ -89,6 +96,13 @@ class _Again:
             ),
         )
         return out
+
+    def _by(self, kernels: Implementation, x_TH: Tensor, frame: Any) -> Tensor:
+        with use(kernels):
+            return self._forward(x_TH, frame)
+
+    def _learns(self, x_TH: Tensor) -> bool:
+        return x_TH.requires_grad or any(p.requires_grad for p in self._layer.parameters())
 
 
 def _kept_products() -> Contexts:

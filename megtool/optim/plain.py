@@ -72,7 +72,8 @@ class PlainOptimizer(Optimizer):
         for segment in self.segments:
             segment.grad = None
         if self._in_place:
-            torch._foreach_zero_(self._places())
+            if self.facts:
+                torch._foreach_zero_(self._places())
             return
         self._begun.clear()
         for f in self.facts:

@@ -214,7 +214,10 @@ def quantised_model(
 
     with quiet(), no_bars(transformers):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
         ).to(device)
         model.eval()
 

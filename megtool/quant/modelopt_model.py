@@ -37,9 +37,11 @@ def check_quantizers(
     with tempfile.TemporaryDirectory(prefix="megtool-") as made, quiet(), no_bars(transformers):
         (Path(made) / "config.json").write_bytes(hf_config)
         try:
-            said = transformers.AutoConfig.from_pretrained(made, local_files_only=True)
+            said = transformers.AutoConfig.from_pretrained(
+                made, local_files_only=True, trust_remote_code=False
+            )
             with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(said)
+                model = transformers.AutoModelForCausalLM.from_config(said, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as e:
             first = next(iter(str(e).splitlines()), type(e).__name__)
             raise UsageError(

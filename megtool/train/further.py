@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,13 +23,14 @@ from megtool.model.balance import BalanceSettings
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.dropout import Dropout
-from megtool.model.lora import LoraSettings, check_experts, layers_for
+from megtool.model.lora import LoraSettings, add_adapters, check_experts, layers_for
 from megtool.model.pipeline import Objective, build_stages
 from megtool.parallel.groups import Groups
 from megtool.train.fp8 import Fp8Training
 from megtool.train.lora import Lora
 from megtool.train.peft_form import PeftForm
 from megtool.train.settings import TrainSettings
+from megtool.train.settings_checks import flag
 
 if TYPE_CHECKING:
     from megtool.optim.fp8.settings import Fp8Settings
@@ -165,6 +167,29 @@ def check_lora(settings: TrainSettings, config: ModelConfig, family: Family | No
         raise no_names()
     whole = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
     PeftForm(config, family, [name for s in whole for name, _ in layers_for(s, told)])
+
+
+def check_patterns(settings: TrainSettings, config: ModelConfig) -> None:
+    """Refuse `--freeze`, `--lr-mult` and `--wd-mult` of no parameter, on whichever rank.
+
+    Raises:
+        UsageError: a pattern is of none.
+    """
+    rules = [("--freeze", glob) for glob in settings.freeze]
+    for name in ("lr_mult", "wd_mult"):
+        rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
+    if not rules:
+        return
+    whole = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    if (told := lora_settings(settings)) is not None:
+        add_adapters(whole, told)
+    names = [name for stage in whole for name, _ in stage.named_parameters()]
+    for option, glob in rules:
+        if glob and not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"{option} {glob!r} is of no parameter",
+                hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight",
+            )
 
 
 def no_names() -> UsageError:

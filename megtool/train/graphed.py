@@ -3,7 +3,7 @@
 What a graph repeats are the passes: forward, loss and backward, with gradients added to the sums of
 the optimizer, which never move. Replicas add up after the last pass, and the step itself, its
 evaluations and its checkpoints are no part of a graph. Losses and gradients have the bits that they
-have without graphs.
+have without graphs, as far as a device's kernels give the same bits twice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GraphedSchedule(Schedule):
         facts = (part.positions_BS, part.valid_BS, part.documents_BS, part.counted_BS)
         before = self.num_graphs
         loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, *facts)
-        if self.num_graphs > before:
+        if self.num_graphs > before and self.groups.rank == 0:
             _LOG.info("micro batches of %d x %d tokens are a CUDA graph", *self._shape)
         self.num_replays += 1
         self._losses.append(loss)

@@ -21,6 +21,7 @@ from megtool.errors import (
     CheckpointError,
     LayoutError,
     MappingError,
+    RecipeError,
     TrainingError,
     UsageError,
 )
@@ -168,6 +169,30 @@ def test_what_headers_forbid_is_refused_before_data_are_read(model, tmp_path) ->
     shutil.rmtree(Path(bare) / "release/hf")  # which alone names the family
     with pytest.raises(UsageError, match="LoRA of a model of no known family"):
         tune(bare, tmp_path / "out", data, lora_rank=2, tokenizer=model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"lr_warmup_iters": 10}, UsageError, "10 steps of warm-up"),
+        ({"micro_batch_size": 2, "global_batch_size": 3}, UsageError, "no multiple"),
+        ({"dp": 1, "seq_length": 5000}, UsageError, "128 positions"),
+        ({"freeze": ("nothing",)}, UsageError, "--freeze 'nothing' is of no parameter"),
+        ({"freeze": ("nothing",), "tp": 2, "pp": 2}, UsageError, "--freeze 'nothing'"),
+        ({"lr_mult": ("nothing=2",), "optimizer": "muon"}, UsageError, "--lr-mult 'nothing'"),
+        ({"wd_mult": ("*.mlp.*=2", "*.lora_A=2")}, UsageError, "--wd-mult '[*].lora_A'"),
+        ({"fp8_recipe": "delayed", "num_layers_at_end_in_bf16": 9}, UsageError, "9 last"),
+        ({"qat": "no_such_recipe"}, RecipeError, "no_such_recipe"),
+        ({"qat": "fp8"}, CalibrationError, "needs to know the model's inputs"),
+        ({"load": Path("nowhere")}, CheckpointError, "does not exist"),
+    ],
+)
+def test_what_no_data_could_mend_is_refused_before_they_are_read(
+    wrong, kind, message, model, tmp_path
+) -> None:
+    with pytest.raises(kind, match=message):
+        tune(model, tmp_path / "out", tmp_path / "nowhere.txt", **wrong)
     assert not (tmp_path / "out").exists()
 
 

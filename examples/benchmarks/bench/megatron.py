@@ -23,8 +23,9 @@ def why_not(*, te: bool = False) -> str | None:
         return "Transformer Engine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:  # its libraries are not those of torch
-        return f"Transformer Engine does not load: {str(error).splitlines()[0]}"
+    # Its libraries may not be those of torch.
+    except (AssertionError, ImportError, OSError, RuntimeError) as error:
+        return f"Transformer Engine does not load: {str(error).strip().partition(chr(10))[0]}"
     return None
 
 
@@ -67,8 +68,9 @@ def model(name: str, *, te: bool, dtype: torch.dtype) -> tuple[Any, nn.Module]:
         perform_initialization=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Its own fusions are torch's; these need Apex or Transformer Engine.
-        gradient_accumulation_fusion=te,
+        # Its own fusions are torch's; these need Transformer Engine, and the first Apex for the
+        # output layer, which is Megatron's own.
+        gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         apply_rope_fusion=te,
         masked_softmax_fusion=False,
         persist_layer_norm=te,

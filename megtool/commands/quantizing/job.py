@@ -227,7 +227,7 @@ class Job:
 
         Raises:
             DestinationError: it exists, is inside the source, or cannot be written; or one of the
-                other files that are asked for cannot be.
+                other files that are asked for cannot be, or would be lost.
         """
         from megtool.checkpoint.commit import Stage
         from megtool.checkpoint.storage.files import Files
@@ -241,9 +241,36 @@ class Job:
             is_file=self.calibrating.only,
             sources=[opened.path, opened.catalogue.root],
         ).check()
+        self._check_apart(opened.path.resolve(), opened.catalogue.root.resolve())
         beside = self.destination.parent  # which is made where it is missing
         _check_file(self.calibrating.keep, beside)
         _check_file(self.writing.page, beside, self.destination)
+
+    def _check_apart(self, *sources: Path) -> None:
+        """Refuse files in the place of each other or of the source's, or in a folder that is
+        replaced when they are written."""
+        c, whole = self.calibrating, self.destination.resolve()
+        named = {"--save-calibration": c.keep, "--work": c.work, "--report": self.writing.page}
+        asked = {name: path.resolve() for name, path in named.items() if path is not None}
+        if c.only and asked.get("--save-calibration") == whole:
+            del asked["--save-calibration"]  # the same file
+        taken = {whole: "DST"}
+        for name, path in asked.items():
+            if (other := taken.setdefault(path, name)) != name:
+                told = f"{other} and {name} are one place"
+                raise DestinationError(told, file=path, hint="name another")
+            if whole in path.parents and name != "--report":  # which is written last
+                raise DestinationError(
+                    f"{name} inside of DST, which is written as a whole",
+                    file=path,
+                    hint="name a place beside it",
+                )
+            if path.is_file() and any(s in (path, *path.parents) for s in sources):
+                raise DestinationError(
+                    f"{name} would replace a file of the source",
+                    file=path,
+                    hint="name another file",
+                )
 
 
 def _check_file(path: Path | None, *made: Path) -> None:

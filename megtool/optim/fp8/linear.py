@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
+from megtool.kernels.choice import asked, use
 from megtool.kernels.fp8 import Quantized, dequantize
 from megtool.optim.fp8.scaling import Scaling
 
@@ -60,7 +61,7 @@ class _Product(torch.autograd.Function):
             kept[2:] = rows.columns.data, rows.columns.scale_inv
         ctx.save_for_backward(*kept)
         ctx.blocks = weight.columns.block, rows.columns.block
-        ctx.scaling, ctx.dtype = scaling, weight_OI.dtype
+        ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_OI.dtype, asked()
         y = multiply(rows.rows, weight.rows, x.dtype, fast=True)
         return y.view(*x.shape[:-1], weight_OI.shape[0])
 
@@ -71,7 +72,8 @@ class _Product(torch.autograd.Function):
         of_weight, of_rows = ctx.blocks
         if weight is None and rows is None:
             return None, None, None, None
-        grad = ctx.scaling.gradient(g.reshape(-1, g.shape[-1]))
+        with use(ctx.asked):
+            grad = ctx.scaling.gradient(g.reshape(-1, g.shape[-1]))
         gx = gw_OI = None
         if weight is not None:
             q = Quantized(data=weight, scale_inv=weight_scale, block=of_weight)

@@ -130,6 +130,8 @@ class TeTraining:
         require_recipe(settings.recipe)
         stage = groups.stage()
         recipes = import_module("transformer_engine.common.recipe")
+        # What an earlier run in this process has left there would share in groups that are gone.
+        import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
         # Without a group Transformer Engine would take the whole world, all stages of it.
         recipe = recipe_of(settings, recipes, reduce_amax=stage.size > 1)
         self.region = Region(recipe, stage.handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,9 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
         kind = named(array.dtype.name)
         entries.append(SafetensorsEntry(name, kind, array.shape, at, at + array.nbytes))
         at += array.nbytes
-    digests = [crc_of(array) for array in flat.values()]
-    text = json.dumps(
-        {"crc32c": digests, "facts": facts}, sort_keys=True, allow_nan=False, separators=(",", ":")
-    )
+    said = {"crc32c": [crc_of(array) for array in flat.values()], "facts": facts}
+    said = json.loads(_text(said))  # as it comes back
+    text = _text({**said, "sealed": _seal(entries, said)})
     header = encode_header(entries, {_KEY: text}, str(path))
     place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = files.open_write(place)
@@ -83,6 +82,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         digests, facts = said["crc32c"], said["facts"]
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
+        if "sealed" in said and said["sealed"] != _seal(header.entries, said):
+            raise ValueError("facts or names are not what was written")
         whole = np.memmap(path, np.uint8, "c")
         arrays: dict[str, Array] = {}
         for entry, digest in zip(header.entries, digests, strict=True):
@@ -100,6 +101,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         message = f"no calibration, or a damaged one: {e}"
         raise CalibrationError(message, file=path, hint=hint) from e
     return facts, arrays
+
+
+def _seal(entries: Iterable[SafetensorsEntry], said: Mapping[str, Any]) -> int:
+    """The CRC-32C of what arrays are called, and of all that is said, which no array's covers."""
+    names = [[e.name, e.dtype.name, list(e.shape)] for e in entries]
+    return crc32c(_text([names, said["crc32c"], said["facts"]]).encode())
+
+
+def _text(said: Any) -> str:
+    return json.dumps(said, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
 def crc_of(array: Array) -> int:

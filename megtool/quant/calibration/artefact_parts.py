@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -178,12 +178,12 @@ def _array(arrays: Arrays, name: str, kind: str, *, least: float | None = 0) -> 
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no count")
     return value
 
 
 def _magnitude(value: Any) -> float:
-    if type(value) not in (float, int) or not math.isfinite(value) or value < 0:
+    if type(value) not in (float, int) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{value!r} is no magnitude")
     return float(value)

@@ -222,9 +222,11 @@ def _options(
     out: list[tuple[Format | None, Option]] = []
     for f in (f for f in unit.formats if f.algo in algos):
         if (key := key_of(f, recipe)) not in known:
+            groups = f" in groups of {f.group_size}" if f.group_size else ""
             raise CalibrationError(
-                f"nothing was measured about {unit.name} as {f.label}",
-                hint="it was measured for other formats: calibrate with this recipe, and with data",
+                f"nothing was measured about {unit.name} as {f.label}{groups}",
+                hint="it was measured for other formats, or with another --group-size: calibrate "
+                "with this recipe, and with data",
             )
         size = sum(weigh(recipe, by_module[m].module, f) for m in unit.modules)
         out.append((f, Option(name=f.label, num_bytes=size, loss=known[key])))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megtool.errors import listed
 from megtool.quant.recipes.algorithm import CHOOSING, idle
-from megtool.quant.recipes.formats import KV_BITS, SMOOTHING, Format, largest_group
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, SMOOTHING, Format, largest_group
 from megtool.quant.recipes.modelopt_quantizers import decide_by_quantizers
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.recipe import Recipe
@@ -77,9 +77,11 @@ def match(
     unknown = False
     if group_size:
         decisions = [_regrouped(recipe, d, group_size) for d in decisions]
-        unknown = not any(d.format and d.format.group_size == group_size for d in decisions)
+        chosen_of = [f for names in {d.choices for d in decisions} for f in _named(recipe, names)]
+        given = {d.format.group_size for d in decisions if d.format}
+        unknown = group_size not in given.union(*(f.number.groups for f in chosen_of))
         if unknown:
-            sizes = {g for d in decisions for g in _sizes(d.format)}
+            sizes = {g for f in (*(d.format for d in decisions), *chosen_of) for g in _sizes(f)}
             known = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
             problems.add(0, f"no format of this recipe takes groups of {group_size}", known)
     matches = [sum(h[i] for h in holding) for i in range(len(recipe.rules))]
@@ -131,6 +133,12 @@ def _sizes(found: Format | None) -> tuple[int, ...]:
     """The group sizes that a format may have, where there is a choice."""
     known = found.number.groups if found is not None and found.algo else ()
     return known if len(known) > 1 else ()
+
+
+def _named(recipe: Recipe, choices: Sequence[str]) -> list[Format]:
+    """The formats that a choice is between."""
+    known = (recipe.formats.get(c) or Format(name=c, algo=c) for c in choices if c != KEEP)
+    return [f for f in known if f.algo in FORMATS]
 
 
 def _regrouped(recipe: Recipe, decision: Decision, size: int) -> Decision:

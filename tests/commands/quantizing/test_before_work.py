@@ -14,6 +14,7 @@ from megtool.commands.quantizing.plan import QuantizePlan
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     CalibrationError,
+    DestinationError,
     MegtoolError,
     MissingPackageError,
     RecipeError,
@@ -308,3 +309,39 @@ def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_pa
     assert f"calibration 2 samples, 64 tokens: read from {kept}" in told
     assert "(writing and proof" in told
     assert plan.to_json()["is_given"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "told"),
+    [
+        ("save_calibration", "out", "DST and --save-calibration are one place"),
+        ("save_calibration", "out/c", "--save-calibration inside of DST"),
+        ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
+        ("page", "hf/model.safetensors", "--report would replace a file of the source"),
+        ("work", "out", "DST and --work are one place"),
+        ("work", "out/w", "--work inside of DST"),
+    ],
+)
+def test_files_that_would_be_lost(
+    folder: Path, tmp_path: Path, option: str, place: str, told: str
+) -> None:
+    at = folder.parent if place.startswith("hf") else tmp_path
+    found = refused(folder, tmp_path, recipe="fp8", **{option: at / place})
+    assert isinstance(found, DestinationError)
+    assert told in str(found)
+    assert found.hint
+    both = {"save_calibration": tmp_path / "c", "page": tmp_path / "c"}
+    assert "--report are one place" in str(refused(folder, tmp_path, recipe="fp8", **both))
+
+
+def test_a_calibration_is_not_lost_in_what_is_replaced(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DestinationError, match="inside of DST"):
+        quantize(
+            folder,
+            tmp_path / "out",
+            recipe="fp8",
+            overwrite=True,
+            save_calibration=tmp_path / "out" / "c",
+            **SMALL,
+        )

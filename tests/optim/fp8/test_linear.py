@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megtool.kernels.choice import asked, use
 from megtool.kernels.fp8 import Quantized
 from megtool.optim.fp8.linear import fp8_product, multiply
-from megtool.optim.fp8.scaling import Scaling, make_scalings
+from megtool.optim.fp8.scaling import Operand, Scaling, Tensorwise, make_scalings
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.parallel.groups import Groups
 
@@ -202,3 +204,24 @@ def test_products_are_rounded_once_to_the_type() -> None:
     one = Quantized(data=torch.ones(1, 3).to(torch.float8_e4m3fn), scale_inv=torch.tensor(1 / 3))
     assert multiply(one, one, torch.bfloat16).dtype == torch.bfloat16
     assert float(multiply(one, one, torch.float32)) == pytest.approx(1 / 3, rel=1e-6)
+
+
+def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
+    """On a GPU a backward pass runs in a thread that has not asked for any."""
+    seen: list[str] = []
+
+    class Noted(Tensorwise):
+        """Says which kernels it takes."""
+
+        def gradient(self, g_TO: Tensor) -> Operand:
+            """See `Scaling.gradient`."""
+            seen.append(asked())
+            return super().gradient(g_TO)
+
+    x, w, _ = tensors(0, 16, 32, 16, torch.float32)
+    with use("torch"):
+        y = fp8_product(x.requires_grad_(), w.requires_grad_(), Noted(Fp8Settings()))
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    assert seen == ["torch"]

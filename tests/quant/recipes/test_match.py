@@ -139,6 +139,18 @@ def test_the_error_names_the_largest_group_that_divides(tmp_path: Path) -> None:
         against(INT4.replace("W4A16_AWQ", "FP8"), path, group_size=64)
 
 
+def test_groups_of_formats_to_choose_from_are_asked_for(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "m", **SMALL)
+    chosen = INT4.replace("format: g", "format: auto").replace(
+        "rules:", "  fp4: {algo: NVFP4}\n  auto: {choose: [g, fp4, keep], bits: 9}\nrules:"
+    )
+    for size in (16, 32, 64):
+        assert against(chosen, path, group_size=size).decisions
+    with pytest.raises(RecipeError, match="takes groups of 48") as caught:
+        against(chosen, path, group_size=48)
+    assert "one of 32, 64, 128, 256" in str(caught.value)
+
+
 def test_no_group_divides(tmp_path: Path) -> None:
     path = tiny_models.llama(tmp_path / "m", **SMALL)
     with pytest.raises(RecipeError, match="keep them with a rule of their own"):
