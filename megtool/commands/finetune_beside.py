@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool.checkpoint.facts import args_of
-from megtool.commands.running import Runnable, Source, open_runnable
+from megtool.commands.running import Runnable, Source, open_runnable, usual_device
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.sharding import check_layout
 from megtool.errors import UsageError
@@ -80,15 +80,7 @@ def beside_of(
     if settings.qat is not None:
         from megtool.commands.rounding import settle_for_training
 
-        rounded = settle_for_training(
-            runnable.opened.path,
-            settings.qat,
-            settings.calibration,
-            iteration=settings.iteration,
-            family=settings.family,
-            like=settings.like,
-            progress=progress,
-        )
+        rounded = settle_for_training(_job(runnable, settings), progress)
     if settings.teacher is not None:
         teacher = _teacher(settings.teacher, settings, stages[-1], progress)
     return Beside(
@@ -157,14 +149,11 @@ def _check_te(settings: TrainSettings, config: ModelConfig) -> None:
         MissingPackageError: it is not installed, or does not run on the device.
         UsageError: a linear layer has sides of which it makes no products in FP8.
     """
-    import torch
-
     from megtool.kernels import transformer_engine
     from megtool.train.fp8 import check_te
     from megtool.train.further import fp8_settings
 
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    transformer_engine.require((settings.device or usual).partition(":")[0])
+    transformer_engine.require((settings.device or usual_device()).partition(":")[0])
     if (told := fp8_settings(settings)) is not None:
         check_te(told, config, settings.tp)
 

@@ -10,7 +10,7 @@ from megtool.commands.finetune_beside import check_beside
 from megtool.commands.finetune_place import batch_before, check_loaded, with_batch
 from megtool.commands.finetune_report import FinetunePlan
 from megtool.commands.opened import Opened, open_model
-from megtool.commands.running import Runnable
+from megtool.commands.running import Runnable, usual_device
 from megtool.config import ParallelConfig
 from megtool.log import Progress, silent
 from megtool.train.settings import TrainSettings
@@ -129,7 +129,7 @@ def plan_only(
     plan = run_plan(runnable, settings, feeds, layout)
     if found is not None and begun == settings.load:
         check_loaded(runnable, found, plan.train_iters)
-    device = settings.device or _usual_device()
+    device = settings.device or usual_device()
     dtype = dtype_of(settings, device.partition(":")[0])
     sizes = sizes_of(stored_of(runnable.opened), settings, layout, dtype)
     teacher_bytes, rounded_bytes = check_beside(runnable, settings, layout, dtype, device)
@@ -168,12 +168,6 @@ def dtype_of(settings: TrainSettings, device: str) -> str:
         if getattr(settings, name):
             return kind
     return "float32" if device == "cpu" else "bfloat16"
-
-
-def _usual_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sizes_said(layout: ParallelConfig) -> dict[str, int]:

@@ -20,25 +20,13 @@ if TYPE_CHECKING:
 
 
 def settle_for_training(
-    source: Path,
-    recipe: str,
-    calibration: Path | None = None,
-    *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: Path | None = None,
-    progress: Progress = silent,
+    job: Job, progress: Progress = silent
 ) -> tuple[tuple[Point, ...], Settlement]:
-    """The points of the model in `source`, and what `megtool quantize` would do there.
+    """The points of the model of a `job_for_training`, and what `megtool quantize` would do there.
 
     Raises:
-        RecipeError: with all that is wrong with the recipe, or for this model.
-        CalibrationError: it needs a calibration and there is none, or one of another model.
-        UsageError: it leaves formats to be chosen.
+        CalibrationError: nothing came of it.
     """
-    job = job_for_training(
-        source, recipe, calibration, iteration=iteration, family=family, like=like
-    )
     found = settled(job, None, progress)
     if found is None:
         raise CalibrationError(f"recipe {job.decided.recipe.name} settled nothing")
@@ -54,7 +42,13 @@ def job_for_training(
     family: str | None = None,
     like: Path | None = None,
 ) -> Job:
-    """What `settle_for_training` settles; it raises the same, from headers alone."""
+    """What `settle_for_training` settles, of the model in `source`, from headers alone.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, or for this model.
+        CalibrationError: it needs a calibration and there is none, or one of another model.
+        UsageError: it leaves formats to be chosen.
+    """
     decided = decide(source, recipe, iteration=iteration, family=family, like=like)
     job = Job(
         decided=decided,
@@ -87,7 +81,7 @@ def job_for_training(
             page=None,
         ),
     )
-    if any(d.choices for d in job.decisions):
+    if job.chooses:
         raise UsageError(
             f"--qat {recipe}, which chooses formats by what they cost",
             hint="a recipe that says each module's format",

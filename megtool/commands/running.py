@@ -270,11 +270,18 @@ def _lacking(error: RuntimeError | MemoryError) -> str | None:
     return format_bytes(int(number)) if unit == "bytes" else match[1]
 
 
+def usual_device() -> str:
+    """The kind of device that a model runs on where none is named."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _device(name: str | None) -> torch.device:
     import torch
 
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(usual_device())
     try:
         device = torch.device(name)
     except RuntimeError as e:

@@ -24,6 +24,19 @@ def save(folder: Path, *, positions: int = 128, dtype: str = "float32", **more: 
     return folder
 
 
+def save_wide(folder: Path, num_layers: int) -> Path:
+    """The same in bfloat16, with matrices that blocks of 128 divide."""
+    return save(
+        folder,
+        dtype="bfloat16",
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
 def save_tokenizer(folder: Path) -> None:
     """Write tokenizer files: 256 bytes, then `<s>` and `</s>`, and a few words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -39,15 +39,7 @@ def done(source: Path, at: Path, **options: Any) -> QuantizeReport:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    return tiny_text.save(
-        tmp_path_factory.mktemp("again") / "hf",
-        dtype="bfloat16",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    return tiny_text.save_wide(tmp_path_factory.mktemp("again") / "hf", num_layers=3)
 
 
 @pytest.fixture(scope="module")

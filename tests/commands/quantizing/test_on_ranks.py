@@ -21,15 +21,7 @@ TOLD = ("--samples", "5", "--length", "24", "--device", "cpu", "-q", "--json", "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    folder = tiny_text.save(
-        tmp_path_factory.mktemp("ranks") / "hf",
-        dtype="bfloat16",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    folder = tiny_text.save_wide(tmp_path_factory.mktemp("ranks") / "hf", num_layers=2)
     (folder.parent / "text.txt").write_text("The rain fell in torrents, except at intervals. " * 8)
     return folder
 

@@ -141,15 +141,7 @@ def test_what_is_damaged_is_measured_again(
 
 def test_a_killed_run_of_an_automatic_recipe_goes_on(tmp_path: Path, counted: Counter[str]) -> None:
     pytest.importorskip("transformers")
-    folder = tiny_text.save(
-        tmp_path / "hf",
-        dtype="bfloat16",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    folder = tiny_text.save_wide(tmp_path / "hf", num_layers=2)
     told: dict[str, Any] = {"recipe": "auto_nvfp4_fp8", "bits": 6, "synthetic": True}
     quantize(folder, tmp_path / "whole", **told, samples=8, length=32, fsync=False)
     expected = Counter(counted)
