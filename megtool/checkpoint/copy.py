@@ -202,13 +202,8 @@ def _work(run: Run, stage: Staging, todo: Sequence[tuple[int, Unit]], threads: i
     run_in_threads(work, min(threads, len(todo)), run.stopped)
 
 
-_MANY_CASTS = 1 << 32  # from here on, torch casts to FP8 faster by more than its import takes
-
-
 def _computes(plan: Plan) -> bool:
-    """Whether torch will be needed, or worth its import."""
-    if sum(feed.cast_elements for feed in plan.feeds) > _MANY_CASTS:
-        return True
+    """Whether torch will be needed."""
     single = dtype("float32")
     for e in plan.entries:
         at, to = single, plan.target_tensor(e).dtype

@@ -19,6 +19,11 @@ from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
 from megtool.tensors.relation import Placement, pieces
 
+TILE_BYTES = 4 << 20
+"""What a feed computes at a time, where memory allows. Its passes are over arrays of numpy, between
+which threads wait for one another in Python: with fewer, larger ones less, by more than it costs
+that these leave the second cache."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -64,10 +69,6 @@ class Feed(Protocol):
     @property
     def facts(self) -> bytes:
         """What else decides what is written."""
-
-    @property
-    def cast_elements(self) -> int:
-        """How many elements it rounds to FP8, which torch does faster where it is loaded."""
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """The number of a region, an index from its beginning, and elements to be put there.

@@ -155,12 +155,6 @@ class Moved:
             out |= set(factors(self.box.coded.packing))
         return frozenset(out)
 
-    @property
-    def cast_elements(self) -> int:
-        """Those of FP8 codes that are made again, as scales are new."""
-        fp8 = self.known and self.packing.startswith("fp8")
-        return (self.end - self.first) * self.box.shape[1] if fp8 else 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         width = max(self.box.shape[1] * (4 if self.known else 1), 1)

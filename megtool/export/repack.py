@@ -199,11 +199,6 @@ class Once:
         found = [source_of(s.coded, self.part.role) for s in self.slices]
         return [f for f in found if f is not None]
 
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         out = np.zeros(self.part.shape, np.float32)

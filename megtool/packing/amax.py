@@ -21,7 +21,8 @@ from megtool.packing.scratch import CHUNK, scratch
 _SHORT = 128
 """Runs of fewer elements are laid side by side, as a pass over each takes longer to begin."""
 
-_WIDE: Mapping[int, str] = {16: "c16", 8: "u8", 4: "u4", 2: "u2"}
+_WORDS: Mapping[int, str] = {8: "u8", 4: "u4", 2: "u2"}
+_WIDE: Mapping[int, str] = {16: "c16", **_WORDS}
 """Types by their bytes, as which elements are moved several at a time."""
 
 
@@ -73,27 +74,10 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
         cut: NDArray[Any] = np.maximum.reduceat(sizes, borders, axis=dim)
         return cut
     if dim == len(shape) - 1 and per < _SHORT:
-        return _folded(sizes.reshape(-1), per).reshape(*shape[:-1], shape[-1] // per)
+        return folded(sizes.reshape(-1), per).reshape(*shape[:-1], shape[-1] // per)
     whole = sizes.reshape(*shape[:dim], shape[dim] // per, per, *shape[dim + 1 :])
     out: NDArray[Any] = np.maximum.reduce(whole, axis=dim + 1)
     return out
-
-
-def _folded(sizes: NDArray[Any], per: int) -> NDArray[Any]:
-    """The largest of every `per` elements that follow one another (contiguous).
-
-    Short runs are laid side by side, 16 bytes at a time while these last, so that all passes are
-    over long rows.
-    """
-    size = sizes.itemsize
-    while per > 1:
-        width = next((w for w in _WIDE if w < per * size and per * size % w == 0), size)
-        lanes = per * size // width
-        moved = scratch("lanes", (lanes, sizes.size // per), _WIDE[width])
-        np.copyto(moved, sizes.view(_WIDE[width]).reshape(-1, lanes).T)
-        per = width // size
-        sizes = np.maximum.reduce(moved.view(sizes.dtype), axis=0)
-    return sizes
 
 
 def magnitudes(values: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -130,3 +114,32 @@ def merge(
     index: Sequence[slice] = [slice(a, b) for a, b in zip(first, end, strict=True)]
     window = total[tuple(index)] if index else total
     np.maximum(window, found, out=window)
+
+
+def folded(sizes: NDArray[Any], per: int) -> NDArray[Any]:
+    """The largest of every `per` elements that follow one another (contiguous).
+
+    Short runs are laid side by side, 16 bytes at a time, so that all passes are over long rows;
+    within a word they are compared with themselves, shifted.
+    """
+    size, kind = sizes.itemsize, sizes.dtype
+    while per > 1:
+        if word := _WORDS.get(per * size):
+            return _largest_in(sizes.view(word), kind)
+        width = next((w for w in _WIDE if w < per * size and per * size % w == 0), size)
+        lanes = per * size // width
+        moved = scratch("lanes", (lanes, sizes.size // per), _WIDE.get(width, kind))
+        np.copyto(moved, sizes.view(moved.dtype).reshape(-1, lanes).T)
+        per = width // size
+        sizes = np.maximum.reduce(moved.view(kind), axis=0)
+    return sizes
+
+
+def _largest_in(words: NDArray[Any], kind: np.dtype[Any]) -> NDArray[Any]:
+    """The largest of the unsigned numbers of type `kind` in each word."""
+    half = words.itemsize * 4
+    while half >= kind.itemsize * 8:
+        shifted = np.right_shift(words, words.dtype.type(half))
+        words = np.maximum(words.view(kind), shifted.view(kind)).view(words.dtype)
+        half //= 2
+    return words.astype(kind)

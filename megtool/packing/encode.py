@@ -19,11 +19,12 @@ from megtool.errors import FormatError, UsageError
 from megtool.packing import fp8, int4, int8, mxfp4, nvfp4
 from megtool.packing.amax import amax
 from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2
-from megtool.packing.floats import single
-from megtool.packing.layout import Style
+from megtool.packing.eight_bits import cast_to_powers
+from megtool.packing.floats import E2M1, E4M3, SMALL, single
+from megtool.packing.layout import MX_BLOCK, Style
 from megtool.packing.parts import WHOLE, Index, Part, Span
 from megtool.packing.powers import encoded as mx_encoded
-from megtool.packing.rounding import E2M1, E4M3, SMALL, rounded
+from megtool.packing.rounding import rounded
 from megtool.packing.scales import RULES
 from megtool.packing.scratch import look_up
 from megtool.packing.slabs import divided, slabs
@@ -44,12 +45,6 @@ FORMATS: Mapping[str, Encoder] = {
 
 _SHORT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Types of which all values fit a table, with the bits of infinity."""
-
-_POWERS: Mapping[str, Callable[[Part], str]] = {
-    "mxfp8": lambda codes: codes.dtype,
-    "mxfp4": lambda _: E2M1.name,
-}
-"""MX formats, whose scales are powers of two, with the type of their codes."""
 
 _LARGEST = {"int8": 127.0, "int8words": 127.0, "int4": 7.0, "int4rows": 7.0}
 
@@ -88,12 +83,22 @@ def encode(
     codes, scale = by_role[CODES], by_role[SCALE]
     for part in parts:
         _check_borders(part, lo, hi)
-    out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
     stored = room
     if stored is None or stored.shape != window:
         stored = np.empty(window, dtype_of(codes.dtype).view)
+    if (
+        name == "mxfp8"
+        and (dtype, style) == ("bfloat16", "modelopt")
+        and stored.size
+        and not scales
+    ):
+        of, into = (a.reshape(-1, window[-1]) for a in (values, stored))
+        powers = cast_to_powers(of, MX_BLOCK, SMALL[codes.dtype], into)
+        if powers is not None:
+            return {CODES: stored, SCALE: powers.reshape(*window[:-1], -1)}
+    out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
     if not stored.size:
         return {CODES: stored, **out}
     by = _factor(by_role, out)
@@ -106,13 +111,13 @@ def encode(
         else:
             half_down = name == "mxfp4" and style == "modelopt"
             encoder = mxfp4.encoded_half_down if half_down else FORMATS[name]
-            powers = dtype == "bfloat16" and name in _POWERS
+            by_bits = dtype == "bfloat16" and name == "mxfp4"
             shape = _lined_up(scale, values.shape)
-            by = (out[SCALE] if powers else by).reshape(shape)
+            by = (out[SCALE] if by_bits else by).reshape(shape)
             for box, under, into in slabs(values, by, codes, stored):
-                if powers:
-                    kind, sure = _POWERS[name](codes), SCALE not in (scales or {})
-                    if mx_encoded(box, under, kind, into, half_down=half_down, sure=sure):
+                if by_bits:
+                    sure = SCALE not in (scales or {})
+                    if mx_encoded(box, under, into, half_down=half_down, sure=sure):
                         continue
                     under = single(under, scale.dtype)
                 encoder(rounded(divided(box, dtype, under), quotient), codes, into)

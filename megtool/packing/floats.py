@@ -1,15 +1,35 @@
-"""Small floats to float32: bfloat16 by shifting bits, 8-bit and 4-bit types by tables."""
+"""Small floats, and float32 of them: bfloat16 by shifting bits, 8-bit and 4-bit types by tables."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the three low bits of an FP4 (E2M1) code mean; the fourth is the sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallFloat:
+    """A float type of few bits: torch's name for it, its largest finite value, its smallest normal
+    one, and the bits after the point."""
+
+    name: str
+    largest: float
+    smallest: float
+    mantissa: int
+
+
+E4M3 = SmallFloat(name="float8_e4m3fn", largest=448.0, smallest=2.0**-6, mantissa=3)
+E5M2 = SmallFloat(name="float8_e5m2", largest=57344.0, smallest=2.0**-14, mantissa=2)
+E2M1 = SmallFloat(name="float4_e2m1fn", largest=6.0, smallest=1.0, mantissa=1)
+
+SMALL = {kind.name: kind for kind in (E4M3, E5M2, E2M1)}
+"""Those that are rounded to, by torch's name."""
 
 
 def single(array: NDArray[Any], name: str) -> NDArray[np.float32]:
@@ -83,7 +103,7 @@ def looked_up(table: NDArray[np.uint64], index: NDArray[Any]) -> NDArray[np.uint
 @functools.cache
 def _pairs() -> NDArray[np.uint64]:
     """Both values of a byte side by side: one look-up for two elements."""
-    values = np.array([*E2M1, *(-x for x in E2M1)], np.float32)
+    values = np.array([*FP4, *(-x for x in FP4)], np.float32)
     byte = np.arange(256)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=1)
     return np.ascontiguousarray(both).view(np.uint64).reshape(256)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.packing.floats import eight_bit_values
+from megtool.packing.floats import SMALL, eight_bit_values
 from megtool.packing.parts import Part
-from megtool.packing.rounding import SMALL, small_codes
+from megtool.packing.rounding import small_codes
 from megtool.packing.scratch import scratch
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.packing.floats import four_bit_pairs
+from megtool.packing.floats import E2M1, four_bit_pairs
 from megtool.packing.int4 import paired
 from megtool.packing.parts import WHOLE, Part
-from megtool.packing.rounding import E2M1, small_codes
+from megtool.packing.rounding import small_codes
 from megtool.packing.scratch import scratch
 
 

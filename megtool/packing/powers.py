@@ -1,4 +1,4 @@
-"""MX formats from bfloat16: a power of two moves exponents, and a table has all codes.
+"""MXFP4 from bfloat16: a power of two moves exponents, and a table has all codes.
 
 Dividing by a scale of 8 bits is an addition to the bits of an element; what comes of it is a
 bfloat16 number again, of which there are 65536. No float is computed with.
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.packing.floats import single
+from megtool.packing.floats import E2M1, single
 from megtool.packing.int4 import paired
-from megtool.packing.rounding import SMALL, small_codes
+from megtool.packing.rounding import small_codes
 from megtool.packing.scratch import look_up, scratch
 
 _FAR = 100  # binary places up to which zeros moved up remain too small for any code but zero's
@@ -25,27 +25,22 @@ _MINUS_ZERO = -0x8000  # its bits as a signed number
 def encoded(
     values: NDArray[np.uint16],
     exponents: NDArray[np.uint8],
-    kind: str,
     out: NDArray[Any],
     *,
     half_down: bool,
     sure: bool,
 ) -> bool:
     """Put the codes of bfloat16 bits `[rows, columns]` over E8M0 scales `[rows, blocks]` to `out`,
-    those of FP4 two a byte. False, and nothing done, where a float is needed: scales above 1,
+    two a byte. False, and nothing done, where a float is needed: scales above 1,
     numbers that the scales bring near infinity or that are tiny, infinity and NaN. `sure` says that
     the scales are of these very numbers, which are all finite."""
     moved = _moved(values, exponents, sure)
     if moved is None:
         return False
-    table = _table(kind, half_down)
-    if kind == "float4_e2m1fn":
-        room = scratch("codes", values.shape, np.uint8)
-        look_up(table, moved, room)
-        _sign_zeros(values, room, half_down=half_down)
-        paired(room, out)
-    else:
-        look_up(table, moved, out)
+    room = scratch("codes", values.shape, np.uint8)
+    look_up(_table(half_down), moved, room)
+    _sign_zeros(values, room, half_down=half_down)
+    paired(room, out)
     return True
 
 
@@ -85,7 +80,7 @@ def _moved(
 
 
 @functools.cache
-def _table(kind: str, half_down: bool) -> NDArray[np.uint8]:
+def _table(half_down: bool) -> NDArray[np.uint8]:
     """Codes by the bits of a bfloat16; those of NaN are nobody's."""
     x = single(np.arange(1 << 16, dtype=np.uint16), "bfloat16")
-    return small_codes(np.nan_to_num(x), SMALL[kind], half_down=half_down)
+    return small_codes(np.nan_to_num(x), E2M1, half_down=half_down)

@@ -1,46 +1,23 @@
 """Float32 to small floats and integers: rounded half to even, saturated, exact for every input.
 
-FP8 is torch's own cast, one pass, where torch is loaded, and numpy's arithmetic with the same bits
-where it is not: its import costs as much as two billion elements. FP4 counts the borders between
-its eight values that a magnitude lies beyond; integers are what adding the power of two whose last
-place is 1 leaves in the low bits.
+FP8 is told by `eight_bits`. FP4 counts the borders between its eight values that a magnitude lies
+beyond; integers are what adding the power of two whose last place is 1 leaves in the low bits.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import FormatError
-from megtool.packing.floats import E2M1 as FP4
+from megtool.packing import eight_bits
+from megtool.packing.floats import E2M1, FP4, SmallFloat
 from megtool.packing.scratch import CHUNK, scratch
 
-_SERIAL = 1 << 15  # elements up to which torch shares out no work among threads of its own
-_PLANES = 1 << 16  # elements of FP4 at a time: seven bytes each are held
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallFloat:
-    """A float type of few bits: torch's name for it, its largest finite value, its smallest normal
-    one, and the bits after the point."""
-
-    name: str
-    largest: float
-    smallest: float
-    mantissa: int
-
-
-E4M3 = SmallFloat(name="float8_e4m3fn", largest=448.0, smallest=2.0**-6, mantissa=3)
-E5M2 = SmallFloat(name="float8_e5m2", largest=57344.0, smallest=2.0**-14, mantissa=2)
-E2M1 = SmallFloat(name="float4_e2m1fn", largest=6.0, smallest=1.0, mantissa=1)
-
-SMALL = {kind.name: kind for kind in (E4M3, E5M2, E2M1)}
-"""Those that `small_codes` rounds to, by torch's name."""
+_PLANES = 1 << 18  # elements of FP4 at a time: seven bytes each are held
 
 
 def small_codes(
@@ -63,64 +40,12 @@ def small_codes(
     if out is None:
         out = np.empty(x.shape, np.uint8)
     flat, codes = x.reshape(-1), out.reshape(-1)
-    size = CHUNK if kind is not E2M1 else _PLANES
-    for begin in range(0, flat.size, size):
-        part, into = flat[begin : begin + size], codes[begin : begin + size]
-        if kind is E2M1:
-            _four_bits(part, into, half_down)
-        else:
-            cast = _cast_by_torch if "torch" in sys.modules else cast_by_numpy
-            cast(part, kind, into)
+    if kind is not E2M1:
+        eight_bits.cast(flat, kind, codes)
+        return out
+    for begin in range(0, flat.size, _PLANES):
+        _four_bits(flat[begin : begin + _PLANES], codes[begin : begin + _PLANES], half_down)
     return out
-
-
-def _cast_by_torch(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
-    import torch
-
-    target = torch.from_numpy(out).view(getattr(torch, kind.name))
-    for begin in range(0, x.size, _SERIAL):
-        part = x[begin : begin + _SERIAL]
-        clipped = scratch("clipped", part.size, np.float32)
-        part.clip(-kind.largest, kind.largest, out=clipped)
-        target[begin : begin + _SERIAL].copy_(torch.from_numpy(clipped))
-
-
-def cast_by_numpy(x: NDArray[np.float32], kind: SmallFloat, out: NDArray[np.uint8]) -> None:
-    """Put the codes of an 8-bit type for `x` (contiguous, `[n]`) to `out`.
-
-    A magnitude is added to the power of two whose last place is the type's step there: the
-    processor rounds it, and the low bits of the sum are how many steps it is. The exponent above
-    them says how many codes come before.
-    """
-    places = 23 - kind.mantissa
-    spare = np.float32(kind.largest * (1 + 2.0 ** -(kind.mantissa + 2)))  # rounded down to that
-    low, high = (np.float32(v).view(np.uint32) for v in (kind.smallest, kind.largest))
-    before = np.uint8((((int(low) >> 23) + places) << kind.mantissa) & 0xFF)
-    for begin in range(0, x.size, _SERIAL):
-        part, codes = x[begin : begin + _SERIAL], out[begin : begin + _SERIAL]
-        size = scratch("size", part.size, np.float32)
-        power = scratch("power", part.size, np.float32)
-        more = scratch("more", part.size, np.uint8)
-        bits, steps = size.view(np.uint32), power.view(np.uint32)
-        np.bitwise_and(part.view(np.uint32), np.uint32(0x7FFFFFFF), out=bits)
-        beyond = bits.max() > spare.view(np.uint32)
-        is_nan = np.isnan(size) if beyond else None
-        if beyond:
-            np.fmin(size, np.float32(kind.largest), out=size)
-        np.bitwise_and(bits, np.uint32(0x7F800000), out=steps)
-        steps.clip(low, high, out=steps)
-        np.add(steps, np.uint32(places << 23), out=steps)
-        np.add(size, power, out=size)
-        np.copyto(codes, bits, casting="unsafe")
-        np.right_shift(bits, np.uint32(places), out=bits)
-        np.copyto(more, bits, casting="unsafe")
-        np.add(codes, more, out=codes)
-        np.subtract(codes, before, out=codes)
-        np.signbit(part, out=more.view(np.bool_))
-        np.multiply(more, np.uint8(0x80), out=more)  # a shift is slower by far
-        np.add(codes, more, out=codes)
-        if is_nan is not None:
-            codes[is_nan] |= np.uint8(0x7F)
 
 
 @functools.cache
@@ -158,8 +83,8 @@ def rounded(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     if name != "bfloat16":
         return x
     flat = x.reshape(-1)
-    for begin in range(0, x.size, _SERIAL):
-        part = flat[begin : begin + _SERIAL]
+    for begin in range(0, x.size, CHUNK):
+        part = flat[begin : begin + CHUNK]
         is_nan = np.isnan(part) if np.isnan(part.max()) else None
         bits = part.view(np.uint32)
         last = scratch("last", part.size, np.uint32)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.packing.floats import eight_bit
+from megtool.packing.floats import E2M1, E4M3, SmallFloat, eight_bit
 from megtool.packing.layout import Style
-from megtool.packing.rounding import E2M1, E4M3, SmallFloat, rounded, small_codes
+from megtool.packing.rounding import rounded, small_codes
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

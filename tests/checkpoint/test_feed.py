@@ -60,10 +60,6 @@ class Doubled:
     def facts(self) -> bytes:
         return repr(self.factor).encode()
 
-    @property
-    def cast_elements(self) -> int:
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         with taking.run(self.placement, dtype("float32")) as run:
             for row in range(self.first, self.end, 3):

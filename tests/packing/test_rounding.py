@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megtool.errors import FormatError
+from megtool.packing import eight_bits
+from megtool.packing.floats import E2M1, SMALL
 from megtool.packing.rounding import (
-    E2M1,
-    SMALL,
-    cast_by_numpy,
     integer_codes,
     rounded,
     small_codes,
@@ -41,7 +40,7 @@ def test_eight_bits_as_torch(name: str) -> None:
         want = plain.to(getattr(torch, name)).view(torch.uint8).numpy()
         np.testing.assert_array_equal(small_codes(x, kind), want)
         by_numpy = np.empty(x.shape, np.uint8)
-        cast_by_numpy(x, kind, by_numpy)
+        eight_bits.cast(x, kind, by_numpy)
         np.testing.assert_array_equal(by_numpy, want)
         assert kept.tobytes() == x.tobytes(), "the input is left alone"
 
@@ -56,7 +55,7 @@ def test_every_bfloat16_over_a_scale_as_torch(name: str, scale: float) -> None:
         x = every / np.float32(scale)
     plain = torch.from_numpy(x.copy()).clamp(-kind.largest, kind.largest)
     found = np.empty(x.shape, np.uint8)
-    cast_by_numpy(x, kind, found)
+    eight_bits.cast(x, kind, found)
     want = plain.to(getattr(torch, name)).view(torch.uint8).numpy()
     np.testing.assert_array_equal(found, want)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.feed import Feed, Taking, side_of
+from megtool.checkpoint.feed import TILE_BYTES, Feed, Taking, side_of
 from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -171,9 +171,8 @@ class Worker:
     def _feed(self, feed: Feed) -> None:
         """Write what a feed makes."""
         run = self._run
-        taking = Taking(
-            run.sources[0], run.files, run.readers, self._buffers, tile_bytes=self._usual
-        )
+        size = min(TILE_BYTES, self._cap)
+        taking = Taking(run.sources[0], run.files, run.readers, self._buffers, tile_bytes=size)
         with ExitStack() as stack:
             puts = [
                 stack.enter_context(self._traffic(side_of(run.target, r.placement), self._usual))

@@ -114,11 +114,6 @@ class Encoded:
         """The type, the rows and their order."""
         return hash_of(self.kind, self.dtype.name, self.first, self.end, self.rows)
 
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         grain, lead = self.rows.grain, (0,) * len(self.rows.base[1:])
@@ -198,11 +193,6 @@ class PlusOne:
     def facts(self) -> bytes:
         """What it is taken as."""
         return hash_of("1 + w", self.dtype.name)
-
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

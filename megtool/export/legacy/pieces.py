@@ -122,11 +122,6 @@ class PlusOne:
         """The type they are taken in, and the one they are rounded to."""
         return hash_of("1 + w", self.dtype.name, self.tensors[0].dtype.name)
 
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         dtype = self.tensors[0].dtype

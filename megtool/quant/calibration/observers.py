@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CalibrationError
-from megtool.packing.floats import E2M1
+from megtool.packing.floats import FP4
 from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
 
 Doubles = NDArray[np.float64]
@@ -186,7 +186,7 @@ def _levels(kind: str, largest: float) -> Doubles:
         )  # e4m3: a bias of 7, and 3 bits of mantissa
         found = values / 448.0
     elif kind.startswith("fp4") or kind.startswith("nvfp4") or kind.startswith("mxfp4"):
-        found = np.array(E2M1) / 6.0
+        found = np.array(FP4) / 6.0
     else:
         raise CalibrationError(f"no rounding of inputs is called {kind!r}")
     found.flags.writeable = False

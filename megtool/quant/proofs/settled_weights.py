@@ -19,9 +19,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import each
 from megtool.packing.decode import CODES, SCALE, SCALE_2
-from megtool.packing.floats import E2M1 as FP4
-from megtool.packing.floats import eight_bit, single
-from megtool.packing.rounding import E2M1, E4M3
+from megtool.packing.floats import E2M1, E4M3, FP4, eight_bit, single
 from megtool.packing.scales import modelopt_block, modelopt_exponent, modelopt_scale
 from megtool.quant.proofs.findings import Finding, error
 from megtool.quant.proofs.steps import Lines, map_part

@@ -77,11 +77,6 @@ class OfExpert:
         """Those of the rows, and whose they are."""
         return hash_of(self.feed.facts, self.expert)
 
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         for number, at, found in self.feed.make(taking):

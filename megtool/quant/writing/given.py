@@ -49,11 +49,6 @@ class Given:
         """Their values."""
         return hash_of(*(v for _, v in self.values))
 
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         for number, (tensor, value) in enumerate(self.values):
@@ -91,11 +86,6 @@ class Folded:
     def facts(self) -> bytes:
         """The factors."""
         return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
-
-    @property
-    def cast_elements(self) -> int:
-        """None is rounded to FP8."""
-        return 0
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

@@ -22,10 +22,9 @@ from megtool.errors import CalibrationError, FormatError
 from megtool.packing.amax import amax as amax_of
 from megtool.packing.decode import CODES, SCALE, SCALE_2
 from megtool.packing.encode import encode
-from megtool.packing.floats import single
+from megtool.packing.floats import E2M1, E4M3, single
 from megtool.packing.layout import layout
 from megtool.packing.parts import Part
-from megtool.packing.rounding import E2M1, E4M3
 from megtool.packing.scales import RULES
 from megtool.quant.treatment import Treatment, packing_of
 from megtool.quant.writing.given import bits_of, hash_of
@@ -113,16 +112,6 @@ class Packed:
     def facts(self) -> bytes:
         """The treatment and the rows."""
         return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
-
-    @property
-    def cast_elements(self) -> int:
-        """Those of FP8 codes, where no table has them: one scale serves 16-bit elements, or it is a
-        power of two."""
-        t, kind = self.weight.treatment, packing_of(self.weight.treatment.format)
-        tabled = kind == "fp8:tensor" and t.columns is None and self.weight.dtype.itemsize == 2
-        if not kind.startswith("fp8") or tabled or t.codes is not None:
-            return 0
-        return (self.end - self.first) * self.weight.shape[1]
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""

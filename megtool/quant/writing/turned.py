@@ -48,11 +48,6 @@ class Turned:
         """Those of the rows."""
         return hash_of("turned", self.feed.facts)
 
-    @property
-    def cast_elements(self) -> int:
-        """As many as of the rows."""
-        return self.feed.cast_elements
-
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         for number, at, found in self.feed.make(taking):

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.copy import usual_tile_bytes
-from megtool.checkpoint.feed import Taking
+from megtool.checkpoint.feed import TILE_BYTES, Taking
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import each
 from megtool.checkpoint.transport.cells import Readers
@@ -49,16 +48,15 @@ def find_amaxes(
     found = [0.0] * len(weights)
     lock, mine = threading.Lock(), threading.local()
     locator = Locator(catalogue)
-    tile = usual_tile_bytes()
     with Readers(files, [catalogue]) as readers:
 
         def work(job: tuple[int, int, int]) -> None:
             number, first, end = job
             weight, width = weights[number], weights[number].shape[1]
             if not hasattr(mine, "taking"):
-                mine.taking = Taking(locator, files, readers, Buffers(), tile_bytes=tile)
+                mine.taking = Taking(locator, files, readers, Buffers(), tile_bytes=TILE_BYTES)
             columns = weight.treatment.columns
-            rows = max(1, tile // weight.row_bytes)
+            rows = max(1, TILE_BYTES // weight.row_bytes)
             with mine.taking.run(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)

@@ -15,8 +15,8 @@ from torch import Tensor
 from megtool.errors import CalibrationError, FormatError, UsageError
 from megtool.packing.decode import CODES, SCALE, SCALE_2, decode
 from megtool.packing.encode import encode
+from megtool.packing.floats import E2M1, E4M3
 from megtool.packing.layout import layout
-from megtool.packing.rounding import E2M1, E4M3
 from megtool.packing.scales import modelopt_block, modelopt_exponent, modelopt_scale
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.simulation import simulate
