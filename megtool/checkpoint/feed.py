@@ -20,9 +20,9 @@ from megtool.tensors.box import numel, strides
 from megtool.tensors.relation import Placement, pieces
 
 TILE_BYTES = 4 << 20
-"""What a feed computes at a time, where memory allows. Its passes are over arrays of numpy, between
-which threads wait for one another in Python: with fewer, larger ones less, by more than it costs
-that these leave the second cache."""
+"""What feeds and decoding compute at a time, where memory allows. They make passes over arrays of
+numpy, and between any two of these threads wait for one another in Python: that is less with larger
+tiles, by more than it costs that they leave the second cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The opposite of `megtool.packing.decode`, by the same parts: `codes = round(value / scale)`, the
 quotient in float32. Scales are given, or computed from the box where it holds all that is under
-them. Boxes are cut to slabs that stay in the processor's cache from the first pass to the last.
+them. Boxes are cut to slabs, whose passes need little memory besides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slabs: a box of elements cut to pieces that fit the cache, each with its codes and scales."""
+"""Slabs: a box of elements cut to pieces of bounded size, each with its codes and scales."""
 
 from __future__ import annotations
 

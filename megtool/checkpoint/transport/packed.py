@@ -19,8 +19,8 @@ from megtool.packing.decode import decode
 from megtool.packing.parts import Part, volume
 from megtool.tensors.sharded import GlobalTensor
 
-AT_A_TIME = 1 << 18
-"""Elements decoded at once: what is computed on the way stays in a core's second cache."""
+AT_A_TIME = 1 << 20
+"""Elements decoded at once, where memory allows."""
 
 
 def take_in(

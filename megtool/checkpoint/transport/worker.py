@@ -224,7 +224,9 @@ class Worker:
                 _side(locator, entry.source, entry.source_tensor, plan.source_pieces, under)
             )
             cell = max(cell, plan.source_dtype_bytes(entry))
-        size = tile_bytes([*sides, sink], slab.lo, slab.hi, cell, self._usual, cap)
+        decodes = any(side.packed is not None for side in sides)
+        usual = min(TILE_BYTES, cap) if decodes else self._usual
+        size = tile_bytes([*sides, sink], slab.lo, slab.hi, cell, usual, cap)
         intakes = [
             take_in(
                 side,
