@@ -16,6 +16,7 @@ the same when it is repeated, but not when it is begun from another state.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -63,6 +64,9 @@ WAITING_INSIDE |= {"aten::linalg_eig", "aten::linalg_pinv", "aten::linalg_matrix
 WAITING_INSIDE |= {"aten::multinomial", "aten::histc", "aten::embedding_renorm_"}
 # Tagged as shaped by data because a mask may index; plain numbers do not.
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+# Gloo's threads say that a collective is done before they let go of its tensors: a moment later, or
+# as late as others leave them a processor. What is held longer than this is kept.
+COLLECTIVES, MOMENT_S, PATIENCE_S = "c10d::", 0.01, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +225,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
             del storage
         self.made.clear()
-        if all(reference.expired() for reference, _ in made):
-            return
-        gc.collect()  # a cycle of dead objects holds nothing
-        for reference, name in made:
-            if not reference.expired():
-                raise _broken("no memory of the graph kept outside", name)
+        waits = any(done.name.startswith(COLLECTIVES) for done in self.trace.operations)
+        held = _still_held(made, MOMENT_S if waits else 0.0)
+        if held:
+            gc.collect()  # a cycle of dead objects holds nothing
+            held = _still_held(held, PATIENCE_S if waits else 0.0)
+        if held:
+            raise _broken("no memory of the graph kept outside", held[0][1])
 
     def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Which tensors from outside the operation writes into."""
@@ -285,6 +290,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number not in self.roles and number not in self.trace.outside:
             self.roles[number] = ("made", len(self.made))
             self.made.append((storage, name))
+
+
+def _still_held(made: list[tuple[Any, str]], patience_s: float) -> list[tuple[Any, str]]:
+    """Those of the storages that somebody holds; waits until nobody does, or for `patience_s`."""
+    until = time.monotonic() + patience_s
+    while True:
+        made = [(reference, name) for reference, name in made if not reference.expired()]
+        if not made or time.monotonic() >= until:
+            return made
+        time.sleep(1e-4)
 
 
 def _take_apart(nest: Any, see: Callable[[Tensor], Any], numbers: list[Any]) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
+from megtool.kernels import rehearsal
 from megtool.kernels.choice import use
 from megtool.kernels.cross_entropy import linear_cross_entropy
 from megtool.kernels.experts import grouped_linear, permute, unpermute
 from megtool.kernels.graphs import Graphs, graphed
 from megtool.kernels.rehearsal import Rehearsal
+from tests.gloo_world import run_world
 
 Function = Callable[..., Any]
 
@@ -248,6 +251,42 @@ def test_an_undo_that_does_not_put_back_is_found() -> None:
     scene = Scene()
     with pytest.raises(GraphRuleError, match="a repeatable result"):
         Rehearsal(scene.count_unseen, undo=lambda: None)(torch.ones(4))
+
+
+def sums_of_ranks(rank: int, size: int) -> list[str]:
+    """What is said of an all-reduce that lasts (none), and of one whose sum is kept (the last)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kept: list[Tensor] = []
+    said: list[str] = []
+
+    def total(x: Tensor) -> Tensor:
+        y = x * 2
+        dist.all_reduce(y, async_op=True).wait()
+        return y + 1
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(total(x))
+        return kept[-1] + 1
+
+    run = Rehearsal(total)
+    for _ in range(400):
+        try:
+            run(torch.ones(64))
+        except GraphRuleError as error:  # go on: the other rank does
+            said.append(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "PATIENCE_S", 0.1)
+        with pytest.raises(GraphRuleError) as caught:
+            Rehearsal(keep)(torch.ones(64))
+    dist.destroy_process_group()
+    return [*said, str(caught.value)]
+
+
+def test_threads_of_collectives_may_let_go_a_moment_later() -> None:
+    for said in run_world(sums_of_ranks, 2):
+        assert len(said) == 1, said
+        assert "no memory of the graph kept outside, and aten::add.Tensor breaks it" in said[0]
 
 
 def test_random_numbers_are_no_difference() -> None:
