@@ -29,18 +29,16 @@ def cast(x: NDArray[np.float32], kind: SmallFloat, out: Bytes) -> None:
     """Put the codes of an 8-bit type for `x` (contiguous, `[n]`) to `out`: to the nearest, ties to
     even, saturated; signs of zero and NaN are kept."""
     spare = 23 - kind.mantissa
-    less = np.uint32((_ONE + _smallest(kind) << 23) - _half(spare))
+    less = np.uint32((_ONE + kind.lowest << 23) - _half(spare))
     for begin in range(0, x.size, CHUNK):
         part, codes = x[begin : begin + CHUNK], out[begin : begin + CHUNK]
         bits = scratch("eight", part.shape, np.uint16)
         np.copyto(bits, _rounded(part.view(np.uint32), spare, less), casting="unsafe")
         other = _coded(bits, kind, codes)
         if other.size * _FEW > part.size:
-            _cast_any(part, kind, codes)
+            codes[:] = _cast_any(part, kind)
         elif other.size:
-            few = np.empty(other.size, np.uint8)
-            _cast_any(part[other], kind, few)
-            codes[other] = few
+            codes[other] = _cast_any(part[other], kind)
 
 
 def cast_to_powers(values: Bits, block: int, kind: SmallFloat, out: Bytes) -> Bytes | None:
@@ -72,14 +70,14 @@ def _over_powers(values: Bits, exponents: Bytes, kind: SmallFloat, out: Bytes) -
     np.copyto(binades, other, casting="unsafe")  # and no sign
     top = folded(binades.reshape(-1), block).reshape(exponents.shape)
     np.subtract(np.maximum(top, np.uint8(power)), np.uint8(power), out=exponents)
-    first = exponents.astype(np.int16) + np.int16(_smallest(kind))
+    first = exponents.astype(np.int16) + np.int16(kind.lowest)
     if first.min() < 1 or top.max() == 0xFF:
         return False
     second = (first + 1).astype(np.uint64) * np.uint64(0x0101_0101_0101_0101)
     start = np.repeat(second, block // 8, axis=1).view(np.uint8)
     wrong = scratch("wrong", shape, np.bool_)
     np.subtract(binades, start, out=binades)
-    np.greater(binades, np.uint8(power - _smallest(kind) - 1), out=wrong)
+    np.greater(binades, np.uint8(power - kind.lowest - 1), out=wrong)
 
     spare = 7 - kind.mantissa
     _low_bytes(_rounded(values, spare, np.uint16(-_half(spare) & 0xFFFF)), kind, out)
@@ -94,15 +92,8 @@ def _over_powers(values: Bits, exponents: Bytes, kind: SmallFloat, out: Bytes) -
     x = single(values[r, c], "bfloat16")
     if not np.isfinite(x).all():
         return False
-    codes = np.empty(few.size, np.uint8)
-    _cast_any(x / single(exponents[r, c // block], "float8_e8m0fnu"), kind, codes)
-    out[r, c] = codes
+    out[r, c] = _cast_any(x / single(exponents[r, c // block], "float8_e8m0fnu"), kind)
     return True
-
-
-def _smallest(kind: SmallFloat) -> int:
-    """The exponent of its smallest normal number."""
-    return int(np.log2(kind.smallest))
 
 
 def _half(spare: int) -> int:
@@ -130,7 +121,7 @@ def _coded(bits: Bits, kind: SmallFloat, out: Bytes) -> NDArray[np.intp]:
     shifted = scratch("other", bits.shape, np.uint16)
     wrong = scratch("wrong", bits.shape, np.bool_)
     np.left_shift(bits, np.uint16(unsigned), out=shifted)
-    np.greater(shifted, np.uint16(_last(kind) - first << unsigned), out=wrong)
+    np.greater(shifted, np.uint16(kind.last - first << unsigned), out=wrong)
     _low_bytes(bits, kind, out)
     np.add(out, np.uint8(first), out=out)
     return _places(wrong)
@@ -145,12 +136,6 @@ def _low_bytes(bits: Bits, kind: SmallFloat, out: Bytes) -> None:
     np.copyto(out, other, casting="unsafe")
 
 
-def _last(kind: SmallFloat) -> int:
-    """The code of its largest number."""
-    bits = int(np.float32(kind.largest / kind.smallest).view(np.uint32)) - (_ONE - 1 << 23)
-    return bits >> 23 - kind.mantissa
-
-
 def _places(yes: NDArray[np.bool_]) -> NDArray[np.intp]:
     """`np.flatnonzero`, several times faster where little is."""
     flat = yes.reshape(-1)
@@ -161,8 +146,8 @@ def _places(yes: NDArray[np.bool_]) -> NDArray[np.intp]:
     return np.concatenate([hit[run] * _RUN + at, whole + np.flatnonzero(flat[whole:])])
 
 
-def _cast_any(x: NDArray[np.float32], kind: SmallFloat, out: Bytes) -> None:
-    """As `cast`, for any numbers.
+def _cast_any(x: NDArray[np.float32], kind: SmallFloat) -> Bytes:
+    """The codes that `cast` has, for any numbers.
 
     A magnitude is added to the power of two whose last place is the type's step there: the
     processor rounds it, and the low bits of the sum are how many steps it is. The exponent above
@@ -178,8 +163,9 @@ def _cast_any(x: NDArray[np.float32], kind: SmallFloat, out: Bytes) -> None:
     power += np.uint32(places << 23)
     size += power.view(np.float32)
     bits = size.view(np.uint32)
-    np.copyto(out, bits, casting="unsafe")
-    np.add(out, (bits >> np.uint32(places)).astype(np.uint8), out=out)
-    np.subtract(out, before, out=out)
-    np.add(out, np.signbit(x).view(np.uint8) * np.uint8(0x80), out=out)
+    out = bits.astype(np.uint8)
+    out += (bits >> np.uint32(places)).astype(np.uint8)
+    out -= before
+    out += np.signbit(x).view(np.uint8) * np.uint8(0x80)
     out[is_nan] |= np.uint8(0x7F)
+    return out

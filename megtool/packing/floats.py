@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,17 @@ class SmallFloat:
     largest: float
     smallest: float
     mantissa: int
+
+    @property
+    def lowest(self) -> int:
+        """The exponent of `smallest`, a power of two."""
+        return math.frexp(self.smallest)[1] - 1
+
+    @property
+    def last(self) -> int:
+        """The code of `largest`."""
+        share, exponent = math.frexp(self.largest)
+        return (exponent - 1 - self.lowest << self.mantissa) + int(share * (2 << self.mantissa))
 
 
 E4M3 = SmallFloat(name="float8_e4m3fn", largest=448.0, smallest=2.0**-6, mantissa=3)
