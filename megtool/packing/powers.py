@@ -31,9 +31,11 @@ def encoded(
     sure: bool,
 ) -> bool:
     """Put the codes of bfloat16 bits `[rows, columns]` over E8M0 scales `[rows, blocks]` to `out`,
-    two a byte. False, and nothing done, where a float is needed: scales above 1,
-    numbers that the scales bring near infinity or that are tiny, infinity and NaN. `sure` says that
-    the scales are of these very numbers, which are all finite."""
+    two a byte. `sure` says that the scales are of these very numbers, which are all finite.
+
+    False, and nothing done, where a float is needed: for scales above 1, infinity and NaN, numbers
+    that are tiny, and those that the scales bring near infinity.
+    """
     moved = _moved(values, exponents, sure)
     if moved is None:
         return False

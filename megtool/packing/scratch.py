@@ -18,7 +18,6 @@ CHUNK = 1 << 20
 """Elements that are handled at a time: their passes are long beside the turns that threads take in
 Python between them, which cost two threads more than it does that passes leave the second cache."""
 
-
 _LINE, _PAGE = 64, 4096
 _STAGGER = 9 * _LINE
 
