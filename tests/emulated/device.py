@@ -96,16 +96,16 @@ class Stream:
 class Emulation:
     """The state of the device: its streams, and the graph that is being captured."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, recorder: ctypes.CDLL) -> None:
         import torch
 
-        self.library = library
+        self.recorder = recorder
         self.stream = self.main = Stream()
         self.is_capturing = False
         self.generator = torch.Generator(device="cuda")
         self.calls: list[Callable[[], object]] = []
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda n: self.calls[n]() and None)
-        library.on_call(self._callback)
+        recorder.on_call(self._callback)
         emulation = self
 
         class CUDAGraph:
@@ -115,7 +115,7 @@ class Emulation:
 
             def replay(self) -> None:
                 """Run them again."""
-                if library.replay(self.number):
+                if recorder.replay(self.number):
                     raise RuntimeError("a replay failed")
 
         class Capture:
@@ -127,11 +127,11 @@ class Emulation:
             def __enter__(self) -> None:
                 self.before, emulation.stream = emulation.stream, Stream()
                 emulation.is_capturing = True
-                self.graph.number = library.capture_begin()
+                self.graph.number = recorder.capture_begin()
 
             def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
                 emulation.is_capturing = False
-                library.capture_end()
+                recorder.capture_end()
                 if error is not None and "stream is capturing" in str(error):
                     raise RuntimeError("operation failed due to a previous error during capture")
                 emulation.stream = self.before
@@ -152,18 +152,18 @@ class Emulation:
         from triton.runtime import interpreter
 
         run = interpreter.GridExecutor.__call__
-        library = self.library
+        recorder = self.recorder
 
         def launch(executor: Any, *args: Any, **meta: Any) -> Any:
             if not self.is_capturing:
                 return run(executor, *args, **meta)
             self.calls.append(lambda: run(executor, *args, **meta))
-            library.note_call(len(self.calls) - 1)
-            library.capture_pause(1)
+            recorder.note_call(len(self.calls) - 1)
+            recorder.capture_pause(1)
             try:
                 return run(executor, *args, **meta)
             finally:
-                library.capture_pause(0)
+                recorder.capture_pause(0)
 
         interpreter.GridExecutor.__call__ = launch
 
