@@ -108,6 +108,7 @@ class Taking:
             placement,
             dtype,
             self.overflowed,
+            self.tile_bytes,
         )
 
     def stored(self, placement: Placement) -> Run:
@@ -127,6 +128,7 @@ class Run:
         placement: Placement,
         dtype: DType,
         overflowed: Counter[str],
+        tile_bytes: int,
     ) -> None:
         catalogue = locator.catalogue
         self._shape, self._dtype, self._buffers = placement.shape, dtype, buffers
@@ -138,7 +140,7 @@ class Run:
             buffers,
             source=catalogue[placement.stored],
             target=dtype,
-            tile_bytes=1 << 20,
+            tile_bytes=tile_bytes,
         )
 
     def read(self, first: int, end: int) -> Array:
