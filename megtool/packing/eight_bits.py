@@ -21,6 +21,7 @@ Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
 
 _FEW = 16  # of so many numbers one may be cast by itself
+_PIECE = 1 << 15  # numbers that are cast so at once, where many have to be
 _RUN = 512  # numbers that are looked through at once
 _ONE = 127  # the bits of the exponent of 1
 
@@ -34,19 +35,21 @@ def cast(x: NDArray[np.float32], kind: SmallFloat, out: Bytes) -> None:
         part, codes = x[begin : begin + CHUNK], out[begin : begin + CHUNK]
         bits = scratch("eight", part.shape, np.uint16)
         np.copyto(bits, _rounded(part.view(np.uint32), spare, less), casting="unsafe")
-        other = _coded(bits, kind, codes)
-        if other.size * _FEW > part.size:
-            codes[:] = _cast_any(part, kind)
-        elif other.size:
-            codes[other] = _cast_any(part[other], kind)
+        wrong = _coded(bits, kind, codes)
+        if np.count_nonzero(wrong) * _FEW > part.size:
+            for at in range(0, part.size, _PIECE):
+                codes[at : at + _PIECE] = _cast_any(part[at : at + _PIECE], kind)
+        else:
+            few = _places(wrong)
+            codes[few] = _cast_any(part[few], kind)
 
 
 def cast_to_powers(values: Bits, block: int, kind: SmallFloat, out: Bytes) -> Bytes | None:
-    """Put the codes of bfloat16 bits `[rows, columns]` to `out`, each `block` of columns (8 or more
-    of them) over the power of two that `scales.modelopt_exponent` has for it; returns these.
+    """Put the codes of bfloat16 bits `[rows, columns]` to `out`, each `block` of columns (a
+    multiple of 8) over the power of two that `scales.modelopt_exponent` has for it; returns these.
 
-    None, and nothing there to be used, where only floats will do: for NaN and infinity, blocks of
-    numbers near the smallest of bfloat16, and many numbers that have no normal code.
+    None, and nothing there to be used, where only floats will do: for NaN and infinity, and many
+    numbers that have no normal code.
     """
     rows, columns = values.shape
     exponents = np.empty((rows, columns // block), np.uint8)
@@ -71,13 +74,17 @@ def _over_powers(values: Bits, exponents: Bytes, kind: SmallFloat, out: Bytes) -
     top = folded(binades.reshape(-1), block).reshape(exponents.shape)
     np.subtract(np.maximum(top, np.uint8(power)), np.uint8(power), out=exponents)
     first = exponents.astype(np.int16) + np.int16(kind.lowest)
-    if first.min() < 1 or top.max() == 0xFF:
+    if top.max() == 0xFF:
         return False
-    second = (first + 1).astype(np.uint64) * np.uint64(0x0101_0101_0101_0101)
+    # In blocks of zeros, and of numbers near the smallest, all are taken for too small.
+    second = np.where(first < 1, 128, first + 1).astype(np.uint64)
+    second *= np.uint64(0x0101_0101_0101_0101)
     start = np.repeat(second, block // 8, axis=1).view(np.uint8)
     wrong = scratch("wrong", shape, np.bool_)
     np.subtract(binades, start, out=binades)
     np.greater(binades, np.uint8(power - kind.lowest - 1), out=wrong)
+    if np.count_nonzero(wrong) * _FEW > values.size:
+        return False
 
     spare = 7 - kind.mantissa
     _low_bytes(_rounded(values, spare, np.uint16(-_half(spare) & 0xFFFF)), kind, out)
@@ -85,10 +92,7 @@ def _over_powers(values: Bits, exponents: Bytes, kind: SmallFloat, out: Bytes) -
     np.subtract(out, start, out=out)
     np.add(out, np.uint8(2 << kind.mantissa), out=out)
 
-    few = _places(wrong)
-    if few.size * _FEW > values.size:
-        return False
-    r, c = np.divmod(few, shape[1])
+    r, c = np.divmod(_places(wrong), shape[1])
     x = single(values[r, c], "bfloat16")
     if not np.isfinite(x).all():
         return False
@@ -105,7 +109,7 @@ def _rounded(bits: NDArray[Any], spare: int, less: Any) -> NDArray[Any]:
     """Bits of floats without the last `spare`, rounded half to even, after `less` is taken from
     them and `_half(spare)` is not."""
     kind = bits.dtype.type
-    out: NDArray[Any] = scratch(f"rounded {kind.__name__}", bits.shape, kind)
+    out: NDArray[Any] = scratch("rounded", bits.shape, kind)
     np.right_shift(bits, kind(spare), out=out)
     np.bitwise_and(out, kind(1), out=out)
     np.add(out, bits, out=out)
@@ -114,9 +118,9 @@ def _rounded(bits: NDArray[Any], spare: int, less: Any) -> NDArray[Any]:
     return out
 
 
-def _coded(bits: Bits, kind: SmallFloat, out: Bytes) -> NDArray[np.intp]:
-    """Put to `out` the codes of rounded bits, counted from the smallest normal number's. Returns
-    the places, in row-major order, of what has no normal code, and a wrong one now."""
+def _coded(bits: Bits, kind: SmallFloat, out: Bytes) -> NDArray[np.bool_]:
+    """Put to `out` the codes of rounded bits, counted from the smallest normal number's; returns
+    which have no normal code, and a wrong one now."""
     first, unsigned = 1 << kind.mantissa, 8 - kind.mantissa
     shifted = scratch("other", bits.shape, np.uint16)
     wrong = scratch("wrong", bits.shape, np.bool_)
@@ -124,7 +128,7 @@ def _coded(bits: Bits, kind: SmallFloat, out: Bytes) -> NDArray[np.intp]:
     np.greater(shifted, np.uint16(kind.last - first << unsigned), out=wrong)
     _low_bytes(bits, kind, out)
     np.add(out, np.uint8(first), out=out)
-    return _places(wrong)
+    return wrong
 
 
 def _low_bytes(bits: Bits, kind: SmallFloat, out: Bytes) -> None:

@@ -20,7 +20,7 @@ from megtool.packing import fp8, int4, int8, mxfp4, nvfp4
 from megtool.packing.amax import amax
 from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.packing.eight_bits import cast_to_powers
-from megtool.packing.floats import E2M1, E4M3, SMALL, single
+from megtool.packing.floats import E2M1, SMALL, single
 from megtool.packing.layout import MX_BLOCK, Style
 from megtool.packing.parts import WHOLE, Index, Part, Span
 from megtool.packing.powers import encoded as mx_encoded
@@ -69,7 +69,7 @@ def encode(
     any other is computed by the rules of `style`, from the box alone. `style` also decides, as in
     its project, MXFP4's ties. Quotients are rounded once; `twice` first rounds them to the type in
     which torch divides there (`quotient_dtype`), which gives that project's very bytes. `room` is
-    where codes go, if it has their shape: those of an earlier box that are done with.
+    where codes go, if it has their shape and is contiguous: an earlier box's that are done with.
 
     Raises:
         FormatError: no such packing, or the elements hold NaN or infinity.
@@ -86,7 +86,7 @@ def encode(
     first, end = codes.window(lo, hi)
     window = tuple(b - a for a, b in zip(first, end, strict=True))
     stored = room
-    if stored is None or stored.shape != window:
+    if stored is None or stored.shape != window or not stored.flags.c_contiguous:
         stored = np.empty(window, dtype_of(codes.dtype).view)
     if (
         name == "mxfp8"
@@ -161,7 +161,7 @@ def _scales(
         second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
         out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
     elif scale.dtype == "float8_e8m0fnu":
-        out[SCALE] = rules.exponent(found, E4M3 if name == "mxfp8" else E2M1)
+        out[SCALE] = rules.exponent(found, SMALL.get(parts[CODES].dtype, E2M1))
     else:
         largest = _LARGEST.get(name) or SMALL[parts[CODES].dtype].largest
         out[SCALE] = _stored(rules.scale(found, largest, scale.dtype), scale.dtype)

@@ -33,6 +33,12 @@ def _by_floats(bits: np.ndarray, kind: SmallFloat) -> tuple[np.ndarray, np.ndarr
     return _by_torch(x / by, kind), exponents
 
 
+def _usual(shape: tuple[int, ...]) -> np.ndarray:
+    """Bits of normal numbers in bfloat16."""
+    x = np.random.default_rng(6).standard_normal(shape).astype(np.float32)
+    return (x.view(np.uint32) >> 16).astype(np.uint16)
+
+
 def _check(bits: np.ndarray, kind: SmallFloat) -> None:
     out = np.empty(bits.shape, np.uint8)
     exponents = cast_to_powers(bits, BLOCK, kind, out)
@@ -65,6 +71,17 @@ def test_every_number_under_one_largest(kind: SmallFloat) -> None:
         usual[:, 7] = few
         usual |= rng.integers(0, 2, usual.shape, np.uint16) << 15
         _check(usual, kind)
+
+
+@KINDS
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 0.0123, 448 / 3, 3 / 448, 7e-20, 2.0**-126, 3e30])
+def test_every_bfloat16_over_a_scale(kind: SmallFloat, scale: float) -> None:
+    """With exact ties, as a scale from an element's own magnitude makes them; NaN and infinity."""
+    with np.errstate(all="ignore"):
+        x = single(np.arange(1 << 16, dtype=np.uint16), "bfloat16") / np.float32(scale)
+    found = np.empty(x.shape, np.uint8)
+    cast(x, kind, found)
+    np.testing.assert_array_equal(found, _by_torch(x, kind))
 
 
 def test_more_than_is_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,18 +117,37 @@ def test_what_is_no_number_is_found(bits: int, size: float) -> None:
         encode("mxfp8:32", layout("mxfp8:32", raw.shape), raw, "bfloat16", (0, 0), raw.shape)
 
 
-def test_what_is_left_to_floats() -> None:
-    """Blocks of zeros and of the smallest numbers, and boxes of mostly zeros."""
-    x = np.random.default_rng(6).standard_normal((8, 128)).astype(np.float32)
-    usual = (x.view(np.uint32) >> 16).astype(np.uint16)
-    zeros, tiny, sparse = usual.copy(), usual.copy(), usual.copy()
-    zeros[3, 32:64] = 0
-    tiny[0, :32] = 5
-    sparse[:, 1::2] = 0x8000
-    for bits in (zeros, tiny, sparse):
-        assert cast_to_powers(bits, BLOCK, E4M3, np.empty(bits.shape, np.uint8)) is None
-        parts = layout("mxfp8:32", bits.shape)
-        found = encode("mxfp8:32", parts, bits, "bfloat16", (0, 0), bits.shape)
-        codes, powers = _by_floats(bits, E4M3)
-        np.testing.assert_array_equal(found[CODES], codes)
-        np.testing.assert_array_equal(found[SCALE], powers)
+@KINDS
+@pytest.mark.parametrize("first", [0, 5, 0x80, 6 << 7, (7 << 7) + 100, 16 << 7])
+def test_blocks_of_zeros_and_of_the_smallest_numbers(kind: SmallFloat, first: int) -> None:
+    bits = _usual((80, 256))
+    bits[3, 32:64] = np.minimum(np.arange(BLOCK), first)
+    bits[7, 96] = bits[7, 96:128] = first
+    bits[7, 97:128] |= 0x8000
+    _check(bits, kind)
+    parts = layout("mxfp8:32", bits.shape, codes=kind.name)
+    found = encode("mxfp8:32", parts, bits, "bfloat16", (0, 0), bits.shape)
+    plain = encode("mxfp8:32", parts, single(bits, "bfloat16"), "float32", (0, 0), bits.shape)
+    for role in (CODES, SCALE):
+        np.testing.assert_array_equal(found[role], plain[role])
+
+
+def test_boxes_of_mostly_zeros_are_left_to_floats() -> None:
+    bits = _usual((8, 128))
+    bits[:, 1::2] = 0x8000
+    assert cast_to_powers(bits, BLOCK, E4M3, np.empty(bits.shape, np.uint8)) is None
+    found = encode("mxfp8:32", layout("mxfp8:32", bits.shape), bits, "bfloat16", (0, 0), bits.shape)
+    codes, powers = _by_floats(bits, E4M3)
+    np.testing.assert_array_equal(found[CODES], codes)
+    np.testing.assert_array_equal(found[SCALE], powers)
+
+
+def test_room_that_is_not_contiguous_is_left_alone() -> None:
+    bits = _usual((2, 3, 64))
+    room = np.zeros((2, 7, 64), np.uint8)[:, :3]
+    for packing in ("mxfp8:32", "fp8:channel", "int8:channel"):
+        parts = layout(packing, bits.shape)
+        given = parts, bits, "bfloat16", (0, 0, 0), bits.shape
+        found, plain = encode(packing, *given, room=room), encode(packing, *given)
+        np.testing.assert_array_equal(found[CODES], plain[CODES])
+    assert not room.any()
