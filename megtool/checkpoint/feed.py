@@ -19,11 +19,6 @@ from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
 from megtool.tensors.relation import Placement, pieces
 
-TILE_BYTES = 4 << 20
-"""What feeds and decoding compute at a time, where memory allows. They make passes over arrays of
-numpy, and between any two of these threads wait for one another in Python: that is less with larger
-tiles, by more than it costs that they leave the second cache."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

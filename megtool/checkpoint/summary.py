@@ -9,6 +9,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.plan import Op, Plan
+from megtool.checkpoint.transport.tile import COMPUTED_BYTES
 from megtool.checkpoint.transport.worker import SLOTS
 from megtool.dtypes import dtype
 from megtool.log import format_bytes
@@ -34,7 +35,7 @@ LEAST_BUFFER_BYTES = 64 << 10
 """The executor's buffers may take this much, whatever the memory allowed."""
 
 USUAL_BUFFER_BYTES = 1 << 20
-"""And this much, whatever the size of a tensor, where the memory allows."""
+"""And this much, or what is decoded at once, whatever the size of a tensor, where memory allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,7 @@ def summarise(
         threads=threads,
         peak_buffer_bytes=_peak(
             int(written[~kernel].max(initial=0)),
+            COMPUTED_BYTES if any(c.packed for c in plan.sources) else USUAL_BUFFER_BYTES,
             threads=threads,
             memory_bytes=memory_bytes,
             slots=SLOTS + bool(num_bytes.reduce),
@@ -246,12 +248,14 @@ def _reduced_bytes(plan: Plan) -> int:
     )
 
 
-def _peak(largest_bytes: int, *, threads: int, memory_bytes: int, slots: int = SLOTS) -> int:
+def _peak(
+    largest_bytes: int, usual_bytes: int, *, threads: int, memory_bytes: int, slots: int = SLOTS
+) -> int:
     """No buffer outgrows its share of the memory, or a usual buffer and the largest entry."""
     if not largest_bytes:
         return 0
     share = max(memory_bytes // threads // slots, LEAST_BUFFER_BYTES)
-    return threads * slots * min(share, max(largest_bytes, USUAL_BUFFER_BYTES))
+    return threads * slots * min(share, max(largest_bytes, usual_bytes))
 
 
 def _seconds(num_bytes: OpBytes, threads: int, reduced_bytes: int = 0) -> float:

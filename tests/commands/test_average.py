@@ -10,6 +10,7 @@ import pytest
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli import main
 from megtool.commands import reshard as reshard_module
+from megtool.commands.quantize import quantize
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
@@ -46,6 +47,22 @@ def mean(folders: list[Path], shares: tuple[float, ...], dtype: str) -> dict[str
 
 def weights(folder: Path) -> dict[str, bytes]:
     return {n: data for n, (_, _, data) in tiny_llama.tensors(folder).items()}
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_decoding_takes_no_more_memory_than_is_said(averages: bool, tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    tiny_llama.save(tmp_path / "hf", **wide)
+    quantize(tmp_path / "hf", tmp_path / "fp8", recipe="fp8_per_channel", fsync=False)
+    report = reshard(
+        tmp_path / "fp8",
+        tmp_path / "out",
+        dtype="bfloat16",
+        average=[tmp_path / "fp8"] if averages else (),
+        threads=1,
+    )
+    assert report.plan.peak_buffer_bytes < 64 << 20
+    assert 0 < report.peak_buffer_bytes <= report.plan.peak_buffer_bytes
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "float16"])

@@ -13,14 +13,21 @@ from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import cast
 from megtool.checkpoint.transport.side import PackedSide, Side
 from megtool.checkpoint.transport.strided import Array, Buffers
-from megtool.checkpoint.transport.tile import Index, Intake, Traffic, cut, shaped
+from megtool.checkpoint.transport.tile import (
+    COMPUTED_BYTES,
+    Index,
+    Intake,
+    Traffic,
+    cut,
+    shaped,
+)
 from megtool.dtypes import DType, dtype
 from megtool.packing.decode import decode
 from megtool.packing.parts import Part, volume
 from megtool.tensors.sharded import GlobalTensor
 
-AT_A_TIME = 1 << 20
-"""Elements decoded at once, where memory allows."""
+AT_A_TIME = COMPUTED_BYTES // 4
+"""Elements decoded at once, where memory allows: they are float32 then."""
 
 
 def take_in(

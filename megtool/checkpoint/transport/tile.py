@@ -22,6 +22,11 @@ Index = tuple[int, ...]
 DECENT_RUN_BYTES = 4096
 """Runs of at least this size move at nearly full speed: tiles grow until both sides have them."""
 
+COMPUTED_BYTES = 4 << 20
+"""What feeds and decoding compute at a time, where memory allows. They make passes over arrays of
+numpy, and between any two of these threads wait for one another in Python: that is less with larger
+tiles, by more than it costs that they leave the second cache."""
+
 
 def cut(
     lo: Index, hi: Index, cell_bytes: int, max_bytes: int, *, depth: int | None = None

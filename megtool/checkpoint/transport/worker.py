@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.feed import TILE_BYTES, Feed, Taking, side_of
+from megtool.checkpoint.feed import Feed, Taking, side_of
 from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -22,6 +22,7 @@ from megtool.checkpoint.transport.reduce import Reduction, reduced_in
 from megtool.checkpoint.transport.side import Locator, Side
 from megtool.checkpoint.transport.strided import Array, Buffers, Peak
 from megtool.checkpoint.transport.tile import (
+    COMPUTED_BYTES,
     Index,
     Intake,
     Traffic,
@@ -171,11 +172,11 @@ class Worker:
     def _feed(self, feed: Feed) -> None:
         """Write what a feed makes."""
         run = self._run
-        size = min(TILE_BYTES, self._cap)
+        size = min(COMPUTED_BYTES, self._cap)
         taking = Taking(run.sources[0], run.files, run.readers, self._buffers, tile_bytes=size)
         with ExitStack() as stack:
             puts = [
-                stack.enter_context(self._traffic(side_of(run.target, r.placement), self._usual))
+                stack.enter_context(self._traffic(side_of(run.target, r.placement), size))
                 for r in feed.writes
             ]
             for number, at, tile in stack.enter_context(closing(feed.make(taking))):
@@ -225,7 +226,7 @@ class Worker:
             )
             cell = max(cell, plan.source_dtype_bytes(entry))
         decodes = any(side.packed is not None for side in sides)
-        usual = min(TILE_BYTES, cap) if decodes else self._usual
+        usual = min(COMPUTED_BYTES, cap) if decodes else self._usual
         size = tile_bytes([*sides, sink], slab.lo, slab.hi, cell, usual, cap)
         intakes = [
             take_in(

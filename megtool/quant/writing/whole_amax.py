@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.feed import TILE_BYTES, Taking
+from megtool.checkpoint.feed import Taking
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.sweep import each
 from megtool.checkpoint.transport.cells import Readers
 from megtool.checkpoint.transport.side import Locator
 from megtool.checkpoint.transport.strided import Buffers
+from megtool.checkpoint.transport.tile import COMPUTED_BYTES
 from megtool.errors import FormatError
 from megtool.packing.amax import amax as amax_of
 from megtool.packing.decode import SCALE
@@ -54,9 +55,9 @@ def find_amaxes(
             number, first, end = job
             weight, width = weights[number], weights[number].shape[1]
             if not hasattr(mine, "taking"):
-                mine.taking = Taking(locator, files, readers, Buffers(), tile_bytes=TILE_BYTES)
+                mine.taking = Taking(locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES)
             columns = weight.treatment.columns
-            rows = max(1, TILE_BYTES // weight.row_bytes)
+            rows = max(1, COMPUTED_BYTES // weight.row_bytes)
             with mine.taking.run(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)
