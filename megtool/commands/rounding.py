@@ -12,16 +12,14 @@ from megtool.commands.quantizing.samples import Wanted
 from megtool.commands.quantizing.settling import check_given, settled
 from megtool.commands.running import Manner
 from megtool.errors import CalibrationError, UsageError
-from megtool.log import Progress, silent
+from megtool.log import Progress
 
 if TYPE_CHECKING:
     from megtool.quant.calibration.points import Point
     from megtool.quant.treatment import Settlement
 
 
-def settle_for_training(
-    job: Job, progress: Progress = silent
-) -> tuple[tuple[Point, ...], Settlement]:
+def settle_for_training(job: Job, progress: Progress) -> tuple[tuple[Point, ...], Settlement]:
     """The points of the model of a `job_for_training`, and what `megtool quantize` would do there.
 
     Raises:
@@ -36,11 +34,11 @@ def settle_for_training(
 def job_for_training(
     source: Path,
     recipe: str,
-    calibration: Path | None = None,
+    calibration: Path | None,
     *,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: Path | None = None,
+    iteration: str | None,
+    family: str | None,
+    like: Path | None,
 ) -> Job:
     """What `settle_for_training` settles, of the model in `source`, from headers alone.
 
