@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_long_work_leaves_lines_in_a_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("megtool.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megtool.log.time", SimpleNamespace(monotonic=lambda: now[0]))
     lines = Lines(seconds=5)
     lines.count("copy", 1 << 20, 4 << 20)
     assert capsys.readouterr().err == ""

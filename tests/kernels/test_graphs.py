@@ -255,7 +255,6 @@ def test_an_undo_that_does_not_put_back_is_found() -> None:
 
 def sums_of_ranks(rank: int, size: int) -> list[str]:
     """What is said of an all-reduce that lasts (none), and of one whose sum is kept (the last)."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     kept: list[Tensor] = []
     said: list[str] = []
@@ -279,14 +278,13 @@ def sums_of_ranks(rank: int, size: int) -> list[str]:
         patch.setattr(rehearsal, "PATIENCE_S", 0.1)
         with pytest.raises(GraphRuleError) as caught:
             Rehearsal(keep)(torch.ones(64))
-    dist.destroy_process_group()
     return [*said, str(caught.value)]
 
 
 def test_threads_of_collectives_may_let_go_a_moment_later() -> None:
     for said in run_world(sums_of_ranks, 2):
         assert len(said) == 1, said
-        assert "no memory of the graph kept outside, and aten::add.Tensor breaks it" in said[0]
+        assert "no memory of the graph kept outside" in said[0]
 
 
 def test_random_numbers_are_no_difference() -> None:
