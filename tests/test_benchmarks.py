@@ -187,7 +187,7 @@ def test_training_steps_of_all_engines_are_timed(measure: Measure) -> None:
 
 def test_calibration_is_timed_and_watched(measure: Measure) -> None:
     _, figures = measure("calibration_speed.py")
-    assert [f["job"].split(",")[0] for f in figures] == ["megtool", "megtool", "large"]
+    assert [f["job"].split(",")[0] for f in figures] == ["megtool", "large"]
     assert min(f["tokens_per_second"] for f in figures) > 0
     assert max(f["peak_bytes"] for f in figures) < 1536 * MIB
 
