@@ -100,7 +100,7 @@ def test_a_large_model_is_decided_exactly_and_soon() -> None:
         assert found.bound == found.loss, "proved"
         losses.append(found.loss)
     assert losses == sorted(losses, reverse=True)
-    assert time.perf_counter() - begin < 120, "the search does not blow up"
+    assert time.perf_counter() - begin < 20
 
 
 def test_few_states_give_a_choice_near_the_best_and_say_so() -> None:

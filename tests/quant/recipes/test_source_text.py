@@ -57,4 +57,4 @@ def test_refused(text: str, told: str) -> None:
     with pytest.raises(RecipeError) as caught:
         one(text)
     assert told in str(caught.value)
-    assert time.perf_counter() - begin < 60, "a refusal is no long work"
+    assert time.perf_counter() - begin < 5
