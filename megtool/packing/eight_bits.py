@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
 
 _FEW = 16  # of so many numbers one may be cast by itself
-_PIECE = 1 << 15  # numbers that are cast so at once, where many have to be
+_PIECE = 1 << 15  # numbers that are cast by floats at once, where there are more of them
 _RUN = 512  # numbers that are looked through at once
 _ONE = 127  # the bits of the exponent of 1
 
