@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 
 parser = argparse.ArgumentParser()
 parser.add_argument("source", type=Path)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from megtool.commands.tokenize import tokenize
-from megtool.data.encode import Encoded
 from megtool.data.indexed import IndexedDataset
 from megtool.data.packing import pack
+from megtool.data.tokenize_documents import Encoded
 
 checkpoint, source, destination = map(Path, sys.argv[1:4])
 report = tokenize(source, destination, tokenizer=checkpoint, append_eos=True)

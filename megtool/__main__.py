@@ -2,7 +2,7 @@
 
 import sys
 
-from megtool.cli import main
+from megtool.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

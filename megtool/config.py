@@ -258,7 +258,7 @@ class ParallelConfig:
     Layers are split evenly over the pipeline stages, unless `first_stage_layers` or
     `last_stage_layers` gives one of the outer stages a number of its own, or the embedding or the
     loss is accounted for as if it were a layer, or `pipeline_layout` says it chunk by chunk in
-    Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline`, which knows what
+    Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline_split`, which knows what
     divides which number of layers).
 
     Raises:

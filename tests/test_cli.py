@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megtool import __version__, cli, errors
-from megtool.cli import main
-from megtool.cli_run import run
-from megtool.log import Progress
-from megtool.train.settings import TrainSettings
-from megtool.train.settings_checks import flag
+from megtool import __version__, errors
+from megtool.cli.app import app, main
+from megtool.cli.runner import run
+from megtool.console import Progress
+from megtool.train.config import TrainSettings
+from megtool.train.config_checks import flag
 
 VERBS = ("inspect", "reshard", "verify", "tokenize", "demo")
 
@@ -114,7 +114,7 @@ def test_help_sorts_options_into_panels(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_python_api_has_the_same_defaults(verb: str) -> None:
-    typed = inspect.signature(getattr(cli, f"_{verb}")).parameters
+    typed = inspect.signature(getattr(app, f"_{verb}")).parameters
     function = getattr(importlib.import_module(f"megtool.commands.{verb}"), verb)
     for name, parameter in inspect.signature(function).parameters.items():
         if name in typed and parameter.default is not inspect.Parameter.empty:
@@ -195,7 +195,7 @@ def test_verbose_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_unforeseen_is_one_line_unless_verbose(verbose: bool) -> None:
     code = (
-        "import sys; from megtool import cli\n"
+        "import sys; from megtool.cli import app\n"
         "@cli.app.command('fail')\n"
         f"def fail() -> int:\n    return cli.run(lambda p: 1 // 0, verbose={verbose})\n"
         "sys.exit(cli.main(['fail']))"
@@ -239,7 +239,7 @@ def test_json_is_json_even_with_nan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests'); from megtool.cli_run import run\n"
+        "import sys; sys.path.insert(0, 'tests'); from megtool.cli.runner import run\n"
         "class Long:\n"
         "    def lines(self): return iter(['x' * 100] * 100_000)\n"
         "sys.exit(run(lambda progress: Long()))"

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megtool.log import Bar, Lines, format_bytes, printable, say, set_up, silent
+from megtool.console import Bar, Lines, format_bytes, printable, say, set_up, silent
 
 WORK = """
 import logging, time
-from megtool.log import Bar, set_up
+from megtool.console import Bar, set_up
 set_up()
 with Bar() as progress:
     for step in range(8):
@@ -69,7 +69,7 @@ def test_a_terminal_sees_bytes_rate_and_time_left(checkout: Path) -> None:
 
 WIDEST = """
 import time
-from megtool.log import Bar
+from megtool.console import Bar
 with Bar() as progress:
     for step in range(4):
         progress("statistics", 1000 << 20, 10 * (1000 << 20) + 1023 * (1 << 40))
@@ -108,7 +108,7 @@ def test_long_work_leaves_lines_in_a_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("megtool.log.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("megtool.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     lines = Lines(seconds=5)
     lines.count("copy", 1 << 20, 4 << 20)
     assert capsys.readouterr().err == ""

@@ -115,8 +115,8 @@ def test_a_wheel_holds_megtool_alone_and_works(checkout: Path, tmp_path: Path) -
 
     code = (
         "import sys; sys.path.insert(0, 'installed');"
-        "import megtool.converters, megtool.cli; print(megtool.__file__);"
-        "sys.exit(megtool.cli.main(['--version']))"
+        "import megtool.converters, megtool.cli.app; print(megtool.__file__);"
+        "sys.exit(megtool.cli.app.main(['--version']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -26,8 +26,8 @@ from bench.table import Table, parser, show, times
 from torch import Tensor
 
 from megtool.errors import MegtoolError
+from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.inference.forward import Forward
-from megtool.inference.graphed import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.model.batch import Batch
 
 Engine = Callable[[], float] | str

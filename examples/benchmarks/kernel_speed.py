@@ -24,11 +24,11 @@ from bench.table import Table, parser, show, times
 from torch import Tensor
 
 from megtool.kernels.activation import activate, gated
-from megtool.kernels.choice import use
 from megtool.kernels.cross_entropy import cross_entropy
+from megtool.kernels.dispatch import use
 from megtool.kernels.dropout_add import bias_dropout_add
-from megtool.kernels.experts import permute, unpermute
 from megtool.kernels.fp8 import cast_fp8
+from megtool.kernels.grouped_gemm import permute, unpermute
 from megtool.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax

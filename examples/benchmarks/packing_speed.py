@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from bench.table import Table, parser, show, times, verdict, workplace
 
-from megtool.packing.amax import amax, merge
-from megtool.packing.decode import CODES, SCALE_2
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
-from megtool.packing.parts import Index, Part
-from megtool.packing.scales import modelopt_scale, modelopt_second
+from megtool.number_formats.amax import amax, merge
+from megtool.number_formats.decode import CODES, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import Index, Part
+from megtool.number_formats.scales import modelopt_scale, modelopt_second
 
 # How many times the time of `cp` each may take.
 TARGETS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.race import run_job
 from bench.table import Table, mib, parser, show, verdict, workplace
 
-from megtool.parallel.pipeline import splits
+from megtool.parallel.pipeline_split import splits
 
 TP, PP, EP = 4, 8, 32
 LIMITS = {"open": (10.0, 2048), "plan": (5.0, 1024)}

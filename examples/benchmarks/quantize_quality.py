@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from bench.table import Table, parser, show, workplace
 
-from megtool.commands.decided import Decided, decide
 from megtool.commands.evaluate import read_texts
-from megtool.commands.opened import open_model
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.report import QuantizeReport
-from megtool.commands.quantizing.samples import Wanted, read_samples
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MegtoolError, MissingPackageError
 from megtool.inference.compare import differences
 from megtool.inference.evaluate import token_scores
 from megtool.inference.windows import IGNORED, batches
 from megtool.quant.backend_modelopt import modelopt_config, quantised_model
+from megtool.quant.pipeline.calibration_data import Wanted, read_samples
+from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
+from megtool.quant.resolve import Decided, decide
+from megtool.reshard.source import open_model
 
 WINDOW = 2048
 

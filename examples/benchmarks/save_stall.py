@@ -41,15 +41,15 @@ class Run:
         import torch
         import torch.distributed as dist
 
-        from megtool.commands.opened import open_model
-        from megtool.commands.saving import template_of
         from megtool.dtypes import dtype
-        from megtool.inference.weights import Source
+        from megtool.inference.rank_weights import Source
         from megtool.optim.distributed import DistributedOptimizer
         from megtool.optim.settings import OptimizerSettings
-        from megtool.parallel.groups import Groups
-        from megtool.train.save import Saver
-        from megtool.train.setup import load_for_training
+        from megtool.parallel.process_groups import Groups
+        from megtool.reshard.source import open_model
+        from megtool.train.build_model import load_for_training
+        from megtool.train.checkpointing.megatron_template import template_of
+        from megtool.train.checkpointing.save import Saver
 
         if not dist.is_initialized():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -85,7 +85,7 @@ class Run:
 
     def ours(self, *, asynchronous: bool) -> Times:
         """Seconds waited for, of the CPU, and until all is written."""
-        from megtool.train.extras import Extras
+        from megtool.train.checkpointing.save_metadata import Extras
 
         self.number += 1
         began, used = time.perf_counter(), time.thread_time()
@@ -100,7 +100,7 @@ class Run:
 
     def behind(self) -> Times:
         """The same, copied while something is computed."""
-        from megtool.train.extras import Extras
+        from megtool.train.checkpointing.save_metadata import Extras
 
         alone = min(self._compute() for _ in range(3))
         self.number += 1

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, FormatError, SourceChangedError
-from megtool.packing.parts import Part, Span
+from megtool.number_formats.packed_parts import Part, Span
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
@@ -127,7 +127,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """One array of a packed tensor (`megtool.packing.parts`), row-major at `offset` of a file."""
+    """One array of a packed tensor (`megtool.number_formats.packed_parts`), row-major at `offset` of a file."""
 
     part: Part
     file: int

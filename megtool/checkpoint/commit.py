@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from megtool.checkpoint import journal
-from megtool.checkpoint.place import Place
+from megtool.checkpoint.destination_check import Place
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError

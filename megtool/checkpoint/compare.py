@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megtool.checkpoint.digest import Digests
+from megtool.checkpoint.numeric_values import numbers
+from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts
 from megtool.checkpoint.read import Reader, TensorView
-from megtool.checkpoint.sweep import TILE_BYTES, each, parts
-from megtool.checkpoint.transport.side import cut_dims
+from megtool.checkpoint.transport.shard_locator import cut_dims
 from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.tensors.box import numel
-from megtool.tensors.relation import Placement, narrow, refine
+from megtool.tensors.placement import Placement, narrow, refine
 
 _AT_A_TIME = 1 << 15  # elements whose difference is computed together
 

@@ -14,16 +14,16 @@ from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import needs_torch, one_torch_thread
-from megtool.checkpoint.transport.cells import Readers
+from megtool.checkpoint.transport.encoded_chunks import Readers
 from megtool.checkpoint.transport.reduce import reduced_in
-from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.shard_locator import Locator
 from megtool.checkpoint.transport.strided import Peak
 from megtool.checkpoint.transport.threads import run_in_threads
-from megtool.checkpoint.transport.units import Schedule, Tiled, Unit, units
+from megtool.checkpoint.transport.work_units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
+from megtool.console import several
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, DigestError, listed
-from megtool.log import several
 from megtool.tensors.box import numel
 
 

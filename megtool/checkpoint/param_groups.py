@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickled import references
-from megtool.checkpoint.facts import object_value
+from megtool.checkpoint.containers.pickle_reader import references
+from megtool.checkpoint.megatron_metadata import object_value
 
 FULLY, BY_DP = "fully_reshardable", "dp_reshardable"
 SHARDING = "param_state_sharding_type"

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.feed import Feed
+from megtool.checkpoint.computed_tensors import Feed
 from megtool.tensors.box import Boxes, Ints, row_major_strides
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 PLAIN_RUN_BYTES = 64 * 1024

@@ -43,7 +43,7 @@ from megtool.checkpoint.relocate import Relocator, Reopen
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, StorageError
 from megtool.tensors.box import Boxes
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 VERSION = 2

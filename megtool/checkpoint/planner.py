@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.cover import check_placements
-from megtool.checkpoint.entries import View, entries_of, view_of
-from megtool.checkpoint.feed import Feed
+from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.coverage import check_placements
 from megtool.checkpoint.plan import (
     Dropped,
     Entry,
@@ -25,9 +24,10 @@ from megtool.checkpoint.plan import (
     Source,
     Steps,
 )
+from megtool.checkpoint.plan_entries import View, entries_of, view_of
 from megtool.errors import CoverageError
 from megtool.tensors.box import Boxes, Ints, concatenate, join, numel
-from megtool.tensors.relation import Placement, pieces
+from megtool.tensors.placement import Placement, pieces
 
 
 def build(

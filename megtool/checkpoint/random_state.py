@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.pickled import Inert
-from megtool.checkpoint.facts import args_of, object_value
+from megtool.checkpoint.containers.pickle_reader import Inert
+from megtool.checkpoint.megatron_metadata import args_of, object_value
 from megtool.config import ParallelConfig
 
 RNG = "rng_state"

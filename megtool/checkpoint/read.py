@@ -9,14 +9,14 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cells import Readers
-from megtool.checkpoint.transport.packed import take_in
-from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.encoded_chunks import Readers
+from megtool.checkpoint.transport.quantized_decode import take_in
+from megtool.checkpoint.transport.shard_locator import Locator
 from megtool.checkpoint.transport.strided import Array, Buffers
 from megtool.checkpoint.transport.tile import tile_bytes
 from megtool.dtypes import DType
 from megtool.tensors.box import numel, strides
-from megtool.tensors.relation import Placement, pieces
+from megtool.tensors.placement import Placement, pieces
 
 GROWN_TILES = 16
 """Where a tensor lies in short runs, tiles may grow to this many times the size asked for."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, Located
-from megtool.checkpoint.containers.zipped_tensor import Views, locate_tensor_item
+from megtool.checkpoint.containers.zip_tensor import Views, locate_tensor_item
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from megtool.checkpoint.numeric_values import numbers
+from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts, whole_rows
 from megtool.checkpoint.read import Reader
-from megtool.checkpoint.sweep import TILE_BYTES, each, parts, whole_rows
 from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.values import numbers
 from megtool.dtypes import DType
-from megtool.tensors.relation import Placement, narrow
+from megtool.tensors.placement import Placement, narrow
 
 _AT_A_TIME = 1 << 16  # elements; as float64 they stay in the second cache
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from megtool.commands.reshard_report import ReshardReport
-from megtool.commands.scaling.derive import derive_amax
-from megtool.commands.scaling.inspect import inspect_amax
-from megtool.commands.scaling.rewrite import Options, rewrite
+from megtool.quant.static_scales import derive_amax
+from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.reshard.fp8_state.rewrite import Options, rewrite
+from megtool.reshard.report import ReshardReport
 
 __all__ = ["derive_amax", "fix_amax", "inspect_amax", "strip_amax"]
 

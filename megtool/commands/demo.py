@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megtool.commands.demo_training import train
+from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
-from megtool.export.lint.tables import ENGINES
-from megtool.log import format_bytes
+from megtool.lint.tables import ENGINES
 
 _LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."

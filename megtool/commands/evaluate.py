@@ -14,7 +14,10 @@ from megtool.commands.evaluate_report import (
     EvaluateReport,
     WorstPosition,
 )
-from megtool.commands.running import (
+from megtool.console import Progress, silent
+from megtool.convert.sharding import check_layout
+from megtool.errors import UsageError
+from megtool.inference.runtime import (
     LESS_MEMORY,
     Manner,
     Runnable,
@@ -23,16 +26,13 @@ from megtool.commands.running import (
     on_ranks,
     open_runnable,
 )
-from megtool.convert.sharding import check_layout
-from megtool.errors import UsageError
-from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
-    from megtool.data.text import Document as Read
+    from megtool.data.documents import Document as Read
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.compare import Comparison
     from megtool.inference.windows import Document
-    from megtool.kernels.choice import Implementation
+    from megtool.kernels.dispatch import Implementation
 
 _MOST_WINDOW = 2048
 _BATCH_TOKENS = 4096
@@ -290,8 +290,8 @@ def read_texts(
     max_tokens: int | None = None,
 ) -> list[Document]:
     """The data as tokens, up to `max_tokens` of them."""
-    from megtool.data.encode import encode
-    from megtool.data.text import documents
+    from megtool.data.documents import documents
+    from megtool.data.tokenize_documents import encode
     from megtool.inference.windows import Document
 
     if Path(data).suffix in (".bin", ".idx"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megtool.log import format_bytes
+from megtool.console import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

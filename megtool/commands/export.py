@@ -8,15 +8,15 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.formats.quantised import quantisation
+from megtool.checkpoint.formats.quantized import quantisation
 from megtool.checkpoint.plan import Plan
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.exporting.report import ExportReport
 from megtool.commands.reshard import reshard
+from megtool.console import Progress, several, silent
 from megtool.errors import UsageError
-from megtool.export.lint.tables import ENGINES
-from megtool.log import Progress, several, silent
-from megtool.quant.recipes.targets import read_target
+from megtool.export.report import ExportReport
+from megtool.lint.tables import ENGINES
+from megtool.quant.recipes.engine_support import read_target
 
 FORMS: Mapping[str, str] = {
     "hf": "plain Hugging Face folder; quantised weights are decoded",
@@ -79,13 +79,13 @@ def export(
     }
     known: dict[str, Any] = {"iteration": iteration, "family": family, "like": like}
     if to == "trtllm-legacy":
-        from megtool.commands.exporting.legacy import export_legacy
+        from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 
         return export_legacy(
             source, destination, tp=tp or 1, pp=pp or 1, dtype=dtype, **known, **common
         )
     if to == "gguf":
-        from megtool.commands.exporting.gguf import export_gguf
+        from megtool.export.gguf.write_file import export_gguf
 
         return export_gguf(source, destination, kind=kind or "bf16", **known, **common)
     catalogue = _quantised(Path(source))
@@ -98,7 +98,7 @@ def export(
                 f"{flag} means nothing for --to {to} of a quantised folder",
                 hint="its tensors keep their types, and its config.json stays; --to hf decodes it",
             )
-    from megtool.commands.exporting.folder import export_folder
+    from megtool.export.quantized_folder import export_folder
 
     return export_folder(
         source,
@@ -163,7 +163,7 @@ def _plain(
     **more: Any,
 ) -> ExportReport:
     """A plain Hugging Face folder, whatever the source is."""
-    from megtool.commands.exporting.rules import check_plan, wrong_scales
+    from megtool.export.preflight import check_plan, wrong_scales
 
     if to == "compressed-tensors":
         raise UsageError(

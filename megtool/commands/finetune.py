@@ -11,19 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.commands.finetune_after import draw, export
-from megtool.commands.finetune_beside import beside_of, check_early
-from megtool.commands.finetune_place import (
-    CACHE_FOLDER,
-    batch_before,
-    begun_of,
-    check_apart,
-    check_loaded,
-    rescaled,
-    tell_of_tracker,
-    with_batch,
-)
-from megtool.commands.finetune_plan import (
+from megtool.commands.finetune_dry_run import (
     LESS_MEMORY,
     check_plan,
     dtype_of,
@@ -34,25 +22,37 @@ from megtool.commands.finetune_plan import (
     sizes_said,
     stored_of,
 )
+from megtool.commands.finetune_outputs import draw, export
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
-from megtool.commands.opened import Opened, open_model
-from megtool.commands.running import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
+from megtool.commands.finetune_resume import (
+    CACHE_FOLDER,
+    batch_before,
+    begun_of,
+    check_apart,
+    check_loaded,
+    rescaled,
+    tell_of_tracker,
+    with_batch,
+)
+from megtool.commands.finetune_setup import beside_of, check_early
+from megtool.console import Progress, silent
 from megtool.errors import DestinationError, UsageError
-from megtool.log import Progress, silent
-from megtool.train.settings import TrainSettings
-from megtool.train.settings_file import settings_of
+from megtool.inference.runtime import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
+from megtool.reshard.source import Opened, open_model
+from megtool.train.config import TrainSettings
+from megtool.train.config_file import settings_of
 
 if TYPE_CHECKING:
     import torch
 
-    from megtool.inference.weights import Source as Stored
+    from megtool.inference.rank_weights import Source as Stored
     from megtool.model.decoder import Decoder
     from megtool.optim.optimizer import Optimizer
-    from megtool.parallel.groups import Groups
-    from megtool.train.feeds import Feeds
-    from megtool.train.keeping import Identity
-    from megtool.train.plan import RunPlan
-    from megtool.train.standing import Standing
+    from megtool.parallel.process_groups import Groups
+    from megtool.train.checkpointing.retention import Identity
+    from megtool.train.datasets import Feeds
+    from megtool.train.run_plan import RunPlan
+    from megtool.train.train_state import Standing
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,13 +112,13 @@ class _Run:
 
     def go(self) -> FinetuneReport:
         """Prepare everything, train, and say what came of it."""
-        from megtool.train.further import Further
-        from megtool.train.keeping import Identity
-        from megtool.train.log import RunLog
+        from megtool.train.checkpointing.retention import Identity
+        from megtool.train.checkpointing.save import Saver
+        from megtool.train.features.lora import LoraSaver
+        from megtool.train.features.protocol import Further
         from megtool.train.loop import Job, train
-        from megtool.train.lora import LoraSaver
-        from megtool.train.plan import make_optimizer, schedule_of
-        from megtool.train.save import Saver
+        from megtool.train.run_log import RunLog
+        from megtool.train.run_plan import make_optimizer, schedule_of
 
         settings, groups, folder = self.settings, self.groups, self.folder
         before = Identity.read(folder)
@@ -225,7 +225,7 @@ class _Run:
         Raises:
             DestinationError: another run has gone on in it meanwhile.
         """
-        from megtool.train.keeping import newest_iteration
+        from megtool.train.checkpointing.retention import newest_iteration
 
         newest = newest_iteration(self.folder)
         begun = self.settings.load if newest is None else self.folder / folder_name(newest)
@@ -244,8 +244,8 @@ class _Run:
         Raises:
             TrainingError: it is another one.
         """
-        from megtool.train.fingerprint import fingerprint
-        from megtool.train.keeping import Identity
+        from megtool.train.checkpointing.fingerprint import fingerprint
+        from megtool.train.checkpointing.retention import Identity
 
         settings, opened = self.settings, self.runnable.opened
         curve = {
@@ -283,8 +283,8 @@ class _Run:
     def load(self, stored: Stored) -> list[Decoder]:
         """The model on this rank, in training mode, with what the settings do to it."""
         from megtool.model.recompute import recompute
-        from megtool.train.plan import freeze
-        from megtool.train.setup import load_for_training
+        from megtool.train.build_model import load_for_training
+        from megtool.train.run_plan import freeze
 
         settings, groups = self.settings, self.groups
         stages = load_for_training(
@@ -307,8 +307,8 @@ class _Run:
 
         Where that does not count samples, there were `batch` in each step.
         """
-        from megtool.train.resume import resume
-        from megtool.train.standing import Standing
+        from megtool.train.checkpointing.resume import resume
+        from megtool.train.train_state import Standing
 
         if self.begun is None:
             return Standing()
@@ -338,8 +338,8 @@ class _Run:
 
     def template(self, opened: Opened, stages: Sequence[Decoder], optimizer: Optimizer) -> Any:
         """What saved iterations are but their values."""
-        from megtool.commands.saving import template_of
         from megtool.dtypes import dtype
+        from megtool.train.checkpointing.megatron_template import template_of
 
         kind = dtype(str(stages[0].dtype).removeprefix("torch."))
         return template_of(

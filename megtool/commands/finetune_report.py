@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megtool.log import format_bytes
-from megtool.train.log import clock
+from megtool.console import format_bytes
+from megtool.train.run_log import clock
 
 _REASONS = {
     "done": "all steps are done",

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
-from megtool.commands.running import (
+from megtool.console import Progress, silent
+from megtool.convert.sharding import check_layout
+from megtool.errors import FormatError, StorageError, UsageError
+from megtool.inference.runtime import (
     LESS_MEMORY,
     Manner,
     Runnable,
@@ -19,15 +22,12 @@ from megtool.commands.running import (
     on_ranks,
     open_runnable,
 )
-from megtool.convert.sharding import check_layout
-from megtool.errors import FormatError, StorageError, UsageError
-from megtool.log import Progress, silent
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.batching import Request
     from megtool.inference.sampling import Sampling
-    from megtool.kernels.choice import Implementation
+    from megtool.kernels.dispatch import Implementation
 
 _RECORDS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 _FIELDS = ("prompt", "messages", "text")
@@ -95,7 +95,7 @@ def generate(
     from megtool.inference.batching import Request
     from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
-    from megtool.inference.stopping import Stops
+    from megtool.inference.stop_strings import Stops
 
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     conversations = _conversations(prompt, prompts, field, chat, system)
@@ -262,7 +262,7 @@ def _conversations(
 def _read(path: Path, field: str | None) -> Iterator[Conversation]:
     """The prompts of a file: lines that are not blank, or records."""
     if path.suffix.lower() in _RECORDS:
-        from megtool.data.text import documents
+        from megtool.data.documents import documents
 
         for document in documents(path, field=field or _field(path)):
             yield document.messages or document.text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megtool.log import format_bytes
+from megtool.console import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megtool.checkpoint.parallel_scan import usual_threads
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.statistics import Statistics, measure
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.megatron.state import source_layout
-from megtool.commands.opened import Opened, open_model
-from megtool.commands.tree import Fold, columns, count, draw, fold, fold_names, shown
+from megtool.console import Progress, format_bytes, silent
 from megtool.convert.megatron import split_state
-from megtool.log import Progress, format_bytes, silent
+from megtool.reports import Fold, columns, count, draw, fold, fold_names, shown
+from megtool.reshard.megatron.common_state import source_layout
+from megtool.reshard.source import Opened, open_model
 from megtool.tensors.sharded import GlobalTensor
 
 _OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megtool.console import several
 from megtool.errors import FormatError, UsageError
-from megtool.export.lint.all_rules import RULES
-from megtool.export.lint.rules import LintFinding, View, apply
-from megtool.export.lint.subject import read_subject
-from megtool.export.lint.tables import ENGINES
-from megtool.log import several
-from megtool.quant.proofs.folder import open_folder
-from megtool.quant.recipes.targets import Target, read_target
+from megtool.lint.context import read_subject
+from megtool.lint.registry import RULES
+from megtool.lint.rules import LintFinding, View, apply
+from megtool.lint.tables import ENGINES
+from megtool.quant.recipes.engine_support import Target, read_target
+from megtool.quant.verification.stored_folder import open_folder
 
 _SHOWN = 3
 """Findings of a rule that are shown before the rest is counted."""

@@ -8,25 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megtool.commands.decided import Decided, decide
-from megtool.commands.quantizing.job import USUAL_EVALUATED, Calibrating, Job, Writing
-from megtool.commands.quantizing.run import carry_out
-from megtool.commands.quantizing.samples import Samples, Wanted, read_samples
-from megtool.commands.quantizing.settling import (
+from megtool.console import Progress, silent
+from megtool.inference.runtime import Manner
+from megtool.quant.pipeline.calibration_data import Samples, Wanted, read_samples
+from megtool.quant.pipeline.pipeline import carry_out
+from megtool.quant.pipeline.request import USUAL_EVALUATED, Calibrating, Job, Writing
+from megtool.quant.pipeline.solve import (
     check_choosing,
     check_given,
     check_modelopt,
     choose_from_files,
 )
-from megtool.commands.quantizing.unheeded import check_options, options_of
-from megtool.commands.running import Manner
-from megtool.commands.sizes import parse_size
-from megtool.log import Progress, silent
+from megtool.quant.pipeline.unused_options import check_options, options_of
+from megtool.quant.resolve import Decided, decide
+from megtool.reshard.parse_size import parse_size
 
 if TYPE_CHECKING:
-    from megtool.commands.quantizing.plan import QuantizePlan
-    from megtool.commands.quantizing.report import QuantizeReport
-    from megtool.kernels.choice import Implementation
+    from megtool.kernels.dispatch import Implementation
+    from megtool.quant.pipeline.plan import QuantizePlan
+    from megtool.quant.pipeline.report import QuantizeReport
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.commands.decided import Decided, decide
-from megtool.commands.recipe_report import (
+from megtool.quant.explain_report import (
     ExplainReport,
     FormatLine,
     ModuleLine,
     RuleLine,
     fold_decisions,
 )
-from megtool.commands.tree import columns
 from megtool.quant.recipes.dialects import load_recipe, recipe_names, recipe_text
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import Decision, Matched
 from megtool.quant.recipes.modules import Modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import KEEP
+from megtool.quant.resolve import Decided, decide
+from megtool.reports import columns
 
 __all__ = [
     "ExplainReport",

@@ -11,17 +11,17 @@ from typing import Any
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Plan
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.job import Manner, carry_out, plan_job
-from megtool.commands.megatron.amax import wish_of
-from megtool.commands.megatron.optimizer import NONE
-from megtool.commands.reshard_report import ReshardReport
-from megtool.commands.selection import Selection
-from megtool.commands.sizes import parse_size
-from megtool.commands.target import Request
+from megtool.console import Progress, silent
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
-from megtool.log import Progress, silent
+from megtool.reshard.execute import Manner, carry_out, plan_job
+from megtool.reshard.megatron.amax import wish_of
+from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.parse_size import parse_size
+from megtool.reshard.report import ReshardReport
+from megtool.reshard.source_options import Selection
+from megtool.reshard.target import Request
 
 LEAST_THREAD_BYTES = 384 << 10
 """The buffers of one thread are no smaller."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.own_tokenizer import find_tokenizer
-from megtool.commands.pair import Pair
-from megtool.data.text import Document, documents, source_bytes
+from megtool.console import Progress, format_bytes, silent
+from megtool.data.dataset_writer import Pair
+from megtool.data.documents import Document, documents, source_bytes
 from megtool.errors import UsageError
-from megtool.log import Progress, format_bytes, silent
+from megtool.reshard.find_tokenizer import find_tokenizer
 
 if TYPE_CHECKING:
     from megtool.data.indexed import Tokens
@@ -93,7 +93,7 @@ def tokenize(
 ) -> TokenizeReport:
     """Write the documents of `sources`, in order, to `destination`.bin and `destination`.idx.
 
-    Sources are what `megtool.data.text.documents` reads: files of text, JSON lines or parquet,
+    Sources are what `megtool.data.documents.documents` reads: files of text, JSON lines or parquet,
     folders of such, and data sets of Hugging Face; `field` and `split` are as there. `tokenizer` is
     a folder with tokenizer files, or a checkpoint of any format that carries one. Each document
     becomes one sequence: `special` adds what the tokenizer puts around a text, `append_eos` its
@@ -177,7 +177,7 @@ class _Work:
 
     def encode(self, chunk: Sequence[Document]) -> _Done:
         """The tokens of a chunk, by this thread's twin."""
-        from megtool.data.encode import encode, with_eos
+        from megtool.data.tokenize_documents import encode, with_eos
 
         own = getattr(self._twins, "tokenizer", None) or self._twin()
         plain = all(d.completion is None and not d.messages for d in chunk)

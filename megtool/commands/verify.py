@@ -14,22 +14,22 @@ import numpy as np
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.compare import Delta, Half, Pair, compare, num_bytes
 from megtool.checkpoint.formats.torch_dist_integrity import check_integrity
+from megtool.checkpoint.parallel_scan import usual_threads
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.sweep import usual_threads
-from megtool.commands.findings import Difference, Kind, VerifyReport
-from megtool.commands.kept import Kept
-from megtool.commands.match import Choice, open_both, open_one
-from megtool.commands.opened import Opened
+from megtool.commands.digest_check import Kept
 from megtool.commands.verify_metadata import check_configs, check_words
-from megtool.commands.verify_quantised import QuantisedPair, packings_differ
+from megtool.commands.verify_quantized import QuantisedPair, packings_differ
+from megtool.commands.verify_report import Difference, Kind, VerifyReport
+from megtool.console import Progress, silent
 from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.errors import UsageError
-from megtool.log import Progress, silent
+from megtool.reshard.align import Choice, open_both, open_one
+from megtool.reshard.source import Opened
 from megtool.tensors.box import numel
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 
 _TIED = "a copy of the tied embedding"
 _EMBEDDING = "embed.weight"

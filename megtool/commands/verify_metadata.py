@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from megtool.commands.findings import Difference
-from megtool.commands.opened import Opened
+from megtool.commands.verify_report import Difference
 from megtool.config import ModelConfig
 from megtool.convert.families import detect_family
 from megtool.errors import MappingError
-from megtool.export.lint.all_rules import RULES
-from megtool.export.lint.rules import View, apply
-from megtool.export.lint.schemes import group_of, lists_of
-from megtool.export.lint.subject import Linear, Subject, read_subject
-from megtool.quant.proofs.folder import open_folder
+from megtool.lint.compressed_schemes import group_of, lists_of
+from megtool.lint.context import Linear, Subject, read_subject
+from megtool.lint.registry import RULES
+from megtool.lint.rules import View, apply
 from megtool.quant.recipes.compressed_targets import means
-from megtool.quant.recipes.targets import Target
+from megtool.quant.recipes.engine_support import Target
+from megtool.quant.verification.stored_folder import open_folder
+from megtool.reshard.source import Opened
 
 _NEUTRAL = frozenset(
     (

@@ -1,6 +1,17 @@
 """Conversion: the words families and dialects are written in, and what reads them."""
 
 from megtool.convert.canonical import Weight
+from megtool.convert.config_keys import (
+    Default,
+    Derived,
+    Key,
+    NoRope,
+    OneOf,
+    Only,
+    Refused,
+    Rope,
+    Window,
+)
 from megtool.convert.decoder_rows import (
     GGUF_DECODER,
     HF_ATTENTION,
@@ -25,16 +36,7 @@ from megtool.convert.mapping import (
     Vector,
     in_mtp,
 )
-from megtool.convert.moe_rows import (
-    GGUF_EXPERTS,
-    GGUF_SHARED_EXPERT,
-    HF_EXPERTS,
-    HF_LATENT_ATTENTION,
-    HF_SHARED_EXPERT,
-    HF_SHARED_EXPERTS,
-    hf_mtp,
-)
-from megtool.convert.moe_settings import (
+from megtool.convert.moe_config_keys import (
     Assumed,
     EitherKey,
     Implied,
@@ -45,16 +47,14 @@ from megtool.convert.moe_settings import (
     Nullable,
     Unless,
 )
-from megtool.convert.settings import (
-    Default,
-    Derived,
-    Key,
-    NoRope,
-    OneOf,
-    Only,
-    Refused,
-    Rope,
-    Window,
+from megtool.convert.moe_rows import (
+    GGUF_EXPERTS,
+    GGUF_SHARED_EXPERT,
+    HF_EXPERTS,
+    HF_LATENT_ATTENTION,
+    HF_SHARED_EXPERT,
+    HF_SHARED_EXPERTS,
+    hf_mtp,
 )
 
 __all__ = [

@@ -10,11 +10,11 @@ from itertools import groupby, islice
 
 from megtool.convert.canonical import DOMAINS, Model, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
-from megtool.convert.layout import Layout, Part
 from megtool.convert.mapping import Dropped, Row, Table, instantiate, without_computed, word
+from megtool.convert.tensor_layout import Layout, Part
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 _NUMBER = re.compile(r"(\d+)")

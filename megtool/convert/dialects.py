@@ -9,11 +9,11 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
 from megtool.convert.binding import Binding, missing, summarise
 from megtool.convert.canonical import VOCABULARY, Model, Weight
+from megtool.convert.canonical_view import Padding, Side, TargetSide
 from megtool.convert.families import Family
+from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
 from megtool.convert.mapping import Table, first_gap, stack_layers
-from megtool.convert.same_names import as_they_are, is_optimizer_state, under_same_names
 from megtool.convert.sharding import shard
-from megtool.convert.sides import Padding, Side, TargetSide
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.tensors.sharded import GlobalTensor

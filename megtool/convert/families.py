@@ -10,10 +10,10 @@ from typing import Any
 
 from megtool.config import ModelConfig
 from megtool.convert.canonical import Weight
+from megtool.convert.config_keys import OneOf, Setting, read_settings, write_settings
 from megtool.convert.expression import Expression
 from megtool.convert.mapping import Row, Table
-from megtool.convert.moe_settings import Assumed, Noted
-from megtool.convert.settings import OneOf, Setting, read_settings, write_settings
+from megtool.convert.moe_config_keys import Assumed, Noted
 from megtool.errors import MappingError, UnknownFamilyError
 
 _PACKAGE = "megtool.converters"

@@ -18,10 +18,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megtool.convert import layout as algebra
+from megtool.convert import tensor_layout as algebra
 from megtool.convert.canonical import DOMAINS, Model, as_mtp, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
-from megtool.convert.layout import Layout
+from megtool.convert.tensor_layout import Layout
 
 
 class Word(ABC):

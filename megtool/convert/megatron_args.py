@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.config_keys import num_layers
 from megtool.convert.expression import evaluate
 from megtool.convert.families import Family
 from megtool.convert.megatron import padded_multiple
 from megtool.convert.moe_args import is_yarn, moe_args, moe_fields
 from megtool.convert.parallel_args import layout_args
-from megtool.convert.settings import num_layers
 from megtool.errors import MappingError
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}

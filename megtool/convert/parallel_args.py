@@ -9,7 +9,7 @@ from typing import Any
 
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
-from megtool.parallel.pipeline import layout_text
+from megtool.parallel.pipeline_split import layout_text
 
 _AXES = {
     "tp": "tensor_model_parallel_size",

@@ -14,7 +14,7 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
-from megtool.parallel.pipeline import Pipeline, divisors, near
+from megtool.parallel.pipeline_split import Pipeline, divisors, near
 from megtool.tensors.box import Boxes, Ints
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.data.encode import Encoded
+from megtool.data.tokenize_documents import Encoded
 from megtool.errors import UsageError
 
 IGNORED = -100

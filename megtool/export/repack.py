@@ -15,20 +15,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.feed import Feed, Region, Taking
+from megtool.checkpoint.computed_tensors import Feed, Region, Taking
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.units import UNIT_BYTES
+from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.errors import FormatError
-from megtool.export.expand import Slice, check_codes, check_scales, expanded, index_of, per_of
-from megtool.export.moved import Moved, Window, identity, source_of, stored_as
-from megtool.export.values import reciprocal
-from megtool.packing.codes import numbers
-from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
-from megtool.packing.floats import single
-from megtool.packing.parts import Part
-from megtool.quant.writing.given import Given, bits_of, hash_of, whole
-from megtool.tensors.relation import Placement
+from megtool.export.repack_region import Moved, Window, identity, source_of, stored_as
+from megtool.export.scale_expansion import (
+    Slice,
+    check_codes,
+    check_scales,
+    expanded,
+    index_of,
+    per_of,
+)
+from megtool.export.small_tensors import reciprocal
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.number_formats.element_codes import numbers
+from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.small_floats import single
+from megtool.quant.packed_tensors.constant_feeds import Given, bits_of, hash_of, whole
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = ["Slice", "repacked"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CheckpointError, UsageError
+from megtool.inference.cuda_graph import GraphedHidden
 from megtool.inference.forward import Forward
-from megtool.inference.graphed import GraphedHidden
 from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
 from megtool.model.batch import Batch, check_ids
 

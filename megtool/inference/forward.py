@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.config import ModelConfig
-from megtool.inference.on_demand import on_demand_of
+from megtool.inference.layer_streaming import on_demand_of
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache, ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.pipeline import hidden_of_stages
-from megtool.parallel.context import whole_tokens
-from megtool.parallel.groups import Groups
+from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
+from megtool.parallel.process_groups import Groups
 
 
 class Place(TypedDict, total=False):

@@ -15,7 +15,7 @@ from megtool.inference.batching import InOrder, Request, Running, Schedule
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import NO_NUMBER, Sampling, choose
 from megtool.inference.slots import Blocks, Rows, Slots
-from megtool.inference.stopping import Stops
+from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
 
 Finish = Literal["eos", "stop", "length"]

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from megtool.checkpoint.memory import free_memory
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.local import Seat
+from megtool.console import Progress, format_bytes, silent
+from megtool.convert.rank_tensors import Seat
 from megtool.convert.sharding import check_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.errors import CheckpointError, LayoutError, MappingError, OutOfMemoryError, UsageError
-from megtool.inference.on_demand import OnDemand, on_demand_of, replaced, units_of
-from megtool.inference.weights import BUFFER_BYTES, Source, Weights
-from megtool.log import Progress, format_bytes, silent
+from megtool.inference.layer_streaming import OnDemand, on_demand_of, replaced, units_of
+from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
-from megtool.parallel.groups import Groups
-from megtool.parallel.pipeline import divisors
+from megtool.parallel.pipeline_split import divisors
+from megtool.parallel.process_groups import Groups
 
 __all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.inference.batching import Request, Running, left_padded
+from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep
 from megtool.inference.forward import Forward
-from megtool.inference.graphed import SPARE_SLOTS, GraphedStep
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache, PagedCache
 

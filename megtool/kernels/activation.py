@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megtool.errors import MappingError
 from megtool.kernels import activation_triton, transformer_engine
-from megtool.kernels.choice import Chosen, Kernel
+from megtool.kernels.dispatch import Chosen, Kernel
 
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2")
 # Other names that Hugging Face has (ACT2FN) for the same formulas.

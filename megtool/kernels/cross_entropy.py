@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.kernels.choice import asked, use
-from megtool.kernels.gradients import accumulate_product
-from megtool.kernels.head import Softmax, Vocabulary, fold, logits, slope
+from megtool.kernels.dispatch import asked, use
+from megtool.kernels.lm_head import Softmax, Vocabulary, fold, logits, slope
+from megtool.kernels.wgrad_accumulation import accumulate_product
 
 
 def linear_cross_entropy(

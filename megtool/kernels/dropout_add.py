@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels import dropout_add_triton
-from megtool.kernels.choice import Chosen, Kernel
+from megtool.kernels.dispatch import Chosen, Kernel
 
 
 def bias_dropout_add(

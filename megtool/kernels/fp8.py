@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.kernels import fp8_triton
-from megtool.kernels.choice import Kernel
+from megtool.kernels.dispatch import Kernel
 
 Kind = Literal["e4m3", "e5m2"]
 DTYPES: dict[Kind, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

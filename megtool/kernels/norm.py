@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megtool.kernels import norm_triton, transformer_engine
-from megtool.kernels.choice import Chosen, Kernel
+from megtool.kernels.dispatch import Chosen, Kernel
 from megtool.kernels.launch import LONGEST_ROW
 
 P = ParamSpec("P")

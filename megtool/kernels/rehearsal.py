@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megtool.errors import GraphRuleError
-from megtool.kernels.graphs import Graphs, Input, clone, copy_into, is_rehearsed, map_tensors
+from megtool.kernels.cuda_graphs import Graphs, Input, clone, copy_into, is_rehearsed, map_tensors
 
 Rule = Literal[
     "no waiting for the host",

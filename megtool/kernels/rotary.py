@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megtool.kernels import rotary_triton
-from megtool.kernels.choice import Kernel
+from megtool.kernels.dispatch import Kernel
 
 
 def rotate(

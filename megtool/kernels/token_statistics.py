@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.kernels.head import NOWHERE, Softmax, Vocabulary, bend, fold, logits
+from megtool.kernels.lm_head import NOWHERE, Softmax, Vocabulary, bend, fold, logits
 
 CHUNK_ELEMENTS = 1 << 25
 

@@ -19,15 +19,15 @@ from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax
 from megtool.model.batch import Frame
 from megtool.model.dropout import Chance, drawn_by
+from megtool.model.hooks import CacheTap
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
 from megtool.model.norm import Norm, NormLayer
-from megtool.model.parameters import mark, mark_parts
+from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.rotary import has_rotation
-from megtool.model.taps import CacheTap
 from megtool.parallel.collectives import copy_to, gather_columns
-from megtool.parallel.context import gather_tokens
-from megtool.parallel.groups import Groups
+from megtool.parallel.context_parallel import gather_tokens
+from megtool.parallel.process_groups import Groups
 
 
 def attend_all(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.graphs import is_rehearsed
-from megtool.parallel.groups import ALONE, Group
+from megtool.kernels.cuda_graphs import is_rehearsed
+from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
     from megtool.model.cache import Cache
@@ -128,7 +128,7 @@ class Frame:
     Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
     for the backward pass where layers are computed again: other passes may have run since.
     `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
-    routers have counted their choices (`megtool.model.balance`), and `draws` what dropout leaves
+    routers have counted their choices (`megtool.model.moe_aux_loss`), and `draws` what dropout leaves
     out, if there is any (`megtool.model.dropout`). With context parallelism (`cp`)
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows.

@@ -14,15 +14,15 @@ from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.model.batch import Batch, Frame, check_ids, check_positions
 from megtool.model.cache import Cache, Span
 from megtool.model.dropout import Draws, Dropout
+from megtool.model.hooks import Tap
 from megtool.model.layer import Layer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import masks_of
 from megtool.model.norm import Norm, NormLayer
 from megtool.model.rotary import Rotary
-from megtool.model.taps import Tap
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
-from megtool.parallel.context import chunk_size, own_tokens, whole_tokens
-from megtool.parallel.groups import Groups
+from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
+from megtool.parallel.process_groups import Groups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 # Logits of one pass and rank that are kept for the backward pass, which saves one product of four;

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.kernels.dropout_add import drop
-from megtool.parallel.groups import Group
+from megtool.parallel.process_groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

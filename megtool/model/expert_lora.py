@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megtool.kernels.experts import grouped_linear
-from megtool.model.parameters import mark
+from megtool.kernels.grouped_gemm import grouped_linear
+from megtool.model.param_attributes import mark
 from megtool.parallel.collectives import copy_to
-from megtool.parallel.groups import Group
+from megtool.parallel.process_groups import Group
 
 if TYPE_CHECKING:
     from megtool.model.lora import LoraSettings

@@ -12,12 +12,12 @@ from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
 from megtool.model.batch import Frame
 from megtool.model.dropout import Chance
-from megtool.model.latent_attention import LatentAttention
 from megtool.model.linear import ColumnLinear
+from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
 from megtool.model.norm import Norm, NormLayer
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 
 class Layer(nn.Module):

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megtool.model.hooks import Tap
 from megtool.model.norm import Norm
-from megtool.model.parameters import mark
-from megtool.model.taps import Tap
+from megtool.model.param_attributes import mark
 from megtool.parallel.collectives import (
     copy_to,
     gather_columns,
@@ -22,10 +22,10 @@ from megtool.parallel.collectives import (
     start_reduce_scatter,
     start_sum,
 )
-from megtool.parallel.groups import ALONE, Group
+from megtool.parallel.process_groups import ALONE, Group
 
 # Stands for `x W^T` of rows and a weight, with gradients of its own, where a module's `product` is
-# set: training in FP8 does (`megtool.train.fp8`).
+# set: training in FP8 does (`megtool.train.features.fp8`).
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -36,7 +36,7 @@ class ColumnLinear(nn.Module):
     (layernorm) `layer_norm_bias` `[in]`, replicated: Transformer Engine's fused names. Takes
     `x_TH`, of which this rank has `T/tp` rows with `sequence_parallel` and all without, and gives
     all T rows. The backward pass adds up the gradient of x while that of the weight is computed.
-    `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.taps`), and
+    `tap` is handed the rows that are multiplied, as this rank has them (`megtool.model.hooks`), and
     what `adapter` makes of them is added to the output (`megtool.model.lora`).
 
     Raises:

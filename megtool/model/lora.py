@@ -20,12 +20,12 @@ from megtool.config import ModelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.model.expert_lora import ExpertAdapter
-from megtool.model.latent_attention import DownLinear
 from megtool.model.linear import ColumnLinear, RowLinear, column_product
+from megtool.model.mla import DownLinear
 from megtool.model.moe import ExpertLinear
-from megtool.model.parameters import mark
+from megtool.model.param_attributes import mark
 from megtool.parallel.collectives import reduce_from, reduce_scatter_rows
-from megtool.parallel.groups import ALONE, Group
+from megtool.parallel.process_groups import ALONE, Group
 
 Linear = ColumnLinear | RowLinear | DownLinear
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.model.cache import Span
 from megtool.model.rotary import has_rotation, has_window
-from megtool.parallel.context import chunk_size, chunks_of
-from megtool.parallel.groups import Group
+from megtool.parallel.context_parallel import chunk_size, chunks_of
+from megtool.parallel.process_groups import Group
 
 
 @dataclass(slots=True)

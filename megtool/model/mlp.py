@@ -9,7 +9,7 @@ from megtool.config import ModelConfig
 from megtool.kernels.activation import activate, gated
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import Norm
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 
 def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
-from megtool.kernels.experts import grouped_linear, invert, permute, unpermute, waits_for_host
+from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unpermute, waits_for_host
 from megtool.model.batch import Frame
+from megtool.model.hooks import ExpertTap
 from megtool.model.mlp import activated
-from megtool.model.parameters import mark
+from megtool.model.param_attributes import mark
 from megtool.model.router import Router
 from megtool.model.shared_experts import SharedExperts
-from megtool.model.taps import ExpertTap
 from megtool.parallel.collectives import (
     all_to_all,
     copy_to,
@@ -31,7 +31,7 @@ from megtool.parallel.collectives import (
     reduce_scatter_rows,
     scatter_rows,
 )
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 
 
 class MoeMlp(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megtool.model.parameters import mark
+from megtool.model.param_attributes import mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
-from megtool.model.parameters import mark
-from megtool.parallel.context import chunk_size, own_tokens
-from megtool.parallel.groups import Groups
-from megtool.parallel.pipeline import Pipeline, divisors, near
+from megtool.model.param_attributes import mark
+from megtool.parallel.context_parallel import chunk_size, own_tokens
+from megtool.parallel.pipeline_split import Pipeline, divisors, near
+from megtool.parallel.process_groups import Groups
 
 Stages = Decoder | Sequence[Decoder]
 """What a rank has of a model: one decoder, or one for each of its virtual chunks."""

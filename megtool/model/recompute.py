@@ -14,8 +14,8 @@ from torch.utils.checkpoint import (
 )
 
 from megtool.errors import UsageError
-from megtool.kernels.choice import Implementation, asked, use
-from megtool.kernels.linear_te import Contexts, contexts_again
+from megtool.kernels.dispatch import Implementation, asked, use
+from megtool.kernels.te_linear import Contexts, contexts_again
 from megtool.model.decoder import Decoder
 from megtool.model.lora import Adapter
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
-from megtool.model.balance import Balance
 from megtool.model.batch import Frame
-from megtool.model.parameters import mark
-from megtool.model.taps import Tap
+from megtool.model.hooks import Tap
+from megtool.model.moe_aux_loss import Balance
+from megtool.model.param_attributes import mark
 
 SCORES = ("softmax", "sigmoid")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mlp import activated
-from megtool.model.parameters import mark
-from megtool.parallel.groups import Groups
+from megtool.model.param_attributes import mark
+from megtool.parallel.process_groups import Groups
 
 
 class SharedExperts(nn.Module):

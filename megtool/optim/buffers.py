@@ -2,7 +2,7 @@
 
 There is one buffer for each model chunk, dtype of parameters, dtype of gradients, and for dense
 parameters and experts apart; parameters lie in the reverse of the order that Megatron's modules
-register them in (`megtool.tensors.parameters`), at the places of `megtool.tensors.buckets`. A stack
+register them in (`megtool.tensors.registration_order`), at the places of `megtool.tensors.buckets`. A stack
 of experts is one parameter here; Megatron's own buffers hold its matrices in reverse, one by one.
 Source: megatron-core 0.16.1, `distributed/{distributed_data_parallel,param_and_grad_buffer}.py`.
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
-from megtool.optim.groups import Facts
-from megtool.optim.state import Span
-from megtool.parallel.groups import Group
+from megtool.optim.param_groups import Facts
+from megtool.optim.segments import Span
+from megtool.parallel.process_groups import Group
 from megtool.tensors.buckets import lay_out, padded
-from megtool.tensors.parameters import ORDERS, Order
+from megtool.tensors.registration_order import ORDERS, Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

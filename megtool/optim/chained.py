@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
-from megtool.optim.groups import group_parameters
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.state import Segment
+from megtool.optim.param_groups import group_parameters
+from megtool.optim.segments import Segment
 
 
 class ChainedOptimizer(Optimizer):

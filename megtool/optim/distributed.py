@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from megtool.errors import UsageError
 from megtool.optim.buffers import Bucket, Buffer, Kind, in_registration_order, make_buffer
-from megtool.optim.fp8.gather import forget, gather_quantised, is_marked
-from megtool.optim.gathering import Gathering
-from megtool.optim.groups import Facts
+from megtool.optim.flat_shards import Pending
+from megtool.optim.fp8.fp8_param_gather import forget, gather_quantised, is_marked
+from megtool.optim.grad_reduce import Reduction
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.reduction import Reduction
+from megtool.optim.param_gather import Gathering
+from megtool.optim.param_groups import Facts
+from megtool.optim.segments import Segment, Span
 from megtool.optim.settings import OptimizerSettings
-from megtool.optim.shards import Pending
-from megtool.optim.state import Segment, Span
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 from megtool.tensors.buckets import default_bucket_size
 
 

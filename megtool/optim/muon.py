@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megtool.optim.groups import Facts
-from megtool.optim.state import Segment
-from megtool.optim.updates import Muon
+from megtool.optim.param_groups import Facts
+from megtool.optim.segments import Segment
+from megtool.optim.update_rules import Muon
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 
 
 def turn_matrices(

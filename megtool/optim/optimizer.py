@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
-from megtool.optim.groups import Facts, ParamGroup, facts_of, group_parameters
+from megtool.optim.grad_norm import clip_coefficient, first_bad, first_of_ranks, local_statistics
 from megtool.optim.muon import turn_matrices
-from megtool.optim.norms import clip_coefficient, first_bad, first_of_ranks, local_statistics
+from megtool.optim.param_groups import Facts, ParamGroup, facts_of, group_parameters
 from megtool.optim.scaler import Scaler, make_scaler
+from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
 from megtool.optim.settings import OptimizerSettings
-from megtool.optim.state import Segment, Span, StatePiece, copy_parts
-from megtool.optim.updates import Muon, Update, make_update, update_segments
+from megtool.optim.update_rules import Muon, Update, make_update, update_segments
 from megtool.parallel.collectives import all_max, all_sum
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 
 # A group's learning rate: one for all, or the schedule's for the group's own ends.
 Rate = float | Callable[[ParamGroup], float]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from megtool.errors import UsageError
-from megtool.optim.groups import GroupRule
+from megtool.optim.param_groups import GroupRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.parallel.groups import Group
+from megtool.parallel.process_groups import Group
 
 # The names of torch 2.13 and later, and those of before.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, RecipeError, UsageError
-from megtool.log import Progress, silent
-from megtool.quant.calibration.points import Point, readers_of
-from megtool.quant.modelopt_packages import no_bars, packages, quiet
+from megtool.quant.calibration.activation_sites import Point, readers_of
+from megtool.quant.modelopt_import import no_bars, packages, quiet
+from megtool.quant.qparams import INPUTS, Cache, Floats, Settlement, Treatment, packing_of
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.treatment import INPUTS, Cache, Floats, Settlement, Treatment, packing_of
 
 if TYPE_CHECKING:
     import torch

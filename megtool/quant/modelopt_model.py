@@ -9,8 +9,8 @@ from typing import Any
 
 from megtool.errors import UsageError
 from megtool.quant.backend_modelopt import held_module
-from megtool.quant.calibration.points import Point
-from megtool.quant.modelopt_packages import no_bars, packages, quiet
+from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.modelopt_import import no_bars, packages, quiet
 from megtool.quant.recipes.match import Decision
 
 

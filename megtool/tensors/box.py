@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.tensors.equal import grouped
+from megtool.tensors.grouping import grouped
 
 Ints = NDArray[np.int64]
 

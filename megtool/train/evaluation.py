@@ -13,8 +13,8 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import Groups
-from megtool.train.batches import Feed, batch_of, padded
+from megtool.parallel.process_groups import Groups
+from megtool.train.collate import Feed, batch_of, padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

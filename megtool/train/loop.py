@@ -17,25 +17,25 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megtool.console import Progress, silent
 from megtool.errors import TrainingError
-from megtool.log import Progress, silent
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Schedule as Passes
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicScaler
 from megtool.optim.schedules import Schedule
-from megtool.train.batches import Feed, batch_of
+from megtool.train.checkpointing.retention import forget_old, has_iteration
+from megtool.train.checkpointing.save_metadata import Extras
+from megtool.train.collate import Feed, batch_of
+from megtool.train.config import TrainSettings
+from megtool.train.cuda_graph import GraphedSchedule
 from megtool.train.evaluation import Evaluation, evaluate, world_sum
-from megtool.train.extras import Extras
-from megtool.train.further import Further
-from megtool.train.graphed import GraphedSchedule
-from megtool.train.keeping import forget_old, has_iteration
-from megtool.train.log import RunLog, told
-from megtool.train.plan import RunPlan, rates_of
-from megtool.train.settings import TrainSettings
-from megtool.train.standing import Standing
-from megtool.train.trouble import first_not_finite, parameter_not_finite, stop
+from megtool.train.features.protocol import Further
+from megtool.train.nonfinite import first_not_finite, parameter_not_finite, stop
+from megtool.train.run_log import RunLog, told
+from megtool.train.run_plan import RunPlan, rates_of
+from megtool.train.train_state import Standing
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ Reason = Literal["done", "patience", "signal", "time"]
 
 
 class Keeper(Protocol):
-    """What saves iterations; see `megtool.train.save.Saver`."""
+    """What saves iterations; see `megtool.train.checkpointing.save.Saver`."""
 
     def save(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 

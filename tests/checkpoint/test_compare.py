@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import sweep
+from megtool.checkpoint import parallel_scan
 from megtool.checkpoint.catalogue import Replica, StoredFile
 from megtool.checkpoint.compare import Half, Pair, compare, num_bytes
 from megtool.checkpoint.formats import open_checkpoint
@@ -21,7 +21,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -49,7 +49,7 @@ def test_what_differs_is_found_however_the_two_are_cut(
         y.reshape(-1)[rng.randrange(y.size)] = rng.choice([np.nan, 0.5, 7.0])
     halves, root = [], scratch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "PART_BYTES", part)
+        patch.setattr(parallel_scan, "PART_BYTES", part)
         for name, array in (("a", x), ("b", y)):
             grid = raw.random_grid(rng, shape, 2)
             catalogue = raw.lay_out(root / name, [tensor], [grid])
@@ -99,7 +99,7 @@ def test_the_first_error_of_a_thread_is_raised():
             raise ValueError(job)
 
     with pytest.raises(ValueError, match="5"):
-        sweep.each(range(100), work, threads=3)
+        parallel_scan.each(range(100), work, threads=3)
 
 
 @pytest.mark.parametrize("change", [None, 2])

@@ -22,10 +22,10 @@ from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Fill, Op, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport import units
+from megtool.checkpoint.transport import work_units
 from megtool.dtypes import dtype
 from megtool.errors import DigestError, SourceChangedError, StorageError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 LAYOUTS = ("apart", "stacked", "rows", "columns", "woven rows", "woven columns", "turned", "mixed")
@@ -192,8 +192,8 @@ def test_any_layout_reaches_any_other(
 @pytest.mark.parametrize("there", LAYOUTS)
 def test_small_tiles_and_units_change_nothing(raw, tmp_path, monkeypatch, there, here):
     monkeypatch.setattr(copy, "usual_tile_bytes", lambda: 1000)
-    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
-    monkeypatch.setattr("megtool.checkpoint.transport.plain.UNIT_BYTES", 3000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 3000)
+    monkeypatch.setattr("megtool.checkpoint.transport.kernel_copy.UNIT_BYTES", 3000)
     rng = random.Random(there + here)
     job = Job(raw, tmp_path, rng, there=there, here=here, rows=60, cols=31)
     with job.stage() as stage:
@@ -225,8 +225,8 @@ class Stopping(Files):
 @pytest.mark.parametrize(("there", "here"), [("rows", "apart"), ("columns", "turned")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, threads, there, here, error):
-    monkeypatch.setattr(units, "UNIT_BYTES", 500)
-    monkeypatch.setattr("megtool.checkpoint.transport.plain.UNIT_BYTES", 500)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 500)
+    monkeypatch.setattr("megtool.checkpoint.transport.kernel_copy.UNIT_BYTES", 500)
     job = Job(raw, tmp_path, random.Random(3), there=there, here=here, rows=40, cols=50)
     expected = KeyboardInterrupt if error is KeyboardInterrupt else StorageError
     counting = Stopping(0)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import cover
-from megtool.checkpoint.cover import check_placements
+from megtool.checkpoint import coverage
+from megtool.checkpoint.coverage import check_placements
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.tensors.placed import place
 
@@ -142,7 +142,7 @@ def test_huge_dimensions_cost_nothing():
 def test_layers_placed_alike_are_proved_once(monkeypatch):
     names = [f"layer{k}" for k in range(50)]
     checked = []
-    monkeypatch.setattr(cover, "_check", lambda tensor, *_: checked.append(tensor.name))
+    monkeypatch.setattr(coverage, "_check", lambda tensor, *_: checked.append(tensor.name))
     check_placements(
         [tensor(4, 3, name=n) for n in names],
         [place((2, 3), (0, 1), (1, 1), (b, 0), n) for n in names for b in (0, 2)],

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.computed_tensors import Region, Taking, boxes_of, region_bytes
 from megtool.checkpoint.copy import execute
-from megtool.checkpoint.feed import Region, Taking, boxes_of, region_bytes
 from megtool.checkpoint.formats.safetensors import lay_out, open_checkpoint
 from megtool.checkpoint.plan import Op, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.units import Fed
-from megtool.checkpoint.transport.units import units as units_of
+from megtool.checkpoint.transport.work_units import Fed
+from megtool.checkpoint.transport.work_units import units as units_of
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError
 from megtool.tensors.box import numel, strides
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
 
@@ -174,7 +174,7 @@ def test_facts_make_another_fingerprint(tmp_path: Path) -> None:
 
 
 def test_small_feeds_of_a_file_are_one_unit(tmp_path: Path) -> None:
-    from megtool.checkpoint.transport.side import Locator
+    from megtool.checkpoint.transport.shard_locator import Locator
 
     plan = planned(source(tmp_path / "in"), tuple(range(0, ROWS + 1, 2)))
     found = [u for u in units_of(plan, Locator(plan.target.catalogue)) if isinstance(u, Fed)]

@@ -20,7 +20,7 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, StorageError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 KINDS = ["float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn", "uint8"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megtool.checkpoint import planner
 from megtool.checkpoint.plan import PLAIN_RUN_BYTES, Fill, Source, common_runs
 from megtool.dtypes import dtype
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 

@@ -15,11 +15,11 @@ from megtool.checkpoint.catalogue import Catalogue, Located, Replica, StoredObje
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
+from megtool.checkpoint.plan_summary import summarise
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.summary import summarise
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, SourceChangedError, StorageError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 SHAPES = {"w": (6, 4), "b\udc80ü": (5,), "s": (), "none": (0, 3)}

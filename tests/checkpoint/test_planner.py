@@ -19,7 +19,7 @@ from megtool.checkpoint.plan import Dropped, Fill, Op, Plan, Source
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.tensors.box import Boxes
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 FILL = 7.0

@@ -13,7 +13,7 @@ from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 

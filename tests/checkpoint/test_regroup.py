@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Replica
-from megtool.checkpoint.regroup import Regrouping, regroup
+from megtool.checkpoint.rechunk import Regrouping, regroup
 from megtool.checkpoint.replicas import as_pair
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megtool.checkpoint import planner, summary
+from megtool.checkpoint import plan_summary, planner
 from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
-from megtool.checkpoint.summary import summarise
+from megtool.checkpoint.plan_summary import summarise
 from megtool.dtypes import dtype
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 ROWS = 1 << 14
@@ -87,9 +87,9 @@ def test_digesting_everything_leaves_nothing_to_the_kernel(plan):
 def test_memory_is_bounded_by_what_is_allowed_and_what_is_there(plan, raw):
     mib = 1 << 20
     assert summarise(plan, threads=2, memory_bytes=mib).peak_buffer_bytes <= mib
-    least = 4 * summary.SLOTS * summary.LEAST_BUFFER_BYTES
+    least = 4 * plan_summary.SLOTS * plan_summary.LEAST_BUFFER_BYTES
     assert summarise(plan, threads=4, memory_bytes=1).peak_buffer_bytes == least
-    largest = summary.USUAL_BUFFER_BYTES * summary.SLOTS
+    largest = plan_summary.USUAL_BUFFER_BYTES * plan_summary.SLOTS
     assert summarise(plan, memory_bytes=1 << 40).peak_buffer_bytes == largest
     same = {"t": Placement.identity("t", (8,))}
     flat = [raw.lay_out(Path(p), [tensor("t", 8)], [[([0], [8], 0)]]) for p in "ab"]
@@ -102,7 +102,7 @@ def test_memory_is_bounded_by_what_is_allowed_and_what_is_there(plan, raw):
 def test_more_threads_take_less_time_up_to_a_limit(plan):
     seconds = [summarise(plan, threads=n).seconds for n in (1, 2, 4, 64, 128)]
     assert seconds[0] > seconds[1] > seconds[2] > seconds[3] == seconds[4]
-    one = ROWS * 16 / summary.KERNEL_RATE + ROWS * 16 / summary.STRIDED_RATE
+    one = ROWS * 16 / plan_summary.KERNEL_RATE + ROWS * 16 / plan_summary.STRIDED_RATE
     assert seconds[0] == pytest.approx(one, rel=1e-3)
 
 

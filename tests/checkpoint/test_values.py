@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.checkpoint.values import numbers
+from megtool.checkpoint.numeric_values import numbers
 from megtool.dtypes import DTYPES, dtype
 
 EIGHT = [d.name for d in DTYPES if d.is_float and d.itemsize == 1]

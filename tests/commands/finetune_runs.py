@@ -13,7 +13,7 @@ from typing import Any
 
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 
 TEXT = "When in the Course of human events, it becomes necessary for one people to dissolve. "
 

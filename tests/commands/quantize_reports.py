@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megtool.commands.quantizing.report import (
+from megtool.quant.pipeline.report import (
     AutoChoice,
     CalibrationFacts,
     CoverageRow,
@@ -12,8 +12,8 @@ from megtool.commands.quantizing.report import (
     QuantizeEvaluation,
     QuantizeReport,
 )
-from megtool.quant.proofs.findings import error, warning
-from megtool.quant.proofs.proof import Proof, Row
+from megtool.quant.verification.findings import error, warning
+from megtool.quant.verification.verify_folder import Proof, Row
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=a>&'\x1b[31m"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands import reshard as reshard_module
 from megtool.commands.quantize import quantize
 from megtool.commands.reshard import reshard

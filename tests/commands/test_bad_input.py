@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.convert.families import family_names
 from tests.commands import tiny_llama
 from tests.commands.tiny_llama import left_overs, state

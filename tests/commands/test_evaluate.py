@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.evaluate import evaluate
 from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan
 from megtool.commands.generate import generate
@@ -19,7 +19,7 @@ from megtool.errors import (
     TrainingError,
     UsageError,
 )
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, tune
 from tests.inference import tiny_text
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.containers.extra_state import decode
-from megtool.checkpoint.facts import object_value
+from megtool.checkpoint.containers.te_extra_state import decode
+from megtool.checkpoint.megatron_metadata import object_value
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
-from megtool.commands.opened import open_model
 from megtool.commands.quantize import quantize
 from megtool.commands.reshard import reshard
-from megtool.commands.scaling.inspect import inspect_amax
 from megtool.commands.verify import verify
 from megtool.errors import (
     CalibrationError,
@@ -26,7 +24,9 @@ from megtool.errors import (
     TrainingError,
     UsageError,
 )
-from megtool.train.log import read_log
+from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.reshard.source import open_model
+from megtool.train.run_log import read_log
 from tests.inference import tiny_text
 
 DELAYED = {"fp8_recipe": "delayed", "fp8_amax_history_len": 8, "bf16": True}

@@ -12,7 +12,7 @@ import torch
 
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import curve, kill_and_go_on
 from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.checkpoint.facts import args_of
+from megtool.checkpoint.megatron_metadata import args_of
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.opened import open_model
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
-from megtool.train.log import read_log
+from megtool.reshard.source import open_model
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import curve, tune
 from tests.commands.test_generate import torchrun
 from tests.gloo_world import run_world

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.facts import args_of
+from megtool.checkpoint.megatron_metadata import args_of
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.commands.opened import open_model
-from megtool.commands.scaling.inspect import inspect_amax
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
-from megtool.train.log import read_log
+from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.reshard.source import open_model
+from megtool.train.run_log import read_log
 
 
 def tune(model: Path, folder: Path, text: Path, **more: Any) -> list[float]:

@@ -53,7 +53,7 @@ def test_a_run_that_is_broken_off_has_the_same_curve(
     how = how | {"hold_out": 0.1, "eval_interval": 2, "save_interval": 2, "global_batch_size": 4}
     how |= {"device": "cuda", "async_save": False}
     tune(model, tmp_path / "plain", data, **how)
-    caplog.set_level("INFO", "megtool.train.graphed")
+    caplog.set_level("INFO", "megtool.train.cuda_graph")
     tune(model, tmp_path / "whole", data, cuda_graph_impl="local", **how)
     assert "are a CUDA graph" in caplog.text
     assert curve(tmp_path / "whole") == curve(tmp_path / "plain")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.facts import args_of
+from megtool.checkpoint.megatron_metadata import args_of
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.commands.opened import open_model
 from megtool.commands.verify import verify
 from megtool.errors import MegtoolError
-from megtool.train.log import read_log
+from megtool.reshard.source import open_model
+from megtool.train.run_log import read_log
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 

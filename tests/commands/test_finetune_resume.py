@@ -18,7 +18,7 @@ from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on
 from tests.commands.finetune_runs import tune as any_run
 from tests.inference import tiny_text
@@ -246,7 +246,7 @@ def test_a_run_that_was_tired_stays_so(model, data, tmp_path) -> None:
 
 
 def test_no_more_checkpoints_lie_there_than_have_to(model, data, tmp_path, monkeypatch) -> None:
-    from megtool.train.iteration_folder import IterationFolder
+    from megtool.train.checkpointing.staged_iteration import IterationFolder
 
     seen = []
 
@@ -288,12 +288,12 @@ def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp
 
 def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
-    from megtool.commands.running import Source, open_runnable
-    from megtool.data.feed import open_feed
-    from megtool.inference.weights import Source as Stored
-    from megtool.parallel.groups import Groups
+    from megtool.data.dataset import open_feed
+    from megtool.inference.rank_weights import Source as Stored
+    from megtool.inference.runtime import Source, open_runnable
+    from megtool.parallel.process_groups import Groups
+    from megtool.train.build_model import load_for_training
     from megtool.train.evaluation import evaluate
-    from megtool.train.setup import load_for_training
 
     runnable = open_runnable(Source(path=model))
     opened = runnable.opened

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from megtool.errors import MappingError, UsageError
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import tune as any_run
 from tests.gloo_world import run_world
 

@@ -12,21 +12,21 @@ import torch
 
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
-from megtool.commands.opened import open_model
-from megtool.commands.scaling.inspect import inspect_amax
 from megtool.commands.verify import verify
 from megtool.errors import MissingPackageError, UsageError
-from megtool.inference.weights import Source
-from megtool.kernels.choice import use
+from megtool.inference.rank_weights import Source
+from megtool.kernels.dispatch import use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import TeHistories
-from megtool.parallel.groups import Groups
-from megtool.train.fp8 import Fp8Training
-from megtool.train.log import read_log
-from megtool.train.setup import load_for_training
+from megtool.parallel.process_groups import Groups
+from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.reshard.source import open_model
+from megtool.train.build_model import load_for_training
+from megtool.train.features.fp8 import Fp8Training
+from megtool.train.run_log import read_log
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
 IS_THERE = find_spec("transformer_engine") is not None

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
 from megtool.commands.generate import generate
 from megtool.commands.generate_report import Answer, GeneratePlan, GenerateReport
 from megtool.commands.reshard import reshard
-from megtool.commands.running import Manner, on_ranks
+from megtool.console import printable
 from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
-from megtool.log import printable
+from megtool.inference.runtime import Manner, on_ranks
 from tests.commands import tiny_llama
 from tests.inference import tiny_text
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.errors import FormatError, MappingError
@@ -184,7 +184,7 @@ def test_the_command_line(megatron: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_torch_is_not_imported(megatron: Path) -> None:
     code = (
-        "import sys\nfrom megtool.cli import main\n"
+        "import sys\nfrom megtool.cli.app import main\n"
         "status = main(['inspect', sys.argv[1], '--stats', '-q'])\n"
         "status |= main(['verify', sys.argv[1], sys.argv[1], '-q'])\n"
         "sys.exit(9 if 'torch' in sys.modules else status)"

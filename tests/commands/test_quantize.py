@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.plan import QuantizePlan
-from megtool.commands.quantizing.report import QuantizeReport
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     CalibrationError,
@@ -28,6 +26,8 @@ from megtool.errors import (
     RecipeError,
     UsageError,
 )
+from megtool.quant.pipeline.plan import QuantizePlan
+from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import recipe_names
 from tests.inference import tiny_text
 from tests.quant import tiny_models
@@ -381,7 +381,7 @@ def killed_at(place: int, source: Path, out: Path, options: dict[str, Any]) -> N
     """
     import torch
 
-    from megtool.quant.calibration.work import Work
+    from megtool.quant.calibration.resume_folder import Work
 
     torch.set_num_threads(1)
     whole, passed = Work.record, 0
@@ -429,9 +429,9 @@ def test_killed_at_every_boundary_of_a_layer_it_ends_the_same(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "megtool.commands.quantizing.finish",
+            "megtool.quant.pipeline.finalize",
             "megtool.quant.calibration.calibrate",
-            "megtool.quant.choosing.auto",
+            "megtool.quant.mixed_precision.auto_quantize",
             "tests.commands.test_quantize",
         ]
     )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.recipe import explain_recipe, list_recipes, show_recipe
 from megtool.commands.reshard import reshard
 from megtool.errors import LayoutError, MappingError, RecipeError

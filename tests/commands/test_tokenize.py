@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands import tokenize as room
 from megtool.commands.reshard import reshard
 from megtool.commands.tokenize import tokenize

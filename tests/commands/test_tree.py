@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.commands.tree import MOST_LEVELS, columns, count, draw, fold, fold_names, shown
 from megtool.dtypes import dtype
+from megtool.reports import MOST_LEVELS, columns, count, draw, fold, fold_names, shown
 from megtool.tensors.sharded import GlobalTensor
 
 

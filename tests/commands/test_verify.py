@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megtool.checkpoint.digest import SIDECAR
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import CheckpointError, MappingError

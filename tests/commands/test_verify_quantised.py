@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.export import export
 from megtool.commands.lint import lint
 from megtool.commands.quantize import quantize

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.convert.depth import (
+from megtool.convert.families import family
+from megtool.convert.layer_subset import (
     edited_config,
     of_layers,
     parse_layers,
     renumbered,
     window_flags,
 )
-from megtool.convert.families import family
 from megtool.convert.megatron_args import args_from_config, config_from_args
 from megtool.errors import MappingError, UsageError
 

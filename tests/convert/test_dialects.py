@@ -16,7 +16,7 @@ from megtool.convert.megatron import split_optimizer
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 F32, BF16 = dtype("float32"), dtype("bfloat16")

@@ -14,12 +14,12 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import Model
 from megtool.convert.dialects import Side, TargetSide, read_side, write_side
-from megtool.convert.local import LocalSide, Seat, local_side, local_tensors
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.ranks import Place, rank_parameters
+from megtool.convert.rank_parameters import Place, rank_parameters
+from megtool.convert.rank_tensors import LocalSide, Seat, local_side, local_tensors
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.commands.megatron.trained import canonical_tensors, config
 from tests.tensors.test_parameters import MODELS as KINDS

@@ -28,7 +28,7 @@ from megtool.convert.canonical import Model
 from megtool.convert.mapping import Word, WordLike
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 F32 = dtype("float32")

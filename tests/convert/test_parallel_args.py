@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.containers.pickled import decode, plain
+from megtool.checkpoint.containers.pickle_reader import decode, plain
 from megtool.config import ModelConfig, ParallelConfig, pipeline_chunks
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import (
@@ -21,7 +21,7 @@ from megtool.convert.parallel_args import (
     parallel_from_args,
 )
 from megtool.errors import LayoutError
-from megtool.parallel.pipeline import splits
+from megtool.parallel.pipeline_split import splits
 
 DEEPSEEK = "Et*3|(tt|)*29m|L"
 PARALLEL = ParallelConfig(

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megtool.commands.megatron.pieces import boxes_of
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import Model
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.ranks import EMBEDDING, Parameter, Place, rank_parameters
+from megtool.convert.rank_parameters import EMBEDDING, Parameter, Place, rank_parameters
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
+from megtool.reshard.megatron.box_runs import boxes_of
 from megtool.tensors.sharded import GlobalTensor
 from tests.commands.megatron.trained import canonical_tensors, config
 from tests.tensors.test_parameters import MODELS as KINDS

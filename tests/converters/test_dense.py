@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
@@ -23,6 +22,7 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
+from megtool.reshard.source import open_model
 from megtool.tensors.sharded import GlobalTensor
 from tests.converters.saved_folder import config_of, stored
 from tests.tiny_families import (

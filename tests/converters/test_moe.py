@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
@@ -21,6 +20,7 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
+from megtool.reshard.source import open_model
 from megtool.tensors.sharded import GlobalTensor
 from tests.converters.saved_folder import Stored, config_of, stored
 

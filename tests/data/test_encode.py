@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megtool.data.encode import encode
-from megtool.data.text import Document
+from megtool.data.documents import Document
+from megtool.data.tokenize_documents import encode
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MappingError
 from tests.data import tiny_tokenizer

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.data.blend import Blend
-from megtool.data.feed import BlendedFeed, Feed, open_feed
+from megtool.data.dataset import BlendedFeed, Feed, open_feed
 from megtool.data.indexed import IndexedWriter
 from megtool.data.packing import IGNORED, Rows
-from megtool.data.samples import Long, Mode
-from megtool.data.token_store import Encoding, TokenStore, store_tokens
+from megtool.data.sample_index import Long, Mode
+from megtool.data.token_cache import Encoding, TokenStore, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError, UsageError
 from tests.data import tiny_tokenizer

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.data.encode import Encoded
 from megtool.data.packing import IGNORED, Rows, pack, windows
+from megtool.data.tokenize_documents import Encoded
 from megtool.errors import UsageError
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=12)

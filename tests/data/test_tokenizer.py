@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from megtool.commands.demo import demo_weights
-from megtool.commands.own_tokenizer import find_tokenizer
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
+from megtool.reshard.find_tokenizer import find_tokenizer
 from tests.data import tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "the text"}, {"role": "assistant", "content": "it reads"}]

@@ -224,8 +224,8 @@ if __name__ == "__main__":
     start(Path(sys.argv[1]))
     import pytest
 
-    from megtool.kernels import choice
+    from megtool.kernels import dispatch
 
     if sys.argv[2] == "torch":
-        choice._automatic = lambda device_kind: "torch"  # type: ignore[assignment]
+        dispatch._automatic = lambda device_kind: "torch"  # type: ignore[assignment]
     sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[3:]]))

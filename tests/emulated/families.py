@@ -25,13 +25,13 @@ from torch import Tensor  # noqa: E402
 
 from megtool.config import ModelConfig  # noqa: E402
 from megtool.convert.families import family  # noqa: E402
+from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
-from megtool.inference.graphed import SPARE_SLOTS, GraphedStep  # noqa: E402
-from megtool.kernels.choice import Implementation, use  # noqa: E402
-from megtool.kernels.graphs import Graphs  # noqa: E402
+from megtool.kernels.cuda_graphs import Graphs  # noqa: E402
+from megtool.kernels.dispatch import Implementation, use  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
-from megtool.parallel.groups import Groups  # noqa: E402
+from megtool.parallel.process_groups import Groups  # noqa: E402
 from tests.model import moe_models  # noqa: E402
 from tests.model import test_dense_families as dense  # noqa: E402
 from tests.tiny_families import GPT2_SIZES, SIZES  # noqa: E402

@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from bench import gpu, gpu_training, megatron  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megtool.kernels.choice import use  # noqa: E402
+from megtool.kernels.dispatch import use  # noqa: E402
 
 STEPS, ROWS, TOKENS = 4, 2, 16
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megtool.commands.verify import verify
-from megtool.train.log import read_log
+from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import curve, save_lines
 from tests.emulated.device import build
 from tests.inference import tiny_text
@@ -177,7 +177,7 @@ def test_a_killed_run_of_graphs_goes_on_there(
     told = f"finetune {model} DST --data {save_lines(tmp_path)} --seq-length 32 --train-iters 9"
     told += " --global-batch-size 4 --save-interval 2 --lr 1e-3 --kernels torch --threads 1 -q"
     program = "import sys; from pathlib import Path; from tests.emulated.device import start; "
-    program += "start(Path(sys.argv.pop(1))); from megtool.cli import main; main(sys.argv[1:])"
+    program += "start(Path(sys.argv.pop(1))); from megtool.cli.app import main; main(sys.argv[1:])"
 
     def command(folder: str, graphs: str) -> list[str]:
         words = [*told.split(), "--cuda-graph-impl", graphs]

@@ -13,31 +13,31 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.computed_tensors import Feed
 from megtool.checkpoint.copy import execute
-from megtool.checkpoint.feed import Feed
 from megtool.checkpoint.formats.safetensors import lay_out, open_checkpoint
 from megtool.checkpoint.plan import Dropped, Plan, Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
-from megtool.export.coded import Coded, CodedFolder
+from megtool.export.quantized_module import Coded, CodedFolder
 from megtool.export.repack import Slice, repacked
-from megtool.export.values import Values
-from megtool.packing.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
-from megtool.packing.parts import Part, Span
-from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.treatment import packing_of
-from megtool.quant.writing.given import Given
-from megtool.quant.writing.hf_config import (
+from megtool.export.small_tensors import Values
+from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import Part, Span
+from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.quant.packed_tensors.hf_config import (
     Layer,
     hf_quant_config,
     quantization,
     with_quantization,
 )
-from megtool.tensors.relation import Placement
+from megtool.quant.qparams import packing_of
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 Tensors = dict[str, torch.Tensor]

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.export.read import read_coded
+from megtool.export.read_quantized import read_coded
 from megtool.export.repack import Slice, repacked
-from megtool.export.values import Values, fits, reciprocal
-from megtool.packing.decode import DIVISOR, SCALE_2, ZEROS
+from megtool.export.small_tensors import Values, fits, reciprocal
+from megtool.number_formats.decode import DIVISOR, SCALE_2, ZEROS
 from megtool.quant.recipes.formats import FORMATS
 from tests.checkpoint.formats.quantised_weights import MAKERS, Quantised, write
 from tests.export.coded_folders import (

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, FormatError, UsageError
-from megtool.export.coded import Coded
-from megtool.export.read import read_coded
+from megtool.export.quantized_module import Coded
+from megtool.export.read_quantized import read_coded
 from megtool.export.repack import Slice, repacked
-from megtool.export.values import reciprocal
-from megtool.packing.decode import CODES, SCALE, SCALE_2
-from megtool.packing.layout import layout
+from megtool.export.small_tensors import reciprocal
+from megtool.number_formats.decode import CODES, SCALE, SCALE_2
+from megtool.number_formats.layout import layout
 from megtool.quant.recipes.formats import FORMATS
 from megtool.tensors.sharded import GlobalTensor
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
@@ -124,7 +124,7 @@ def test_cut_and_joined_is_the_identity(algo: str, cut: str, seed: int) -> None:
 def _decoded_parts(
     folder: Path, coded: Coded, shape: tuple[int, int]
 ) -> list[np.ndarray[Any, Any]]:
-    from megtool.packing.decode import decode
+    from megtool.number_formats.decode import decode
     from tests.export.coded_folders import NAMES
 
     held, out = tensors_in(folder), []
@@ -198,7 +198,7 @@ def test_siblings_are_brought_to_one_scale(tmp_path: Path, algo: str) -> None:
 
 
 def _decode_all(held: dict[str, torch.Tensor], packing: str) -> np.ndarray[Any, Any]:
-    from megtool.packing.decode import decode
+    from megtool.number_formats.decode import decode
     from tests.export.coded_folders import NAMES
 
     parts = layout(packing, (192, 64))

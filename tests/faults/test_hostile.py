@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport import plain, units
+from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     DestinationError,
@@ -158,8 +158,8 @@ def test_a_disk_that_stays_full_or_broken(tmp_path: Path, code: int) -> None:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many units in few bytes."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(plain, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("small_units")

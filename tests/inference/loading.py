@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megtool.commands.opened import open_model
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import write_side
-from megtool.convert.local import Seat
-from megtool.inference.weights import Source, Weights, decoder_of
+from megtool.convert.rank_tensors import Seat
+from megtool.inference.rank_weights import Source, Weights, decoder_of
+from megtool.reshard.source import open_model
 from tests.convert.test_local import sliced
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megtool.errors import UsageError
 from megtool.inference.batching import InOrder, Request, Schedule, left_padded
-from megtool.inference.stopping import Stops
+from megtool.inference.stop_strings import Stops
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=20)
 

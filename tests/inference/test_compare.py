@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.compare import compare, differences, percentiles
+from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from megtool.inference.windows import Document
-from megtool.log import silent
 from tests.inference import tiny_text
 
 

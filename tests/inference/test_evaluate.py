@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.evaluate import evaluate
+from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from megtool.inference.windows import Document, num_counted, windows
-from megtool.log import silent
 from tests.inference import tiny_text
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.console import silent
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import Request
 from megtool.inference.forward import Forward
 from megtool.inference.generate import Meter, check_requests, generate
+from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from megtool.inference.sampling import Sampling
-from megtool.log import silent
 from tests.inference import tiny_text
 
 TEXTS = ("Hello", "a", "The quick brown fox", "zzz zz", "1 2 3 4 5 6 7")

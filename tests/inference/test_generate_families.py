@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.console import silent
 from megtool.inference.batching import Request
 from megtool.inference.generate import generate
+from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from megtool.inference.sampling import Sampling
-from megtool.log import silent
 
 COMMON = {
     "vocab_size": 120,

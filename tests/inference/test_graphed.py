@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megtool.config import ModelConfig
+from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.inference.evaluate import hidden_of
 from megtool.inference.forward import Forward
-from megtool.inference.graphed import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 from tests.model.test_decoder import SIZES, made, text
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.running import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.console import silent
 from megtool.inference.lm_eval import encoded, language_model, rolling, split_pair
-from megtool.log import silent
+from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from tests.inference import tiny_text
 
 

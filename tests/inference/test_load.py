@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import (
@@ -24,13 +23,14 @@ from megtool.errors import (
 )
 from megtool.inference import load as loading
 from megtool.inference.forward import Forward
+from megtool.inference.layer_streaming import on_demand_of
 from megtool.inference.load import Source, check_finite, find_nan, load, named_weights
-from megtool.inference.on_demand import on_demand_of
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Group, Groups
-from megtool.tensors.parameters import Order
-from megtool.train.setup import load_for_training
+from megtool.parallel.process_groups import Group, Groups
+from megtool.reshard.source import open_model
+from megtool.tensors.registration_order import Order
+from megtool.train.build_model import load_for_training
 from tests.commands import tiny_llama
 from tests.converters import test_dense, test_moe
 from tests.inference.loading import source_of

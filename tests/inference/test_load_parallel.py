@@ -16,8 +16,8 @@ from megtool.inference.forward import Forward
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.pipeline import hidden_of_stages
-from megtool.parallel.groups import Groups
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
+from megtool.parallel.process_groups import Groups
 from tests.commands import tiny_llama
 from tests.gloo_world import run_world
 from tests.inference.loading import source_of

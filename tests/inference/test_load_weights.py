@@ -10,12 +10,12 @@ import gguf
 import numpy as np
 import pytest
 
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
-from megtool.convert.local import Seat
+from megtool.convert.rank_tensors import Seat
 from megtool.dtypes import dtype
-from megtool.inference.weights import Weights
+from megtool.inference.rank_weights import Weights
+from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
 from tests.commands.test_reshard_quantised import quantised
 from tests.converters import test_moe
@@ -153,8 +153,8 @@ def test_a_part_is_loaded_alone_and_again(folder: Path, carry: Callable[..., Any
 
 
 def test_a_layer_that_is_chosen_twice_is_read_once(folder: Path) -> None:
-    from megtool.commands.layers import select_layers
-    from megtool.inference.weights import Source
+    from megtool.inference.rank_weights import Source
+    from megtool.reshard.layer_subset import select_layers
 
     opened = select_layers(open_model(folder), "0-1,1")
     assert opened.model is not None

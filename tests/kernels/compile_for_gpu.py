@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megtool.kernels import experts_triton, fp8_triton, head_triton, launch
+from megtool.kernels import fp8_triton, grouped_gemm_triton, launch, lm_head_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -38,20 +38,24 @@ for x in ("*bf16", "*fp32"):
     columns = "*i64 *fp32 *fp32"
     for more in ({"CAP": True, "BEST": True}, {"CAP": False, "BEST": False}):
         build(
-            head_triton._fold,
+            lm_head_triton._fold,
             f"{x} {columns} *fp32 *i64 i64 i32 i32 fp32 fp32",
             **more,
             **shared,
         )
         build(
-            head_triton._slope,
+            lm_head_triton._slope,
             f"{x} {columns} {x} i64 i64 i32 i32 i32 fp32 fp32",
             CAP=more["CAP"],
             **shared,
         )
-    build(experts_triton._copy, f"{x} *i64 {x} i32 i32 i32", BLOCK=2048)
-    build(experts_triton._spread, f"{x} {x} *i64 *fp32 {x} *fp32 i32", NUM=8, **shared)
+    build(grouped_gemm_triton._copy, f"{x} *i64 {x} i32 i32 i32", BLOCK=2048)
+    build(grouped_gemm_triton._spread, f"{x} {x} *i64 *fp32 {x} *fp32 i32", NUM=8, **shared)
     for weighted in (True, False):
         build(
-            experts_triton._sum, f"{x} *i64 *fp32 {x} i32 i32", NUM=8, WEIGHTED=weighted, **shared
+            grouped_gemm_triton._sum,
+            f"{x} *i64 *fp32 {x} i32 i32",
+            NUM=8,
+            WEIGHTED=weighted,
+            **shared,
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.choice import Implementation, use
+from megtool.kernels.dispatch import Implementation, use
 
 Agree = Callable[..., None]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megtool.errors import MappingError
 from megtool.kernels.activation import KINDS, SAME, activate, gated
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 
 Agree = Callable[..., None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

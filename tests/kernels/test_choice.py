@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import megtool.kernels
-from megtool.commands.running import Manner, on_ranks
 from megtool.errors import MissingPackageError, UsageError
+from megtool.inference.runtime import Manner, on_ranks
 from megtool.kernels import launch, transformer_engine
 from megtool.kernels.activation import KINDS, gated
-from megtool.kernels.choice import IMPLEMENTATIONS, Kernel, chosen, use
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from megtool.kernels.experts import permute, unpermute
+from megtool.kernels.dispatch import IMPLEMENTATIONS, Kernel, chosen, use
+from megtool.kernels.grouped_gemm import permute, unpermute
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.transformer_engine import SCOPE
 
@@ -141,7 +141,7 @@ import megtool.kernels
 for module in pkgutil.iter_modules(megtool.kernels.__path__):
     importlib.import_module(f"megtool.kernels.{module.name}")
 from megtool.kernels import launch
-from megtool.kernels.choice import chosen, use
+from megtool.kernels.dispatch import chosen, use
 from megtool.errors import MissingPackageError
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"triton", "transformer_engine", "liger_kernel"}))

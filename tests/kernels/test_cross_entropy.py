@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megtool.errors import LayoutError
-from megtool.kernels.choice import use
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from megtool.kernels.dispatch import use
 from megtool.kernels.token_statistics import Head, divergence, log_softmax_block, token_log_probs
 from tests.gloo_world import run_world
 

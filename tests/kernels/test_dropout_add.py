@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 from megtool.kernels.dropout_add import bias_dropout_add, drop
 
 Agree = Callable[..., None]

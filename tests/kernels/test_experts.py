@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megtool.kernels.choice import use
-from megtool.kernels.experts import grouped_linear, invert, permute, unpermute
+from megtool.kernels.dispatch import use
+from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unpermute
 
 
 def routed(num_tokens: int, num: int, num_experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:

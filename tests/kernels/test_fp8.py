@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 from megtool.kernels.fp8 import (
     DTYPES,
     LARGEST,

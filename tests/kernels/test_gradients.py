@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megtool.errors import UsageError
-from megtool.kernels.gradients import accumulate_product, accumulate_weight_gradient
+from megtool.kernels.wgrad_accumulation import accumulate_product, accumulate_weight_gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
 from megtool.kernels import rehearsal
-from megtool.kernels.choice import use
 from megtool.kernels.cross_entropy import linear_cross_entropy
-from megtool.kernels.experts import grouped_linear, permute, unpermute
-from megtool.kernels.graphs import Graphs, graphed
+from megtool.kernels.cuda_graphs import Graphs, graphed
+from megtool.kernels.dispatch import use
+from megtool.kernels.grouped_gemm import grouped_linear, permute, unpermute
 from megtool.kernels.rehearsal import Rehearsal
 from tests.gloo_world import run_world
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 from megtool.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 Agree = Callable[..., None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 from megtool.kernels.rotary import rotate
 
 Agree = Callable[..., None]

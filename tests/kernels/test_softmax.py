@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megtool.kernels.choice import use
+from megtool.kernels.dispatch import use
 from megtool.kernels.softmax import masked_softmax
 
 Agree = Callable[..., None]

@@ -12,9 +12,9 @@ from megtool.errors import LayoutError
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.parameters import finish_gradients, sum_over_replicas
+from megtool.model.param_attributes import finish_gradients, sum_over_replicas
 from megtool.model.pipeline import Schedule, build_stages, forward_stages
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.model import moe_layouts
 from tests.model.moe_layouts import DENSE, SIZES, part
 

@@ -19,9 +19,9 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.parameters import finish_gradients, sum_over_replicas
+from megtool.model.param_attributes import finish_gradients, sum_over_replicas
 from megtool.model.pipeline import Schedule, forward_stages
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.inference.loading import source_of
 from tests.model.moe_layouts import part
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.ranks import boxes_of_rank
+from megtool.convert.rank_parameters import boxes_of_rank
 from megtool.convert.sharding import rule_of
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.parameters import finish_gradients, sum_over_replicas
-from megtool.parallel.groups import Groups
+from megtool.model.param_attributes import finish_gradients, sum_over_replicas
+from megtool.parallel.process_groups import Groups
 
 DENSE: dict[str, Any] = dict(
     num_layers=2,

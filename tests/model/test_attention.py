@@ -20,8 +20,8 @@ from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import ContiguousCache, Span  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.model.masks import Masks  # noqa: E402
-from megtool.model.parameters import finish_gradients  # noqa: E402
-from megtool.parallel.groups import Group, Groups  # noqa: E402
+from megtool.model.param_attributes import finish_gradients  # noqa: E402
+from megtool.parallel.process_groups import Group, Groups  # noqa: E402
 from tests.gloo_world import run_world  # noqa: E402
 from tests.model.moe_layouts import part  # noqa: E402
 

@@ -14,7 +14,7 @@ from megtool.errors import UsageError
 
 torch = pytest.importorskip("torch")
 
-from megtool.kernels.graphs import graphed  # noqa: E402
+from megtool.kernels.cuda_graphs import graphed  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import ContiguousCache, EntrySize, PagedCache  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402

@@ -13,9 +13,9 @@ from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import Span  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.model.masks import Mask, Masks, masks_of  # noqa: E402
-from megtool.parallel.context import own_tokens  # noqa: E402
-from megtool.parallel.groups import Group  # noqa: E402
-from megtool.train.sizes import seated  # noqa: E402
+from megtool.parallel.context_parallel import own_tokens  # noqa: E402
+from megtool.parallel.process_groups import Group  # noqa: E402
+from megtool.train.memory_estimate import seated  # noqa: E402
 from tests.gloo_world import run_world  # noqa: E402
 from tests.model import context_layouts as ranks  # noqa: E402
 

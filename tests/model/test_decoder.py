@@ -18,7 +18,7 @@ from megtool.model import decoder as module  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import ContiguousCache  # noqa: E402
 from megtool.model.decoder import Decoder, Stage, rows_of_rank  # noqa: E402
-from megtool.parallel.groups import Group, Groups  # noqa: E402
+from megtool.parallel.process_groups import Group, Groups  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,

@@ -24,7 +24,7 @@ from megtool.model.linear import RowLinear
 from megtool.model.masks import Mask
 from megtool.model.pipeline import Schedule, build_stages
 from megtool.model.recompute import recompute
-from megtool.parallel.groups import ALONE, Groups
+from megtool.parallel.process_groups import ALONE, Groups
 from tests.gloo_world import run_world
 
 PLAIN = ModelConfig(

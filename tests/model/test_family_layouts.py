@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from megtool.inference.load import load  # noqa: E402
-from megtool.parallel.groups import Groups  # noqa: E402
+from megtool.parallel.process_groups import Groups  # noqa: E402
 from tests import tiny_families as tiny  # noqa: E402
 from tests.inference.loading import source_of  # noqa: E402
 from tests.model import family_layouts, moe_models  # noqa: E402

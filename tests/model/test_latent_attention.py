@@ -13,8 +13,8 @@ from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import Cache, ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
-from megtool.model.latent_attention import LatentAttention, softmax_scale
-from megtool.parallel.groups import Group, Groups
+from megtool.model.mla import LatentAttention, softmax_scale
+from megtool.parallel.process_groups import Group, Groups
 from tests.model.moe_layouts import config_of
 
 SIZES: dict[str, Any] = dict(

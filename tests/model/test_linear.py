@@ -17,9 +17,9 @@ from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.linear import ColumnLinear, RowLinear, VocabEmbedding, vocab_logits
 from megtool.model.norm import Norm
-from megtool.model.parameters import finish_gradients, is_marked, mark, sum_over_replicas
+from megtool.model.param_attributes import finish_gradients, is_marked, mark, sum_over_replicas
 from megtool.parallel.collectives import reduce_from, scatter_rows
-from megtool.parallel.groups import ALONE, Group, Groups
+from megtool.parallel.process_groups import ALONE, Group, Groups
 from tests.gloo_world import run_world
 
 V, H, FFN = 48, 16, 32

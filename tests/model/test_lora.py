@@ -22,10 +22,10 @@ from megtool.model.lora import (
     merge,
     merged_weight,
 )
-from megtool.model.parameters import finish_gradients
+from megtool.model.param_attributes import finish_gradients
 from megtool.model.recompute import recompute
 from megtool.parallel.collectives import gather_rows, scatter_rows
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 
 CONFIG = ModelConfig(

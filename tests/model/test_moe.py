@@ -13,7 +13,7 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.activation import activate, gated
 from megtool.model.moe import Experts, MoeMlp
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import MODELS, SIZES, compare, config_of
 

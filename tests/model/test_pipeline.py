@@ -13,9 +13,9 @@ from megtool.errors import LayoutError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.parameters import finish_gradients, is_marked, sum_over_replicas
+from megtool.model.param_attributes import finish_gradients, is_marked, sum_over_replicas
 from megtool.model.pipeline import Schedule, build_stages, forward_stages, stream_hidden
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 
 SMALL: dict[str, Any] = {

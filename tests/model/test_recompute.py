@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.choice import asked, use
+from megtool.kernels.dispatch import asked, use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import Granularity, recompute

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
-from megtool.kernels.graphs import graphed  # noqa: E402
+from megtool.kernels.cuda_graphs import graphed  # noqa: E402
 from megtool.model.rotary import Rotary, has_rotation, has_window  # noqa: E402
 
 SIZES: dict[str, Any] = {

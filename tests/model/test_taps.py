@@ -14,8 +14,8 @@ from megtool.errors import MappingError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.taps import places
-from megtool.parallel.groups import Groups
+from megtool.model.hooks import places
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import MODELS, config_of, part, whole
 from tests.quant.recording import points_of

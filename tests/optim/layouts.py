@@ -15,7 +15,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Schedule, build_stages
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.model.moe_layouts import DENSE, part
 
 ROWS, TOKENS = 8, 6

@@ -19,12 +19,12 @@ from torch import nn
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
-from megtool.model.parameters import mark
+from megtool.model.param_attributes import mark
 from megtool.optim.buffers import Buffer, Kind, in_registration_order, make_buffer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.groups import Facts, facts_of
+from megtool.optim.param_groups import Facts, facts_of
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Group, Groups
+from megtool.parallel.process_groups import Group, Groups
 from tests.optim.layouts import MODELS, named, stages_of, whole
 
 BUCKET_WORLD = Path(__file__).parents[1] / "peers" / "bucket_world.py"

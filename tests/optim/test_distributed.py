@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import part
 from tests.optim.layouts import CLIPPED, MODELS, Curve, start, torch_training, training

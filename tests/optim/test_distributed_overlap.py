@@ -12,7 +12,7 @@ from torch import nn
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import PLAIN, start, training
 

@@ -11,7 +11,7 @@ import torch
 from megtool.model.batch import Batch
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import (
     CLIPPED,

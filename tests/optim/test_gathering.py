@@ -13,9 +13,9 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.optim.buffers import Bucket
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.gathering import Gathering
-from megtool.optim.shards import Pending
-from megtool.parallel.groups import Groups
+from megtool.optim.flat_shards import Pending
+from megtool.optim.param_gather import Gathering
+from megtool.parallel.process_groups import Groups
 from tests.model.moe_layouts import DENSE, MODELS, SIZES
 from tests.optim.test_distributed_overlap import OVERLAPPED
 

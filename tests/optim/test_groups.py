@@ -11,11 +11,11 @@ from torch import nn
 
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
-from megtool.model.parameters import mark
-from megtool.optim.groups import GroupRule, facts_of, group_parameters
-from megtool.optim.plain import PlainOptimizer
+from megtool.model.param_attributes import mark
+from megtool.optim.param_groups import GroupRule, facts_of, group_parameters
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.optim.chained import ChainedOptimizer
+from megtool.optim.cpu_offload import HybridOptimizer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.hybrid import HybridOptimizer
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 from tests.optim.small_models import Small, batches, train_step

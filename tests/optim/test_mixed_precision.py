@@ -11,9 +11,9 @@ from torch import nn
 
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.small_models import Small, batches, sum_loss, train_step
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.optim.plain import PlainOptimizer
-from megtool.parallel.groups import Groups
+from megtool.optim.replicated import PlainOptimizer
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import part
 from tests.optim.layouts import MODELS, PLAIN, named, stages_of, start, training

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
-from megtool.model.parameters import mark
+from megtool.model.param_attributes import mark
 from megtool.optim.chained import ChainedOptimizer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.groups import Facts, GroupRule
-from megtool.optim.norms import clip_coefficient, counts_here, local_statistics
+from megtool.optim.grad_norm import clip_coefficient, counts_here, local_statistics
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.param_groups import Facts, GroupRule
+from megtool.optim.replicated import PlainOptimizer
+from megtool.optim.segments import Segment, Span
 from megtool.optim.settings import OptimizerSettings
-from megtool.optim.state import Segment, Span
-from megtool.parallel.groups import ALONE, Group, Groups
+from megtool.parallel.process_groups import ALONE, Group, Groups
 from tests.gloo_world import run_world
 
 EXPERTS = 4

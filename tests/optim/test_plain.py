@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError
-from megtool.optim.groups import GroupRule, ParamGroup
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.param_groups import GroupRule, ParamGroup
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.optim.small_models import Small, batches, sum_loss, train_step
 
 STEPS = 20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.optim.remainders import join, split
+from megtool.optim.bf16_remainder import join, split
 
 EDGES = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38]
 INFINITE = [float("inf"), -float("inf")]

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from megtool.optim.shards import new_tag, part, start_gather, start_sum
-from megtool.parallel.groups import Group, Groups
+from megtool.optim.flat_shards import new_tag, part, start_gather, start_sum
+from megtool.parallel.process_groups import Group, Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, UsageError
-from megtool.packing.codes import neutral, numbers, stored
-from megtool.packing.decode import CODES, decode
-from megtool.packing.layout import layout
-from megtool.packing.parts import Part, trimmed
+from megtool.number_formats.decode import CODES, decode
+from megtool.number_formats.element_codes import neutral, numbers, stored
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import Part, trimmed
 
 SAME = (
     ("int4", "int4rows"),
@@ -96,7 +96,7 @@ def values(codes: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 
 def test_gpt_oss_blocks_come_and_go() -> None:
-    from megtool.packing.parts import WHOLE, Span
+    from megtool.number_formats.packed_parts import WHOLE, Span
 
     spans = (Span(0), Span(2), Span(1, 32), Span(WHOLE))
     part = Part(role=CODES, dtype="uint8", shape=(2, 6, 3, 16), spans=spans)

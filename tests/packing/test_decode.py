@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import FormatError
-from megtool.packing.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS, decode
-from megtool.packing.parts import WHOLE, Part, Span
+from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS, decode
+from megtool.number_formats.packed_parts import WHOLE, Part, Span
 
 SHAPE = (3, 20, 64)
 _RNG = np.random.default_rng(7)

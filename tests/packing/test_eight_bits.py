@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megtool.errors import FormatError
-from megtool.packing import eight_bits
-from megtool.packing.decode import CODES, SCALE
-from megtool.packing.eight_bits import cast, cast_to_powers
-from megtool.packing.encode import encode
-from megtool.packing.floats import E4M3, E5M2, SmallFloat, single
-from megtool.packing.layout import layout
-from megtool.packing.scales import modelopt_exponent
+from megtool.number_formats import fp8_bits
+from megtool.number_formats.decode import CODES, SCALE
+from megtool.number_formats.encode import encode
+from megtool.number_formats.fp8_bits import cast, cast_to_powers
+from megtool.number_formats.layout import layout
+from megtool.number_formats.scales import modelopt_exponent
+from megtool.number_formats.small_floats import E4M3, E5M2, SmallFloat, single
 
 KINDS = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=lambda kind: kind.name)
 BLOCK = 32
@@ -85,7 +85,7 @@ def test_every_bfloat16_over_a_scale(kind: SmallFloat, scale: float) -> None:
 
 
 def test_more_than_is_handled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "CHUNK", 1 << 12)
+    monkeypatch.setattr(fp8_bits, "CHUNK", 1 << 12)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((100, 608)).astype(np.float32)
     _check((x.view(np.uint32) >> 16).astype(np.uint16), E4M3)

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import FormatError, UsageError
-from megtool.packing.amax import amax, merge
-from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2, decode
-from megtool.packing.encode import encode
-from megtool.packing.floats import single
-from megtool.packing.layout import largest_divisor, layout
-from megtool.packing.parts import Part
-from megtool.packing.scales import RULES
+from megtool.number_formats.amax import amax, merge
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, decode
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import largest_divisor, layout
+from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.scales import RULES
+from megtool.number_formats.small_floats import single
 
 # Half the widest step between codes, over the largest value under a scale.
 STEP = {"fp8": 16 / 448, "mxfp8": 16 / 224, "int8": 0.5 / 127, "int8words": 0.5 / 127}

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megtool.errors import FormatError
-from megtool.packing.amax import amax
-from megtool.packing.decode import CODES, SCALE, SCALE_2
-from megtool.packing.encode import encode, is_number
-from megtool.packing.floats import single
-from megtool.packing.layout import layout
-from megtool.packing.scratch import CHUNK
+from megtool.number_formats.amax import amax
+from megtool.number_formats.decode import CODES, SCALE, SCALE_2
+from megtool.number_formats.encode import encode, is_number
+from megtool.number_formats.layout import layout
+from megtool.number_formats.small_floats import single
+from megtool.number_formats.thread_buffers import CHUNK
 
 EVERY = np.arange(1 << 16, dtype=np.uint16).reshape(512, 128)
 """All bfloat16 (or float16) values by their bits: of 256 rows a sign, the last two hold what is

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.packing.decode import CODES, DIVISOR, SCALE, SCALE_2
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
 
 pytestmark = pytest.mark.peers
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.packing.floats import eight_bit_values, four_bit_pairs, single
+from megtool.number_formats.small_floats import eight_bit_values, four_bit_pairs, single
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megtool.errors import FormatError
-from megtool.packing.gguf import block, decode, row_bytes, type_names
+from megtool.number_formats.gguf import block, decode, row_bytes, type_names
 
 QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megtool.errors import FormatError
-from megtool.packing.floats import E2M1, SMALL
-from megtool.packing.rounding import (
+from megtool.number_formats.rounding import (
     integer_codes,
     rounded,
     small_codes,
 )
+from megtool.number_formats.small_floats import E2M1, SMALL
 
 
 def _inputs() -> Iterator[np.ndarray]:

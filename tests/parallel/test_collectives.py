@@ -21,7 +21,7 @@ from megtool.parallel.collectives import (
     reduce_scatter_rows,
     scatter_rows,
 )
-from megtool.parallel.groups import ALONE, Groups
+from megtool.parallel.process_groups import ALONE, Groups
 from tests.gloo_world import run_world
 
 Whole = Callable[[list[Tensor]], list[Tensor]]

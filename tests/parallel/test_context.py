@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 
 from megtool.config import ParallelConfig  # noqa: E402
 from megtool.errors import LayoutError  # noqa: E402
-from megtool.parallel.context import (  # noqa: E402
+from megtool.parallel.context_parallel import (  # noqa: E402
     chunk_size,
     gather_tokens,
     own_tokens,
     whole_tokens,
 )
-from megtool.parallel.groups import Group, Groups  # noqa: E402
+from megtool.parallel.process_groups import Group, Groups  # noqa: E402
 from tests.gloo_world import run_world  # noqa: E402
 
 

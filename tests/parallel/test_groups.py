@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import Group, Groups, fit
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
+from megtool.parallel.process_groups import Group, Groups, fit
 from tests.gloo_world import run_world
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "expert_dp", "replicas", "ends", "world")
@@ -191,7 +191,7 @@ import os
 import torch
 from megtool.config import ParallelConfig
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 groups = Groups.start(ParallelConfig(tp=2))
 total = int(all_sum(torch.tensor(groups.rank + 1), groups.tp))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megtool.config import ParallelConfig, pipeline_chunks
 from megtool.errors import LayoutError
-from megtool.parallel.pipeline import (
+from megtool.parallel.pipeline_split import (
     Pipeline,
     compact,
     divisors,

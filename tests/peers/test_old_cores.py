@@ -19,10 +19,10 @@ import pytest
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.megatron.from_fragments import has_fragments
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.convert.megatron import split_state
+from megtool.reshard.megatron.fully_sharded_model_space import has_fragments
+from megtool.reshard.source import open_model
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

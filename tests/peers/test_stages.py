@@ -17,7 +17,7 @@ from megtool.convert.parallel_args import layout_args
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.parallel.mesh import Mesh
-from megtool.parallel.pipeline import Pipeline
+from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.sharded import GlobalTensor
 
 pytest.importorskip("megatron.core")

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from megtool.commands.decided import Decided, decide
-from megtool.inference.weights import Source
+from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Groups
-from megtool.quant.calibration.artefact import Artefact
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.activation_sites import Point, list_points
 from megtool.quant.calibration.calibrate import calibrate
+from megtool.quant.calibration.calibration_file import Artefact
 from megtool.quant.calibration.fingerprint import fingerprint_of
-from megtool.quant.calibration.points import Point, list_points
-from megtool.quant.calibration.work import Work
+from megtool.quant.calibration.resume_folder import Work
+from megtool.quant.resolve import Decided, decide
 from tests.quant import tiny_models
 
 

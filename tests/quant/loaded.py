@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.decided import Decided
-from megtool.commands.opened import open_model
 from megtool.inference.load import Source
-from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.recipes.modules import Module, list_modules
-from megtool.quant.treatment import INPUTS, Cache, Settlement, Treatment
+from megtool.quant.resolve import Decided
+from megtool.reshard.source import open_model
 
 
 def randomised(folder: Path, seed: int = 0) -> Path:

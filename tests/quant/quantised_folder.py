@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.opened import Opened, open_model
-from megtool.packing.decode import CODES, SCALE, SCALE_2
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
-from megtool.quant.calibration.points import list_points
+from megtool.number_formats.decode import CODES, SCALE, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.quant.calibration.activation_sites import list_points
+from megtool.quant.qparams import INPUTS, PACKINGS, Cache, Settlement, Treatment, packing_of
 from megtool.quant.recipes.formats import FORMATS, SMOOTHED, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
-from megtool.quant.treatment import INPUTS, PACKINGS, Cache, Settlement, Treatment, packing_of
+from megtool.reshard.source import Opened, open_model
 
 Tensors = dict[str, torch.Tensor]
 

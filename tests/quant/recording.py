@@ -11,9 +11,9 @@ from torch import Tensor
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Groups
-from megtool.quant.calibration.points import Point
-from megtool.quant.calibration.record import Recorder
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.statistics import Statistics
 from tests.model.moe_layouts import config_of, part, whole
 

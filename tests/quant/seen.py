@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megtool.model.taps import Place
-from megtool.parallel.groups import Groups
-from megtool.quant.calibration.reduction import reduced
+from megtool.model.hooks import Place
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.reduce_statistics import reduced
+from megtool.quant.calibration.running_statistics import Tally
 from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.calibration.tally import Tally
 
 
 def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> Statistics:

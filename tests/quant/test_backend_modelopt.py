@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.decided import Decided, decide
-from megtool.commands.quantizing.write import write
 from megtool.errors import MissingPackageError, RecipeError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_config
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.record import Recorder
-from megtool.quant.proofs.proof import prove
-from megtool.quant.settle import settle
-from megtool.quant.simulation.simulate import fake_weight
-from megtool.quant.treatment import Settlement
+from megtool.quant.calibration.recorder import Recorder
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.pipeline.write import write
+from megtool.quant.qparams import Settlement
+from megtool.quant.resolve import Decided, decide
+from megtool.quant.solve_qparams import settle
+from megtool.quant.verification.verify_folder import prove
 from tests.commands.quantizing import family_models
 from tests.quant import tiny_models
 from tests.quant.loaded import points_of, source_of

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.opened import open_model
 from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.points import Point, list_points
+from megtool.quant.calibration.activation_sites import Point, list_points
 from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.needs import needs
+from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.qparams import Settlement
 from megtool.quant.recipes.dialects import load_recipe
 from megtool.quant.recipes.match import Decision, match
 from megtool.quant.recipes.modules import list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.settle import FOLDED, settle
-from megtool.quant.simulation.simulate import fake_input, fake_weight
-from megtool.quant.treatment import Settlement
+from megtool.quant.requirements import needs
+from megtool.quant.solve_qparams import FOLDED, settle
+from megtool.reshard.source import open_model
 from tests.quant.algorithms import inputs
 
 

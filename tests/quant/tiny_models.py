@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megtool.commands.opened import open_model
 from megtool.quant.recipes.modules import Module, list_modules
+from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
 
 MOE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 
 
 def place(

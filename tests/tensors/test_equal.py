@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.tensors.equal import distinct, grouped
+from megtool.tensors.grouping import distinct, grouped
 
 
 @pytest.mark.parametrize("values", [[], [3], [2, 1, 2, -5], [[1, 0], [0, 1]]])

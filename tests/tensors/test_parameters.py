@@ -13,10 +13,10 @@ from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import Model
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.ranks import rank_parameters
+from megtool.convert.rank_parameters import rank_parameters
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.tensors.parameters import ORDERS, Order, likely_orders, registered
+from megtool.tensors.registration_order import ORDERS, Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 from tests.commands.megatron.trained import canonical_tensors, config
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes
-from megtool.tensors.relation import Placement, lattice, lattice_boxes, narrow, pieces, refine
+from megtool.tensors.placement import Placement, lattice, lattice_boxes, narrow, pieces, refine
 from tests.tensors.placed import place
 
 

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megtool.commands.opened import Opened, open_model
-from megtool.commands.saving import template_of
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
-from megtool.inference.weights import Source
+from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Schedule
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
-from megtool.train.extras import Extras
-from megtool.train.resume import Resumed, resume
-from megtool.train.save import Saver
-from megtool.train.setup import load_for_training
+from megtool.parallel.process_groups import Groups
+from megtool.reshard.source import Opened, open_model
+from megtool.train.build_model import load_for_training
+from megtool.train.checkpointing.megatron_template import template_of
+from megtool.train.checkpointing.resume import Resumed, resume
+from megtool.train.checkpointing.save import Saver
+from megtool.train.checkpointing.save_metadata import Extras
 
 ROWS, LENGTH = 4, 8
 

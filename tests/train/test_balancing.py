@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.commands.opened import open_model
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import UsageError
-from megtool.inference.weights import Source
-from megtool.model.balance import Balance, BalanceSettings, moved_bias
+from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch, Frame
 from megtool.model.decoder import Decoder
+from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.pipeline import Schedule
 from megtool.model.recompute import recompute
 from megtool.model.router import Router, choose
-from megtool.parallel.groups import Groups
-from megtool.train.balancing import Balancing, balance_settings
-from megtool.train.settings import TrainSettings
-from megtool.train.setup import load_for_training
+from megtool.parallel.process_groups import Groups
+from megtool.reshard.source import open_model
+from megtool.train.build_model import load_for_training
+from megtool.train.config import TrainSettings
+from megtool.train.features.moe_load_balancing import Balancing, balance_settings
 from tests.gloo_world import run_world
 
 E, K, B, S = 8, 2, 3, 6

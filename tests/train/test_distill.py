@@ -15,8 +15,14 @@ from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Schedule, build_stages
-from megtool.parallel.groups import Group, Groups
-from megtool.train.distill import Distillation, Head, check_pair, divergence, teachers_layout
+from megtool.parallel.process_groups import Group, Groups
+from megtool.train.features.distillation import (
+    Distillation,
+    Head,
+    check_pair,
+    divergence,
+    teachers_layout,
+)
 from tests.gloo_world import run_world
 
 V = 200  # padded to 256

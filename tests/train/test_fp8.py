@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.checkpoint.containers.extra_state import decode
-from megtool.checkpoint.facts import object_value
-from megtool.commands.opened import open_model
+from megtool.checkpoint.containers.te_extra_state import decode
+from megtool.checkpoint.megatron_metadata import object_value
 from megtool.commands.reshard import reshard
-from megtool.commands.scaling.inspect import inspect_amax
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.fp8.gather import gathered
+from megtool.optim.fp8.fp8_param_gather import gathered
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
-from megtool.train.extras import Extras
-from megtool.train.fp8 import Fp8Training
+from megtool.parallel.process_groups import Groups
+from megtool.reshard.fp8_state.inspect import inspect_amax
+from megtool.reshard.source import open_model
+from megtool.train.checkpointing.save_metadata import Extras
+from megtool.train.features.fp8 import Fp8Training
 from tests.commands import tiny_llama
 from tests.gloo_world import run_world
 from tests.optim.layouts import data, named, stages_of, start, whole
@@ -186,7 +186,7 @@ def test_it_says_that_transformer_engine_is_there_and_not_used(
     def find(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name == "transformer_engine" else found(name)
 
-    monkeypatch.setattr("megtool.train.fp8.find_spec", find)
+    monkeypatch.setattr("megtool.train.features.fp8.find_spec", find)
     assert "Transformer Engine is installed and does none of it" in fp8.say()
 
 

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.running import Source, open_runnable
 from megtool.data.packing import Rows
 from megtool.errors import GraphRuleError, UsageError
-from megtool.inference.weights import Source as Stored
+from megtool.inference.rank_weights import Source as Stored
+from megtool.inference.runtime import Source, open_runnable
 from megtool.model.dropout import Dropout
 from megtool.model.pipeline import Schedule
 from megtool.model.recompute import recompute
 from megtool.optim.optimizer import Optimizer
-from megtool.parallel.groups import Groups
-from megtool.train.batches import batch_of
-from megtool.train.further import Beside, Further
-from megtool.train.graphed import GraphedSchedule, check_graphs
-from megtool.train.log import RunLog
+from megtool.parallel.process_groups import Groups
+from megtool.train.build_model import load_for_training
+from megtool.train.collate import batch_of
+from megtool.train.config import TrainSettings
+from megtool.train.cuda_graph import GraphedSchedule, check_graphs
+from megtool.train.features.protocol import Beside, Further
 from megtool.train.loop import Job, Standing, train
-from megtool.train.plan import make_optimizer, plan_of, schedule_of
-from megtool.train.settings import TrainSettings
-from megtool.train.setup import load_for_training
+from megtool.train.run_log import RunLog
+from megtool.train.run_plan import make_optimizer, plan_of, schedule_of
 from tests.gloo_world import run_world
 from tests.inference import tiny_text
 from tests.train.test_loop import LENGTH, Numbers
@@ -135,7 +135,7 @@ def test_a_run_has_the_same_bits(
     name: str, device: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = curve(model, tmp_path / "plain", Groups.alone(device), **HOW[name])
-    caplog.set_level("INFO", "megtool.train.graphed")
+    caplog.set_level("INFO", "megtool.train.cuda_graph")
     mine = curve(
         model, tmp_path / "graphed", Groups.alone(device), cuda_graph_impl="local", **HOW[name]
     )

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.running import Source, open_runnable
 from megtool.data.packing import Rows
 from megtool.errors import LayoutError, TrainingError, UsageError
-from megtool.inference.weights import Source as Stored
+from megtool.inference.rank_weights import Source as Stored
+from megtool.inference.runtime import Source, open_runnable
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Groups
-from megtool.train.batches import batch_of
+from megtool.parallel.process_groups import Groups
+from megtool.train.build_model import load_for_training
+from megtool.train.collate import batch_of
+from megtool.train.config import TrainSettings
 from megtool.train.evaluation import evaluate
-from megtool.train.further import Further
-from megtool.train.log import RunLog
+from megtool.train.features.protocol import Further
 from megtool.train.loop import Job, Outcome, Standing, is_tired, train
-from megtool.train.plan import RunPlan, freeze, make_optimizer, plan_of, schedule_of
-from megtool.train.settings import TrainSettings
-from megtool.train.setup import load_for_training
+from megtool.train.run_log import RunLog
+from megtool.train.run_plan import RunPlan, freeze, make_optimizer, plan_of, schedule_of
 from tests.inference import tiny_text
 
 LENGTH, VOCABULARY = 16, 262

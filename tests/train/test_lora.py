@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.opened import open_model
 from megtool.config import ParallelConfig
 from megtool.errors import CheckpointError
-from megtool.inference.weights import Source
+from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.lora import LoraSettings, adapters_of, merge
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.plain import PlainOptimizer
+from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
-from megtool.train.gathering import WEIGHT, Gathering
-from megtool.train.lora import FOLDER, Lora, frozen_print
-from megtool.train.peft_form import CONFIG_FILE
-from megtool.train.setup import load_for_training
-from megtool.train.standing import Standing
+from megtool.parallel.process_groups import Groups
+from megtool.reshard.source import open_model
+from megtool.train.build_model import load_for_training
+from megtool.train.features.adapter_gather import WEIGHT, Gathering
+from megtool.train.features.lora import FOLDER, Lora, frozen_print
+from megtool.train.features.peft_format import CONFIG_FILE
+from megtool.train.train_state import Standing
 from tests import tiny_families
 from tests.gloo_world import run_world
 

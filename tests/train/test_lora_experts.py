@@ -14,8 +14,8 @@ from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.lora import LoraSettings
-from megtool.parallel.groups import Groups
-from megtool.train.lora import Lora
+from megtool.parallel.process_groups import Groups
+from megtool.train.features.lora import Lora
 from tests.gloo_world import run_world
 from tests.train.test_lora import (
     TOKENS,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megtool.errors import UsageError
-from megtool.train.plan import RunPlan, schedule_of
-from megtool.train.settings import TrainSettings
+from megtool.train.config import TrainSettings
+from megtool.train.run_plan import RunPlan, schedule_of
 
 BATCH, ITERS = 4, 25
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Groups
-from megtool.quant.simulation.simulate import fake_weight
-from megtool.quant.simulation.simulation import Simulation
-from megtool.quant.simulation.views import WeightViews
-from megtool.quant.treatment import Settlement
-from megtool.train.qat import FakeQuantisation
-from megtool.train.setup import load_for_training
+from megtool.parallel.process_groups import Groups
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.quant.qparams import Settlement
+from megtool.train.build_model import load_for_training
+from megtool.train.features.qat import FakeQuantisation
 from tests.quant import tiny_models
 from tests.quant.loaded import opened, randomised, settled
 

@@ -19,7 +19,7 @@ from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, StorageError
-from megtool.train.save import Saver
+from megtool.train.checkpointing.save import Saver
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
 from tests.commands import tiny_llama
 from tests.gloo_world import WorldError, run_world

@@ -10,9 +10,9 @@ import pytest
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.random_state import is_rng
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
+from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.trained import config, write
 from tests.gloo_world import run_world

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import FormatError, LayoutError, UsageError
-from megtool.train.settings import TrainSettings
-from megtool.train.settings_file import read_settings, settings_of
+from megtool.train.config import TrainSettings
+from megtool.train.config_file import read_settings, settings_of
 
 # fmt: off
 NAMES = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megtool.convert.families import family
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 # Layers, hidden, ffn, heads, key-value heads, vocabulary.
 SHAPES = {

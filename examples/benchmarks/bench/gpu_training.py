@@ -18,11 +18,11 @@ from bench.gpu import decoder, fill, race, theirs
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import Schedule
+from megtool.optim.cpu_offload import HybridOptimizer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.hybrid import HybridOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
-from megtool.train.graphed import GraphedSchedule
+from megtool.parallel.process_groups import Groups
+from megtool.train.cuda_graph import GraphedSchedule
 
 LR, DECAY, CLIP = 1e-5, 0.1, 1.0
 

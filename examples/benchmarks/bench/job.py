@@ -26,9 +26,9 @@ def reshard(options: Options, phase: Phases) -> Options:
 
 def quantize(options: Options, phase: Phases) -> Options:
     """Write the source by a recipe that needs no data; amax of inputs are made up."""
-    from megtool.commands.decided import decide
-    from megtool.commands.quantizing.write import write
-    from megtool.quant.treatment import Settlement, Treatment
+    from megtool.quant.pipeline.write import write
+    from megtool.quant.qparams import Settlement, Treatment
+    from megtool.quant.resolve import decide
 
     decided = decide(options["source"], options["recipe"])
     settlement = Settlement()
@@ -99,8 +99,8 @@ def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
     from megtool.checkpoint.plan import Source
     from megtool.checkpoint.planner import build
-    from megtool.commands.opened import open_model
-    from megtool.commands.target import Request, make_target
+    from megtool.reshard.source import open_model
+    from megtool.reshard.target import Request, make_target
 
     with phase("open"):
         opened = open_model(Path(options["source"]))

@@ -13,9 +13,9 @@ def forward(options: Options, phase: Phases) -> Options:
     """Load a decoder, whole or on demand, and run one forward pass over so many tokens."""
     import torch
 
-    from megtool.commands.opened import open_model
     from megtool.inference.load import Source, load
     from megtool.model.batch import Batch
+    from megtool.reshard.source import open_model
 
     torch.set_num_threads(options["threads"])
     with phase("load"):
@@ -51,12 +51,12 @@ def calibrate(options: Options, phase: Phases) -> Options:
     """Show a model random tokens, layer by layer, and settle what becomes of it."""
     import torch
 
-    from megtool.commands.decided import decide
     from megtool.inference.load import Source
     from megtool.model.batch import Batch
+    from megtool.quant.calibration.activation_sites import list_points
     from megtool.quant.calibration.calibrate import calibrate
     from megtool.quant.calibration.fingerprint import Fingerprint
-    from megtool.quant.calibration.points import list_points
+    from megtool.quant.resolve import decide
 
     torch.set_num_threads(options["threads"])
     with phase("load"):

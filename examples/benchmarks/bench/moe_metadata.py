@@ -24,7 +24,7 @@ from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
-from megtool.parallel.pipeline import Pipeline, even_text
+from megtool.parallel.pipeline_split import Pipeline, even_text
 from megtool.tensors.box import Boxes, split
 from megtool.tensors.sharded import GlobalTensor, Shards
 

@@ -24,7 +24,7 @@ from megtool.model.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 SIZES = {
     "hidden_size": 256,

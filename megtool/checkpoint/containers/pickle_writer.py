@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_global, is_global
+from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global, is_global
 
 _BATCH = 1000
 

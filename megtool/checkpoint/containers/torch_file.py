@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
 from megtool.checkpoint.containers.pickle_writer import encode
-from megtool.checkpoint.containers.pickled import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.zip_reader import Archive
+from megtool.checkpoint.containers.zip_tensor import TensorView, locate_view
 from megtool.checkpoint.containers.zip_writer import (
     LARGE_ALIGNMENT,
     LARGE_BYTES,
@@ -26,8 +28,6 @@ from megtool.checkpoint.containers.zip_writer import (
     local_header,
     padding_at,
 )
-from megtool.checkpoint.containers.zipped import Archive
-from megtool.checkpoint.containers.zipped_tensor import TensorView, locate_view
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import strides as row_major
@@ -69,7 +69,7 @@ class TorchFile:
         self.file = file
         self._archive = Archive(fd, 0, size, file=file)
         self.named: set[str] = set()
-        self.tree = pickled.decode(self._archive.pickle_bytes(), file=file, named=self.named)
+        self.tree = pickle_reader.decode(self._archive.pickle_bytes(), file=file, named=self.named)
         self._first: dict[str, tuple[int, int]] = {}
         self._small: dict[str, bytes] = {}
 
@@ -93,7 +93,7 @@ class TorchFile:
         Raises:
             FormatError: a storage is missing, or the budget does not allow it.
         """
-        for node in pickled.references(tree):
+        for node in pickle_reader.references(tree):
             key = _storage(node)
             if key is None:
                 raise FormatError(f"{node!r} refers to no storage", file=self.file)
@@ -109,7 +109,7 @@ def _storage(node: Persistent) -> str | None:
     pid = node.id
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
         return None
-    plain = pickled.is_global(pid[1]) and isinstance(pid[3], str) and type(pid[4]) is int
+    plain = pickle_reader.is_global(pid[1]) and isinstance(pid[3], str) and type(pid[4]) is int
     return pid[2] if plain and isinstance(pid[2], str) else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_writer import encode, integer, text
 from megtool.dtypes import DType
 from megtool.tensors.box import strides
@@ -155,7 +155,7 @@ def object_item(tree: Any) -> bytes:
         ValueError: a reference without bytes.
     """
     members: dict[str, bytes] = {"data.pkl": encode(tree), "byteorder": b"little"}
-    for node in pickled.references(tree):
+    for node in pickle_reader.references(tree):
         if node.data is None:
             raise ValueError(f"{node!r} has no bytes attached")
         members[f"data/{node.id[2]}"] = node.data

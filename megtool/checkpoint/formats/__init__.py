@@ -87,7 +87,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         names=("megatron",),
-        module="megtool.checkpoint.formats.legacy",
+        module="megtool.checkpoint.formats.megatron_legacy",
         marks="a folder with mp_rank_* folders",
         inside=("mp_rank_*", "iter_*", "release"),
     ),

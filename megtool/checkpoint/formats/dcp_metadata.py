@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.containers import pickled
-from megtool.checkpoint.formats.dcp_stand_ins import (
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.formats.dcp_stub_classes import (
     MAX_NDIM,
     STAND_INS,
     BytesEntry,
@@ -67,7 +67,7 @@ def read_metadata(data: bytes, *, file: str | Path) -> DcpMetadata:
         FormatError: no metadata of torch.distributed.checkpoint, or one that contradicts itself:
             absurd numbers, unknown dtypes, chunks without items or items without chunks.
     """
-    root = pickled.decode(data, file=file, stand_ins=STAND_INS)
+    root = pickle_reader.decode(data, file=file, stand_ins=STAND_INS)
     del data
     try:
         return _Reader(file).read(root)
@@ -134,9 +134,9 @@ class _Reader:
                 own = entry.chunks
             except AttributeError as e:
                 raise self._bad(f"damaged entry {entry!r:.60}", name) from e
-            if not pickled.is_global(kind) or kind.module != "torch":
+            if not pickle_reader.is_global(kind) or kind.module != "torch":
                 raise self._bad(f"unknown dtype {kind!r:.60}", name)
-            if isinstance(layout, pickled.Inert) and layout.args != ("torch.strided",):
+            if isinstance(layout, pickle_reader.Inert) and layout.args != ("torch.strided",):
                 raise self._bad(f"layout {layout.args!r:.60} is not supported", name)
             if not isinstance(own, list) or set(map(type, own)) - {Chunk}:
                 raise self._bad("damaged list of chunks", name)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.formats.attachments import find_attachments
+from megtool.checkpoint.formats.auxiliary_files import find_attachments
 from megtool.checkpoint.formats.deepspeed_files import (
     Held,
     ModelStates,
@@ -32,7 +32,7 @@ from megtool.checkpoint.formats.deepspeed_partitions import (
     runs_of_group,
     runs_of_parameters,
 )
-from megtool.checkpoint.formats.header import check_inside, names_in, parse_json, read_exact
+from megtool.checkpoint.formats.header_reader import check_inside, names_in, parse_json, read_exact
 from megtool.errors import FormatError
 from megtool.tensors.box import numel
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import StoredFile
-from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.torch_file import TorchFile, open_torch_file
-from megtool.checkpoint.containers.zipped_tensor import TensorView, tensor_view
-from megtool.checkpoint.formats.legacy_tree import entries, named
+from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
+from megtool.checkpoint.formats.megatron_legacy_tree import entries, named
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 
@@ -108,7 +108,7 @@ def read_model_states(root: Path, path: str) -> ModelStates:
         for name, node in entries(top.get("frozen_param_fragments")) or ():
             if (held := _held(node, opened, stored, str(name))) is not None:
                 out.frozen[str(name)] = held
-        args = pickled.plain(top.get("args"), file=opened.file)
+        args = pickle_reader.plain(top.get("args"), file=opened.file)
         out.args = args if isinstance(args, dict) else {}
         out.rest = {k: v for k, v in top.items() if k not in _OWN}
     return out
@@ -131,7 +131,7 @@ def read_optimizer_states(root: Path, path: str) -> OptimizerStates:
                 file=opened.file,
                 hint=_STRANGE,
             )
-        ranks = pickled.plain(inner.get("partition_count"), file=opened.file)
+        ranks = pickle_reader.plain(inner.get("partition_count"), file=opened.file)
         out = OptimizerStates(
             stored=stored,
             by_parameter=third,
@@ -220,7 +220,7 @@ def _leaves(node: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 def _shapes(group: Any, file: Path) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {}
     for name, node in entries(group) or ():
-        shape = pickled.plain(node, file=file)
+        shape = pickle_reader.plain(node, file=file)
         if not isinstance(shape, tuple | list) or any(type(n) is not int or n < 0 for n in shape):
             raise FormatError(f"its shape is {shape!r:.60}", file=file, tensor=str(name))
         out[str(name)] = tuple(shape)
@@ -249,7 +249,7 @@ def _slices(mappings: Any) -> list[dict[str, tuple[int, int]]]:
     for group in mappings if isinstance(mappings, list) else []:
         found = {}
         for name, address in entries(group) or ():
-            state = address.state if isinstance(address, pickled.Inert) else None
+            state = address.state if isinstance(address, pickle_reader.Inert) else None
             if isinstance(state, dict) and {"start", "numel"} <= state.keys():
                 found[str(name)] = (int(state["start"]), int(state["numel"]))
         out.append(found)

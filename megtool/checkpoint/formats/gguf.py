@@ -10,7 +10,7 @@ import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, StoredFile
 from megtool.checkpoint.formats.gguf_header import GgufEntry, Header, read_header
-from megtool.checkpoint.formats.header import check_inside, read_start
+from megtool.checkpoint.formats.header_reader import check_inside, read_start
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.formats.header import read_exact, shown
+from megtool.checkpoint.formats.header_reader import read_exact, shown
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError
-from megtool.packing.gguf import block, type_names
+from megtool.number_formats.gguf import block, type_names
 
 MAX_HEADER_BYTES = 100_000_000
 _WINDOW = 1 << 20

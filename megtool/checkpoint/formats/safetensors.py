@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.formats.attachments import find_attachments
-from megtool.checkpoint.formats.header import (
+from megtool.checkpoint.formats.auxiliary_files import find_attachments
+from megtool.checkpoint.formats.header_reader import (
     DAMAGED,
     check_inside,
     check_plain_name,
@@ -23,7 +23,7 @@ from megtool.checkpoint.formats.header import (
     read_start,
     shown,
 )
-from megtool.checkpoint.formats.quantised import QUANT_FILE, fold
+from megtool.checkpoint.formats.quantized import QUANT_FILE, fold
 from megtool.checkpoint.formats.safetensors_header import (
     ALIGNMENT,
     MAX_HEADER_BYTES,

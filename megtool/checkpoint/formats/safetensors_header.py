@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.formats.header import DAMAGED, Pairs, parse_json, read_exact, shown, unique
+from megtool.checkpoint.formats.header_reader import (
+    DAMAGED,
+    Pairs,
+    parse_json,
+    read_exact,
+    shown,
+    unique,
+)
 from megtool.dtypes import DTYPES, DType
 from megtool.errors import FormatError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Destination, StoredFile
 from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.formats.header import check_inside, parse_json
+from megtool.checkpoint.formats.header_reader import check_inside, parse_json
 from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
 from megtool.checkpoint.formats.zarr_decoding import (
     FAULTS,

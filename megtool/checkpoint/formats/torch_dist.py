@@ -22,10 +22,10 @@ from megtool.checkpoint.catalogue import (
     StoredFile,
     StoredObject,
 )
-from megtool.checkpoint.containers import pickled, zipped, zipped_tensor
-from megtool.checkpoint.formats.attachments import find_carried
+from megtool.checkpoint.containers import pickle_reader, zip_reader, zip_tensor
+from megtool.checkpoint.formats.auxiliary_files import find_carried
 from megtool.checkpoint.formats.dcp_metadata import DcpMetadata, read_metadata
-from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact
+from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration, is_distributed
 from megtool.checkpoint.formats.torch_dist_gathered import with_gathered
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_OBJECT, lay_out
@@ -226,17 +226,19 @@ def _check_items(catalogue: Catalogue) -> None:
 def _add_metadata(catalogue: Catalogue, found: DcpMetadata, megatron: bool) -> None:
     out, folder = catalogue.metadata, catalogue.root
     if found.planner_data is not None:
-        out["planner_data"] = pickled.plain(found.planner_data, file=folder / ".metadata")
+        out["planner_data"] = pickle_reader.plain(found.planner_data, file=folder / ".metadata")
     if "mcore_data" in found.extra:
-        out["mcore_data"] = pickled.plain(found.extra["mcore_data"], file=folder / ".metadata")
+        out["mcore_data"] = pickle_reader.plain(
+            found.extra["mcore_data"], file=folder / ".metadata"
+        )
     if megatron and (common := _common(catalogue)) is not None:
         out["common"] = common
         shown = {k: common.get(k) for k in _SHOWN if k in common}
-        out.update(pickled.plain(shown, file=folder / "common.pt"))
+        out.update(pickle_reader.plain(shown, file=folder / "common.pt"))
     elif parts := _flattened(catalogue):
         out["common"] = parts
         shown = {k: parts.get(k) for k in _SHOWN if k in parts}
-        out.update(pickled.plain(shown, file=folder / ".metadata"))
+        out.update(pickle_reader.plain(shown, file=folder / ".metadata"))
     if folder.name == RELEASE:
         out.pop("iteration", None)  # it says 0 there, and stands for none
     elif folder.name == WEIGHTS and isinstance(step := out.get("global_step"), int):
@@ -299,7 +301,7 @@ def _load(path: Path, offset: int, length: int) -> Any:
         raise FormatError(f"a common state of {length:,} bytes", file=path, hint=_DAMAGED)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return zipped.load_object(fd, offset, length, file=path)
+        return zip_reader.load_object(fd, offset, length, file=path)
     except FormatError as e:
         raise FormatError(e.message, file=e.file, tensor=e.tensor, hint=e.hint or _DAMAGED) from e
     finally:
@@ -311,7 +313,7 @@ class _Locator:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._known: zipped_tensor.Views = {}
+        self._known: zip_tensor.Views = {}
         count = len(catalogue.shards)
         self._offset = np.full(count, -1, np.int64)
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -352,7 +354,7 @@ class _Locator:
         try:
             for row, size in zip(rows.tolist(), sizes, strict=True):
                 tensor = catalogue.tensors[s.tensor[row]]
-                at = zipped_tensor.locate_tensor_item(
+                at = zip_tensor.locate_tensor_item(
                     fd,
                     int(e.offset[row]),
                     int(e.length[row]),

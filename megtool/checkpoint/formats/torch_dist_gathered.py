@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredObject
-from megtool.checkpoint.containers import pickled
-from megtool.checkpoint.containers.zipped import Archive
-from megtool.checkpoint.containers.zipped_tensor import locate_view, tensor_view
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.zip_reader import Archive
+from megtool.checkpoint.containers.zip_tensor import locate_view, tensor_view
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes
@@ -66,7 +66,7 @@ def _read(fd: int, held: StoredObject, path: Path) -> tuple[bool, list[tuple[Glo
     """Whether buckets are coalesced, and every buffer's tensor with its absolute offset."""
     _, offset, length = held.extent or (0, 0, 0)
     archive = Archive(fd, offset, length, file=path)
-    tree = pickled.decode(archive.pickle_bytes(), file=path)
+    tree = pickle_reader.decode(archive.pickle_bytes(), file=path)
     tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
     match = _OBJECT.fullmatch(held.name)
     prefix = match[1] if match else held.name
@@ -93,7 +93,7 @@ def _buffers(tree: dict[Any, Any], name: str, path: Path) -> Iterator[tuple[str,
             raise _strange(by_dtype, name, path)
         for dtypes, states in by_dtype.items():
             pair = dtypes if isinstance(dtypes, tuple) else (dtypes, dtypes)
-            if len(pair) != 2 or not all(map(pickled.is_global, pair)):
+            if len(pair) != 2 or not all(map(pickle_reader.is_global, pair)):
                 raise _strange(dtypes, name, path)
             if not isinstance(states, dict):
                 raise _strange(states, name, path)

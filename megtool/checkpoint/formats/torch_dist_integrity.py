@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact
+from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError
 

@@ -27,7 +27,7 @@ from megtool.checkpoint.formats.dcp_metadata_writer import KeyPaths, write_metad
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.errors import UsageError
 from megtool.tensors.box import Ints
-from megtool.tensors.equal import distinct, grouped
+from megtool.tensors.grouping import distinct, grouped
 from megtool.tensors.sharded import GlobalTensor, Shards
 
 COMMON_OBJECT = "common_state/shard_0_1"

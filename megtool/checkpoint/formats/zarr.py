@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue, StoredFile, StoredObject
-from megtool.checkpoint.containers import pickled, zipped
+from megtool.checkpoint.containers import pickle_reader, zip_reader
 from megtool.checkpoint.formats import tensorstore
-from megtool.checkpoint.formats.attachments import travels
-from megtool.checkpoint.formats.header import check_inside, parse_json, read_exact, shown
+from megtool.checkpoint.formats.auxiliary_files import travels
+from megtool.checkpoint.formats.header_reader import check_inside, parse_json, read_exact, shown
 from megtool.checkpoint.formats.save_folder import RELEASE, find_iteration
 from megtool.checkpoint.formats.zarr_chunks import Array, Chunks
 from megtool.checkpoint.formats.zarr_decoding import Decoder
@@ -288,14 +288,14 @@ def _add_common(catalogue: Catalogue) -> None:
             raise FormatError(f"a common state of {size:,} bytes", file=path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            tree: Any = zipped.load_object(fd, 0, size, file=path)
+            tree: Any = zip_reader.load_object(fd, 0, size, file=path)
         finally:
             os.close(fd)
         if not isinstance(tree, dict):
             raise FormatError(f"the common state is {shown(tree)}, no dict", file=path)
         out["common"] = tree
         held = {k: tree.get(k) for k in _SHOWN if k in tree}
-        out.update(pickled.plain(held, file=path))
+        out.update(pickle_reader.plain(held, file=path))
     if root.name == RELEASE:
         out.pop("iteration", None)
     elif "iteration" not in out and root.name.removeprefix("iter_").isdecimal():

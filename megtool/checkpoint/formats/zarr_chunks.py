@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Cells, Extents, Located, StoredFile
 from megtool.checkpoint.digest import crc32c
-from megtool.checkpoint.formats.header import read_exact
+from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.formats.zarr_metadata import ArrayMetadata
 from megtool.errors import FormatError
 from megtool.tensors.box import Boxes, Ints, numel, row_major_strides, strides

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import MOST_DIMS
-from megtool.checkpoint.formats.header import DAMAGED, shown
+from megtool.checkpoint.formats.header_reader import DAMAGED, shown
 from megtool.checkpoint.transport.cast import element
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError

@@ -12,7 +12,7 @@ import numpy as np
 from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError, MissingPackageError
-from megtool.packing import gguf
+from megtool.number_formats import gguf
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:

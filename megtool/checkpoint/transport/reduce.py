@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 
 from megtool.checkpoint.transport.cast import cast
-from megtool.checkpoint.transport.packed import PackedIntake
+from megtool.checkpoint.transport.quantized_decode import PackedIntake
 from megtool.checkpoint.transport.strided import Array, Buffers
 from megtool.checkpoint.transport.tile import Index, Intake, cut, shaped
 from megtool.dtypes import DType, dtype

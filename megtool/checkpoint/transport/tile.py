@@ -12,7 +12,7 @@ import numpy as np
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import converter
-from megtool.checkpoint.transport.side import Side
+from megtool.checkpoint.transport.shard_locator import Side
 from megtool.checkpoint.transport.strided import Array, Block, Buffers, Rows, blocks, grow
 from megtool.dtypes import DType
 from megtool.tensors.sharded import GlobalTensor

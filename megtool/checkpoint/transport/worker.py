@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megtool.checkpoint.computed_tensors import Feed, Taking, side_of
 from megtool.checkpoint.digest import DigestMode, Digests
-from megtool.checkpoint.feed import Feed, Taking, side_of
 from megtool.checkpoint.plan import Entry, Op, Pieces, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.checkpoint.transport.cast import element
-from megtool.checkpoint.transport.packed import PackedIntake, take_in
-from megtool.checkpoint.transport.plain import copies
+from megtool.checkpoint.transport.kernel_copy import copies
+from megtool.checkpoint.transport.quantized_decode import PackedIntake, take_in
 from megtool.checkpoint.transport.reduce import Reduction, reduced_in
-from megtool.checkpoint.transport.side import Locator, Side
+from megtool.checkpoint.transport.shard_locator import Locator, Side
 from megtool.checkpoint.transport.strided import Array, Buffers, Peak
 from megtool.checkpoint.transport.tile import (
     COMPUTED_BYTES,
@@ -31,9 +31,9 @@ from megtool.checkpoint.transport.tile import (
     shaped,
     tile_bytes,
 )
-from megtool.checkpoint.transport.units import Fed, Plain, Slab, Tiled, Unit, depth
+from megtool.checkpoint.transport.work_units import Fed, Plain, Slab, Tiled, Unit, depth
 from megtool.tensors.box import strides
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 
 TELL_BYTES = 4 << 20
 """Progress is told no more often than this."""

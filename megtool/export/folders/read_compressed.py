@@ -8,8 +8,8 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.errors import FormatError
-from megtool.export.coded import Coded
-from megtool.export.folders.structure import DECODE, Found, group_for, is_zero, packing_for
+from megtool.export.folders.infer_format import DECODE, Found, group_for, is_zero, packing_for
+from megtool.export.quantized_module import Coded
 from megtool.quant.recipes.compressed_targets import EXPRESSION, means
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.errors import FormatError
-from megtool.export.coded import Coded
-from megtool.export.folders.structure import DECODE, Found, group_for, packing_for
-from megtool.packing.decode import SCALE_2
-from megtool.packing.parts import WHOLE, Part, Span
-from megtool.quant.proofs.declared import Declared, in_config, in_quant_file
-from megtool.quant.proofs.folder import Folder
-from megtool.quant.proofs.metadata_checks import check_agreement
+from megtool.export.folders.infer_format import DECODE, Found, group_for, packing_for
+from megtool.export.quantized_module import Coded
+from megtool.number_formats.decode import SCALE_2
+from megtool.number_formats.packed_parts import WHOLE, Part, Span
+from megtool.quant.packed_tensors.modelopt_tensors import INPUT_SCALE, NAMES, SECONDS
 from megtool.quant.recipes.formats import FORMATS
-from megtool.quant.writing.stored import INPUT_SCALE, NAMES, SECONDS
+from megtool.quant.verification.metadata_checks import check_agreement
+from megtool.quant.verification.quant_config_files import Declared, in_config, in_quant_file
+from megtool.quant.verification.stored_folder import Folder
 
 _ALIASES = {"FP8_BLOCK_SCALES": "FP8_PB_WO", "W4A8_NVFP4": "W4A8_NVFP4_FP8"}
 

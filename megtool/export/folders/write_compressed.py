@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
+from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.errors import MappingError, listed
-from megtool.export.coded import Coded, CodedFolder
-from megtool.export.folders.small import edited
-from megtool.export.folders.written import Written, shape_of, tensor
-from megtool.packing.decode import CODES, DIVISOR, SCALE
-from megtool.packing.layout import layout
+from megtool.export.folders.config_edit import edited
+from megtool.export.folders.tensor_specs import Written, shape_of, tensor
+from megtool.export.quantized_module import Coded, CodedFolder
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE
+from megtool.number_formats.layout import layout
 from megtool.quant.recipes.compressed_targets import EXPRESSION
 from megtool.tensors.sharded import GlobalTensor
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megtool.checkpoint.formats.quantised import QUANT_FILE, QUANT_KEYS
-from megtool.export.coded import Coded, CodedFolder
-from megtool.export.folders.small import edited
-from megtool.export.folders.written import Written, tensor
-from megtool.packing.decode import COLUMNS, SCALE_2
-from megtool.packing.layout import layout
-from megtool.packing.parts import Part
-from megtool.quant.treatment import PACKINGS
-from megtool.quant.writing.hf_config import Layer, hf_quant_config, inline, quantization
-from megtool.quant.writing.stored import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
+from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
+from megtool.export.folders.config_edit import edited
+from megtool.export.folders.tensor_specs import Written, tensor
+from megtool.export.quantized_module import Coded, CodedFolder
+from megtool.number_formats.decode import COLUMNS, SCALE_2
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import Part
+from megtool.quant.packed_tensors.hf_config import Layer, hf_quant_config, inline, quantization
+from megtool.quant.packed_tensors.modelopt_tensors import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
+from megtool.quant.qparams import PACKINGS
 from megtool.tensors.sharded import GlobalTensor
 
 

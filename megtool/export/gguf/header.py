@@ -14,8 +14,8 @@ from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, Stored
 from megtool.checkpoint.formats.safetensors import whole_shards
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.export.gguf.kinds import PLAIN
-from megtool.packing.gguf import package, row_bytes
+from megtool.export.gguf.tensor_types import PLAIN
+from megtool.number_formats.gguf import package, row_bytes
 from megtool.tensors.sharded import GlobalTensor
 
 _ALIGNMENT = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.feed import Feed
+from megtool.checkpoint.computed_tensors import Feed
 from megtool.config import ModelConfig
 from megtool.convert.binding import Binding, Written, summarise
 from megtool.convert.canonical import VOCABULARY, Model
@@ -13,12 +13,12 @@ from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.export.gguf.architectures import Architecture
-from megtool.export.gguf.encoded import PlusOne, encoded
+from megtool.export.gguf.block_encoder import PlusOne, encoded
 from megtool.export.gguf.header import Typed
-from megtool.export.gguf.kinds import PLAIN, fits, type_of
-from megtool.export.gguf.rotary import Factors
-from megtool.quant.writing.given import Given
-from megtool.tensors.relation import Placement
+from megtool.export.gguf.rope_scaling import Factors
+from megtool.export.gguf.tensor_types import PLAIN, fits, type_of
+from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.errors import FormatError, MappingError
-from megtool.export.gguf.splits import WHOLE_WORDS, split_name
+from megtool.export.gguf.pre_tokenizers import WHOLE_WORDS, split_name
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTES = re.compile(r"<0x[0-9A-F]{2}>")

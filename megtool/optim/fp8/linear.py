@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
-from megtool.kernels.choice import asked, use
+from megtool.kernels.dispatch import asked, use
 from megtool.kernels.fp8 import Quantized, dequantize
 from megtool.optim.fp8.scaling import Scaling
 

@@ -21,10 +21,10 @@ from megtool.kernels.fp8 import (
     quantize_tensor,
     scale_from_amax,
 )
-from megtool.optim.fp8.gather import gathered
-from megtool.optim.fp8.history import Histories
+from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
+from megtool.optim.fp8.amax_history import Histories
+from megtool.optim.fp8.fp8_param_gather import gathered
 from megtool.optim.fp8.settings import Fp8Settings
-from megtool.packing.delayed import GRAD_OUTPUT, INPUT, WEIGHT
 
 BLOCK = 128
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import amax, scale_from_amax
-from megtool.kernels.linear_te import Region, TeLinear
+from megtool.kernels.te_linear import Region, TeLinear
 from megtool.kernels.transformer_engine import load
+from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.packing.delayed import KINDS, WEIGHT
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 _CLASSES: dict[Recipe, str] = {
     "delayed": "DelayedScaling",

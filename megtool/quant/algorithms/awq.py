@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megtool.quant.algorithms.grid import Grid
+from megtool.quant.algorithms.weight_grid import Grid
 
 LEAST, MOST = 1e-4, 1e4
 _TINY = torch.finfo(torch.float32).tiny

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megtool.quant.algorithms.grid import Grid
+from megtool.quant.algorithms.weight_grid import Grid
 
 SHRINKS = tuple(round(1.0 - 0.025 * i, 3) for i in range(21))
 """Shares of the largest magnitude that are tried, the whole of it first."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import CalibrationError
-from megtool.quant.algorithms.grid import Grid
+from megtool.quant.algorithms.weight_grid import Grid
 
 BLOCK = 64
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, StorageError
-from megtool.quant.calibration.artefact_file import crc_of
+from megtool.quant.calibration.calibration_file_io import crc_of
 
 _LARGEST_PART = 2
 """Of free device memory, the share (one in so many) that activations may take."""

@@ -15,26 +15,26 @@ from pathlib import Path
 
 import torch
 
+from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
-from megtool.inference.weights import Source
-from megtool.log import Progress, silent
+from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Groups
-from megtool.quant.calibration.artefact import Artefact
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.calibration_file import Artefact
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.coverage import filled
+from megtool.quant.calibration.expert_coverage import filled
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.pieces import cut, num_valid, share
-from megtool.quant.calibration.points import Point
-from megtool.quant.calibration.ranks import Ranks
+from megtool.quant.calibration.micro_batches import cut, num_valid, share
+from megtool.quant.calibration.rank_sync import Ranks
+from megtool.quant.calibration.resume_folder import Work
+from megtool.quant.calibration.sequential import Run
 from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.calibration.steps import Run
-from megtool.quant.calibration.work import Work
-from megtool.quant.needs import needs
+from megtool.quant.qparams import Settlement
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.settle import settle
-from megtool.quant.treatment import Settlement
+from megtool.quant.requirements import needs
+from megtool.quant.solve_qparams import settle
 
 Found = tuple[dict[str, Statistics], Settlement]
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.values import numbers
 from megtool.errors import CalibrationError
-from megtool.inference.weights import Source
-from megtool.quant.algorithms.stored_columns import Norm
+from megtool.inference.rank_weights import Source
+from megtool.quant.algorithms.pre_quant_scale import Norm
 
 _TILE = 1 << 20
 

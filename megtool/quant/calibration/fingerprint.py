@@ -15,13 +15,13 @@ from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.side import cut_dims
+from megtool.checkpoint.transport.shard_locator import cut_dims
 from megtool.config import ModelConfig
 from megtool.convert.dialects import Side
 from megtool.errors import FormatError
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.tensors.relation import Placement, narrow
+from megtool.tensors.placement import Placement, narrow
 
 if TYPE_CHECKING:
     from megtool.model.batch import Batch

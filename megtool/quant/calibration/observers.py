@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CalibrationError
-from megtool.packing.floats import FP4
+from megtool.number_formats.small_floats import FP4
 from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
 
 Doubles = NDArray[np.float64]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megtool.quant.qparams import packing_of
 from megtool.quant.recipes.formats import SMOOTHING, Format
+from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import Node
-from megtool.quant.treatment import packing_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.recipe import check_keys
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import Node, as_key
 
 _KNOWN = (
     "num_bits",

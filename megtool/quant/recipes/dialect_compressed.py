@@ -19,6 +19,7 @@ from megtool.quant.recipes.compressed_arguments import (
 )
 from megtool.quant.recipes.compressed_targets import EXPRESSION
 from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.recipe import Recipe, check_keys
 from megtool.quant.recipes.rules import (
@@ -32,7 +33,6 @@ from megtool.quant.recipes.rules import (
     compiled,
     texts,
 )
-from megtool.quant.recipes.source_text import Node
 
 _TOP = (
     "config_groups",

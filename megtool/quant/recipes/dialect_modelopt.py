@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megtool.quant.recipes.algorithm import CHOOSING
+from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modelopt_imports import Imports
 from megtool.quant.recipes.modelopt_quantizers import Quantizers, Setting
 from megtool.quant.recipes.modelopt_settings import check_settings, kind_of, read_method
 from megtool.quant.recipes.recipe import Recipe, check_keys
 from megtool.quant.recipes.rules import KEEP, Problems, Rule
-from megtool.quant.recipes.source_text import Node
 
 _ENTRY = ("quantizer_name", "parent_class", "cfg", "enable")
 _TOP = ("imports", "metadata", "quantize", "auto_quantize", "quant_cfg", "algorithm", "kv_cache")

@@ -18,10 +18,10 @@ from megtool.quant.recipes.compressed_arguments import check_values
 from megtool.quant.recipes.dialect_compressed import read_compressed
 from megtool.quant.recipes.dialect_modelopt import read_modelopt
 from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.located_yaml import MOST_BYTES, Node, from_plain, read_documents
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
 from megtool.quant.recipes.rules import KEEP, All, Glob, Problems, Role, Rule
-from megtool.quant.recipes.source_text import MOST_BYTES, Node, from_plain, read_documents
 
 _PACKAGE = "megtool.quant_recipes"
 _ASKED = Role(("qkv", "proj", "fc1", "fc2"))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megtool.errors import RecipeError
+from megtool.quant.recipes.located_yaml import Node, read_documents
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import Node, read_documents
 
 _MOST_IMPORTS = 64
 

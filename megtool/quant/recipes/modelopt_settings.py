@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megtool.quant.recipes.algorithm import Option
+from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import Node, as_key
 
 _FLOATS = {"e4m3": (4, 3), "e2m1": (2, 1), "e8m0": (8, 0), "e5m2": (5, 2), "e3m2": (3, 2)}
 CONSTANT = 448.0

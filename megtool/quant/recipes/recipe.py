@@ -14,9 +14,9 @@ from typing import Any
 
 from megtool.quant.recipes.algorithm import METHODS, check_methods, read_algorithm
 from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
+from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import nearest
 from megtool.quant.recipes.rules import KEEP, Problems, Rule, read_condition, texts
-from megtool.quant.recipes.source_text import Node
 
 _TOP = ("description", "algorithm", "formats", "rules")
 _FORMAT = (

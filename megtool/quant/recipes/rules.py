@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from megtool.errors import RecipeError
+from megtool.quant.recipes.located_yaml import Node
 from megtool.quant.recipes.modules import KINDS, ROLES, SCHEMES, Module, nearest
-from megtool.quant.recipes.source_text import Node
 
 KEEP = "keep"
 """Says that a module stays as it is."""

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.checkpoint.containers import pickled
-from megtool.checkpoint.containers.extra_products import join, mixed, split, unmixed
-from megtool.checkpoint.containers.extra_state import (
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.te_extra_state import (
     ExtraState,
     at_release,
     bytes_tensor,
@@ -32,8 +31,9 @@ from megtool.checkpoint.containers.extra_state import (
     to_tree,
     with_length,
 )
+from megtool.checkpoint.containers.te_grouped_state import join, mixed, split, unmixed
 from megtool.errors import FormatError
-from megtool.packing.delayed import KINDS
+from megtool.number_formats.delayed_scaling import KINDS
 from tests.checkpoint.containers.te_payloads import DELAYED_2_4, DELAYED_2_20, MXFP8_2_4
 
 RECIPES = "transformer_engine.common.recipe"
@@ -115,7 +115,7 @@ def saved(value: Any) -> Any:
     torch.save(value, out)
     outer = io.BytesIO()
     torch.save([out], outer)
-    from megtool.checkpoint.containers.zipped import load_bytes
+    from megtool.checkpoint.containers.zip_reader import load_bytes
 
     return load_bytes(outer.getvalue(), file="")[0]
 
@@ -408,8 +408,8 @@ def watched() -> Iterator[list[str]]:
 def test_hostile_states_are_refused_and_nothing_runs(release: int, where: str) -> None:
     inner = state(1) | {"other": 1}
     if where == "storage":  # in the stream that a tensor keeps its storage in
-        load = pickled.inert_global("torch.storage", "_load_from_bytes")
-        rebuild = pickled.inert_global("torch._utils", "_rebuild_tensor_v2")
+        load = pickle_reader.inert_global("torch.storage", "_load_from_bytes")
+        rebuild = pickle_reader.inert_global("torch._utils", "_rebuild_tensor_v2")
         from megtool.checkpoint.containers.pickle_writer import encode
 
         evil = pickle.dumps(Hostile(), protocol=2)
@@ -424,7 +424,7 @@ def test_hostile_states_are_refused_and_nothing_runs(release: int, where: str) -
         if where == "storage":
             pytest.skip("releases 1.x keep storages in the container")
         value = saved(inner | {where: Hostile()})
-    pickled.decode(pickle.dumps({}), file="")  # imports what reading needs
+    pickle_reader.decode(pickle.dumps({}), file="")  # imports what reading needs
     with watched() as seen, pytest.raises(FormatError, match="hostile"):
         decode(value)
     assert seen == []

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.containers import pickle_guard, pickled
+from megtool.checkpoint.containers import pickle_guard, pickle_reader
 from megtool.checkpoint.containers.pickle_writer import encode, namespace
 from megtool.errors import FormatError
 
@@ -97,7 +97,7 @@ def test_hostile_pickles_are_refused_and_nothing_happens(name: str, audit: Any) 
     audit.watching = True
     try:
         with pytest.raises(FormatError) as e:
-            pickled.decode(HOSTILE[name], file="x.pt")
+            pickle_reader.decode(HOSTILE[name], file="x.pt")
     finally:
         audit.watching = False
     assert audit.seen == []
@@ -121,11 +121,11 @@ def test_a_large_pickle_gets_no_further(name: str, audit: Any) -> None:
         pytest.skip("a frame is the first thing in a pickle")
     large = head + LARGE + b"0" + body
     assert len(large) > pickle_guard.SMALL_BYTES
-    pickled.decode(head + LARGE + b".", file="x.pt")  # imports what the guard needs
+    pickle_reader.decode(head + LARGE + b".", file="x.pt")  # imports what the guard needs
     audit.seen.clear()
     audit.watching = True
     try:
-        tree = pickled.decode(large, file="x.pt")
+        tree = pickle_reader.decode(large, file="x.pt")
     except FormatError:
         tree = None
     finally:
@@ -138,13 +138,13 @@ def test_every_truncation_is_an_error() -> None:
     data = pickle.dumps({"a": [1, (2, "b")], "c": argparse.Namespace(x=1)}, 2)
     for end in range(len(data)):
         with pytest.raises(FormatError):
-            pickled.decode(data[:end], file="x")
+            pickle_reader.decode(data[:end], file="x")
 
 
 @given(st.binary(max_size=60))
 def test_noise_decodes_or_is_refused(data: bytes) -> None:
     try:
-        pickled.plain(pickled.decode(b"\x80\x02" + data, file="x"))
+        pickle_reader.plain(pickle_reader.decode(b"\x80\x02" + data, file="x"))
     except FormatError:
         return
 
@@ -154,7 +154,7 @@ def test_flipped_bits_decode_or_are_refused(data: st.DataObject) -> None:
     good = bytearray(pickle.dumps({"a": [1, (2, "b")], "c": argparse.Namespace(x=1.5)}, 2))
     good[data.draw(st.integers(0, len(good) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        pickled.plain(pickled.decode(bytes(good), file="x"))
+        pickle_reader.plain(pickle_reader.decode(bytes(good), file="x"))
     except FormatError:
         return
 
@@ -178,12 +178,12 @@ PLAIN = st.recursive(
 def test_what_we_write_python_reads_and_so_do_we(value: Any) -> None:
     data = encode(value)
     assert pickle.loads(data) == value
-    assert pickled.plain(pickled.decode(data, file="x")) == value
+    assert pickle_reader.plain(pickle_reader.decode(data, file="x")) == value
 
 
 @given(PLAIN, st.sampled_from([2, 4, 5]))
 def test_what_python_writes_we_read_and_write_again(value: Any, protocol: int) -> None:
-    tree = pickled.decode(pickle.dumps(value, protocol), file="x")
+    tree = pickle_reader.decode(pickle.dumps(value, protocol), file="x")
     assert pickle.loads(encode(tree)) == value
 
 
@@ -199,8 +199,8 @@ def test_well_known_nodes_become_plain_and_return_as_they_were() -> None:
         "function": torch.nn.functional.gelu,
     }
     for protocol in (2, 4):
-        tree = pickled.decode(pickle.dumps(value, protocol), file="x")
-        shown = pickled.plain(tree)
+        tree = pickle_reader.decode(pickle.dumps(value, protocol), file="x")
+        shown = pickle_reader.plain(tree)
         assert shown["args"] == {"a": 1, "p": "/a/b", "d": "torch.bfloat16"}
         assert shown["simple"] == {"x": [1]}
         assert list(shown["ordered"].items()) == [("b", 2), ("a", 1)]
@@ -212,7 +212,7 @@ def test_well_known_nodes_become_plain_and_return_as_they_were() -> None:
 
 
 def test_an_edited_namespace_is_written() -> None:
-    tree = pickled.decode(pickle.dumps({"args": argparse.Namespace(tp=8, pp=4)}, 2), file="x")
+    tree = pickle_reader.decode(pickle.dumps({"args": argparse.Namespace(tp=8, pp=4)}, 2), file="x")
     tree["args"].state["tp"] = 2
     assert pickle.loads(encode(tree))["args"] == argparse.Namespace(tp=2, pp=4)
     assert pickle.loads(encode(namespace({"tp": 3}))) == argparse.Namespace(tp=3)
@@ -225,7 +225,7 @@ def test_shared_and_recursive_values_stay_so() -> None:
     assert out["a"] is out["b"]
     assert out["a"][1] is out["a"]
     with pytest.raises(FormatError, match="no plain form"):
-        pickled.plain(shared)
+        pickle_reader.plain(shared)
 
 
 def test_billion_laughs_stay_small() -> None:
@@ -233,11 +233,11 @@ def test_billion_laughs_stay_small() -> None:
     for _ in range(60):
         laugh = [laugh, laugh]
     data = pickle.dumps(laugh, 2)
-    tree = pickled.decode(data, file="x")
-    shown = pickled.plain(tree)
+    tree = pickle_reader.decode(data, file="x")
+    shown = pickle_reader.plain(tree)
     assert shown[0] is shown[1]
     assert len(encode(tree)) < 10 * len(data)
-    assert pickled.references(tree) == []
+    assert pickle_reader.references(tree) == []
 
 
 def test_persistent_ids_are_kept() -> None:
@@ -247,9 +247,9 @@ def test_persistent_ids_are_kept() -> None:
 
     out = io.BytesIO()
     Saver(out, 2).dump([7, 8])
-    tree = pickled.decode(out.getvalue(), file="x")
+    tree = pickle_reader.decode(out.getvalue(), file="x")
     assert tree[0].id == ("storage", "seven")
-    assert pickled.references(tree) == [tree[0]]
+    assert pickle_reader.references(tree) == [tree[0]]
     assert encode(tree).count(b"Q") == 1
 
 

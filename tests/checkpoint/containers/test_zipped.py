@@ -18,9 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.containers import pickled, zipped
+from megtool.checkpoint.containers import pickle_reader, zip_reader
+from megtool.checkpoint.containers.zip_tensor import LocatedTensor, locate_tensor_item
 from megtool.checkpoint.containers.zip_writer import archive, object_item, tensor_item
-from megtool.checkpoint.containers.zipped_tensor import LocatedTensor, locate_tensor_item
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
 
@@ -117,7 +117,7 @@ def test_an_object_is_read_edited_and_written_again(put: Put) -> None:
         "a": collections.OrderedDict(x=torch.arange(4.0), y=torch.zeros(3, dtype=torch.uint16)),
         "iteration": 7,
     }
-    tree = zipped.load_object(*put(saved(value)), file="x")
+    tree = zip_reader.load_object(*put(saved(value)), file="x")
     tree["iteration"] = 8
     out = torch.load(io.BytesIO(object_item(tree)), weights_only=False)
     assert out["iteration"] == 8
@@ -127,7 +127,7 @@ def test_an_object_is_read_edited_and_written_again(put: Put) -> None:
     assert torch.equal(out["a"]["x"], value["a"]["x"])
     assert raw_bytes(out["a"]["y"]) == raw_bytes(value["a"]["y"])
     with pytest.raises(ValueError, match="no bytes"):
-        object_item(pickled.Persistent(("storage", "x", "0")))
+        object_item(pickle_reader.Persistent(("storage", "x", "0")))
 
 
 def test_zip_tools_accept_what_we_write() -> None:

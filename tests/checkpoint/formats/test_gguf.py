@@ -16,7 +16,7 @@ from megtool.checkpoint.formats.gguf import detect, open_checkpoint
 from megtool.checkpoint.formats.gguf_header import read_header
 from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
 from megtool.errors import FormatError, UsageError
-from megtool.packing.gguf import decode
+from megtool.number_formats.gguf import decode
 from tests.checkpoint.reads import read_so_far
 
 

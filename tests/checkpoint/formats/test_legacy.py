@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megtool.checkpoint.containers import pickled
+from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.zip_writer import object_item
-from megtool.checkpoint.formats import detect_format, legacy, open_checkpoint, torch_dist
-from megtool.checkpoint.formats.legacy_ranks import Sizes, rank_folder
+from megtool.checkpoint.formats import detect_format, megatron_legacy, open_checkpoint, torch_dist
+from megtool.checkpoint.formats.megatron_legacy_ranks import Sizes, rank_folder
 from tests.checkpoint.formats import rank_folders as saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -108,7 +108,7 @@ def test_optimizers_with_a_state_for_each_parameter(tmp_path: Path) -> None:
     assert c.metadata["aliases"] == {alias: f"{MODEL}/model/decoder.layers.0.mlp.linear_fc2.weight"}
     kept = c.metadata["common"]["optimizer"][0]["optimizer"]["state"]
     assert {i: list(v) for i, v in kept.items()} == {i: ["step"] for i in range(3)}
-    assert len(pickled.references(kept)) == 3
+    assert len(pickle_reader.references(kept)) == 3
     tree = c.metadata["trees"]["mp_rank_00/model_optim_rng.pt"]
     assert tree["optimizer"][0]["fp32_from_fp32_params"][1][0].name == c.metadata["aliases"][alias]
 
@@ -228,11 +228,11 @@ def test_save_folders_mix_formats(tmp_path: Path) -> None:
     (newer / "mp_rank_00").mkdir(parents=True)
     torch.save({}, newer / "mp_rank_00/train_dataloader_dprank000.pt")
     assert open_checkpoint(tmp_path).metadata["iteration"] == 5
-    assert not legacy.detect(newer)
+    assert not megatron_legacy.detect(newer)
     dcp.save({"t": torch.ones(2)}, checkpoint_id=newer, no_dist=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
     assert detect_format(tmp_path).names[0] == "torch_dist"
-    assert not legacy.detect(tmp_path)
+    assert not megatron_legacy.detect(tmp_path)
     c = open_checkpoint(tmp_path, iteration=5)
     assert c.format == "megatron"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
@@ -246,7 +246,7 @@ def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
     state = saved.rank_state()
     state["model"] = {f"w{i}": torch.zeros(1 << 19) for i in range(20)}
     saved.save(tmp_path / "mp_rank_00", model_optim_rng=state)
-    small = sum(len(n.data or b"") for n in pickled.references(_tree(tmp_path)))
+    small = sum(len(n.data or b"") for n in pickle_reader.references(_tree(tmp_path)))
     before = int(Path("/proc/self/io").read_text().split()[1])
     open_checkpoint(tmp_path)
     read = int(Path("/proc/self/io").read_text().split()[1]) - before

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megtool.checkpoint.containers.torch_file import Budget
 from megtool.checkpoint.containers.zip_writer import archive
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.legacy import lay_out
-from megtool.checkpoint.formats.legacy_file import read_rank_file
+from megtool.checkpoint.formats.megatron_legacy import lay_out
+from megtool.checkpoint.formats.megatron_legacy_file import read_rank_file
 from megtool.errors import FormatError
 from tests.checkpoint.formats import rank_folders as saved
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from megtool.checkpoint import copy
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.pickled import inert_global
 from megtool.checkpoint.containers.torch_file import lay_out_torch_file
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.legacy import lay_out
+from megtool.checkpoint.formats.megatron_legacy import lay_out
 from megtool.checkpoint.plan import Source
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import UsageError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 from tests.checkpoint.formats import rank_folders as saved
 

@@ -20,7 +20,7 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MegtoolError
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from tests.checkpoint.formats.quantised_weights import MAKERS, gpt_oss, write
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.containers import zipped
+from megtool.checkpoint.containers import zip_reader
 from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.containers.zip_writer import archive
 from megtool.checkpoint.formats import torch_dist
@@ -109,7 +109,7 @@ def test_a_plain_checkpoint_is_opened(plain: tuple[Path, dict[str, Any]]) -> Non
     assert found["transposed"].shape == (6, 5)
     number, offset, length = c.objects["nested.iteration"].extent or (0, 0, 0)
     fd = os.open(c.path(number), os.O_RDONLY)
-    assert zipped.load_object(fd, offset, length, file="x") == 7
+    assert zip_reader.load_object(fd, offset, length, file="x") == 7
     os.close(fd)
 
 

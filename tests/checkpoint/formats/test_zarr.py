@@ -16,7 +16,7 @@ from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.formats import detect_format, open_checkpoint
 from megtool.checkpoint.formats.zarr_layout import TRUE_DTYPE
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cells import Readers
+from megtool.checkpoint.transport.encoded_chunks import Readers
 from megtool.errors import CheckpointError, FormatError, SourceChangedError
 from tests.checkpoint.reads import contents
 

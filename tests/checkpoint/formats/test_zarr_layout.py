@@ -23,7 +23,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import UsageError
 from megtool.tensors.box import numel
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 zarr = pytest.importorskip("zarr")

@@ -13,12 +13,12 @@ from megtool.checkpoint.plan import Source
 from megtool.checkpoint.plan_file import load, save
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
-from megtool.checkpoint.regroup import Regrouping, regroup
+from megtool.checkpoint.rechunk import Regrouping, regroup
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport import cells, units
+from megtool.checkpoint.transport import encoded_chunks, work_units
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 zarr = pytest.importorskip("zarr")
@@ -69,8 +69,8 @@ def plan(raw, root, rng, *, turned=False, kind="float32"):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode, threads):
     root, wanted = saved
-    monkeypatch.setattr(units, "UNIT_BYTES", 50_000)
-    monkeypatch.setattr(cells, "CELL_BYTES", 1 << 16)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 50_000)
+    monkeypatch.setattr(encoded_chunks, "CELL_BYTES", 1 << 16)
     job = plan(raw, root, random.Random(threads), turned=turned)
     with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = copy.execute(
@@ -86,7 +86,7 @@ def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode
 
 def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, saved):
     root, wanted = saved
-    monkeypatch.setattr(units, "UNIT_BYTES", 50_000)
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 50_000)
     job = plan(raw, root, random.Random(3), kind="float64")
     count = iter(range(4))
 

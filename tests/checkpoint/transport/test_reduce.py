@@ -16,9 +16,9 @@ from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Op, Plan, Source
+from megtool.checkpoint.plan_summary import summarise
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.summary import summarise
 from megtool.checkpoint.transport.worker import SLOTS
 from megtool.errors import CoverageError, MappingError
 from tests.checkpoint.test_copy import LAYOUTS, in_kind, laid_out, place

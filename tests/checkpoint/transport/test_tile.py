@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.side import Side
+from megtool.checkpoint.transport.shard_locator import Side
 from megtool.checkpoint.transport.strided import Buffers, Peak, way_to_assign
 from megtool.checkpoint.transport.tile import Traffic, cut, halved, tile_bytes
 

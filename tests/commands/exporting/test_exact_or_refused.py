@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.export import export
 from megtool.commands.lint import lint
 from megtool.errors import MegtoolError, UsageError
-from megtool.export.lint.all_rules import RULES
-from megtool.export.lint.rules import View, apply
-from megtool.quant.recipes.targets import read_target
+from megtool.lint.registry import RULES
+from megtool.lint.rules import View, apply
+from megtool.quant.recipes.engine_support import read_target
 from tests.export.lint.compressed_folder import compress
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import quantise, randomised
@@ -270,7 +270,7 @@ def test_what_is_planned_is_what_lint_finds(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: str
 ) -> None:
     """The rules say the same of the plan as of the folder that came of it."""
-    from megtool.commands.exporting import rules
+    from megtool.export import preflight as rules
 
     seen = set()
 

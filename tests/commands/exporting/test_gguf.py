@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.commands.exporting.gguf import export_gguf
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.errors import (
@@ -21,6 +20,7 @@ from megtool.errors import (
     MissingPackageError,
     UsageError,
 )
+from megtool.export.gguf.write_file import export_gguf
 from tests.export import gguf_models
 
 gguf = pytest.importorskip("gguf")
@@ -201,11 +201,11 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
 def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = gguf_models.save(tmp_path / "hf", "llama")
     export_gguf(source, tmp_path / "whole.gguf", kind="q8_0", name="m")
-    from megtool.checkpoint.transport import units
-    from megtool.export.gguf import encoded
+    from megtool.checkpoint.transport import work_units
+    from megtool.export.gguf import block_encoder
 
-    monkeypatch.setattr(units, "UNIT_BYTES", 4096)
-    real, calls = encoded.encode, []
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 4096)
+    real, calls = block_encoder.encode, []
 
     def fails(values: Any, kind: str) -> Any:
         calls.append(kind)
@@ -214,7 +214,7 @@ def test_killed_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return real(values, kind)
 
     path = tmp_path / "m.gguf"
-    monkeypatch.setattr(encoded, "encode", fails)
+    monkeypatch.setattr(block_encoder, "encode", fails)
     with pytest.raises(KeyboardInterrupt):
         export_gguf(source, path, kind="q8_0", name="m", threads=1)
     assert not path.exists()
@@ -269,7 +269,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yarn |= {"rope_theta": 1e4, "original_max_position_embeddings": 16}
     source = gguf_models.save(tmp_path / "yarn", "llama", rope_parameters=yarn)
     refused(MappingError, "'yarn' with a ramp that is not rounded", "linear, yarn")
-    from megtool.packing import gguf as packing
+    from megtool.number_formats import gguf as packing
 
     monkeypatch.setitem(sys.modules, "gguf", None)
     for cached in (packing.package, packing.encodings, packing._blocks):

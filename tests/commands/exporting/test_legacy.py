@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.exporting.legacy import export_legacy
 from megtool.errors import DestinationError, StorageError
+from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.commands.tiny_llama import contents, left_overs, state
 from tests.export.legacy import models
 from tests.quant.quantised_folder import quantise

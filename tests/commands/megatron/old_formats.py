@@ -24,7 +24,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.megatron.objects import item_of
+from megtool.reshard.megatron.checkpoint_objects import item_of
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 Materialize = Callable[[Any, Path, dict[str, Any]], None]

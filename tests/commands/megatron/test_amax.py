@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.containers.extra_state import ExtraState, decode
-from megtool.checkpoint.facts import object_value
+from megtool.checkpoint.containers.te_extra_state import ExtraState, decode
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.megatron_metadata import object_value
 from megtool.commands.amax import inspect_amax
-from megtool.commands.megatron.extra_states import Site, site_of
 from megtool.commands.reshard import reshard
-from megtool.commands.reshard_report import ReshardReport
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
-from megtool.packing.delayed import KINDS
+from megtool.number_formats.delayed_scaling import KINDS
+from megtool.reshard.megatron.extra_state_names import Site, site_of
+from megtool.reshard.report import ReshardReport
 from tests.commands.megatron.trained import config, write
 
 torch = pytest.importorskip("torch")

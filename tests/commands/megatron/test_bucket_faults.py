@@ -17,13 +17,13 @@ import torch
 
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
-from megtool.commands.megatron.from_buckets import BUCKET, buffers_of
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
+from megtool.reshard.megatron.dp_reshardable import BUCKET, buffers_of
+from megtool.reshard.source import open_model
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from tests.commands.megatron.old_formats import everything
 from tests.commands.megatron.test_proof import EXPERTS, save

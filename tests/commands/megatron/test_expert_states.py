@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.containers.extra_state import decode
+from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.commands.amax import derive_amax, fix_amax, inspect_amax
-from megtool.commands.megatron.extra_states import Site
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, UsageError
+from megtool.reshard.megatron.extra_state_names import Site
 from tests.commands.megatron.test_amax import (
     FC1,
     LENGTH,

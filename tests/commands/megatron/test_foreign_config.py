@@ -13,14 +13,14 @@ import torch
 
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.megatron.bridge_files import at_layout, bridge_files, run_config, train_state
-from megtool.commands.megatron.foreign_config import args_from_section, read_yaml
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron_args import config_from_args
 from megtool.errors import FormatError, MissingPackageError
+from megtool.reshard.megatron.bridge_files import at_layout, bridge_files, run_config, train_state
+from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
+from megtool.reshard.source import open_model
 from tests.commands.megatron.old_formats import Materialize, as_fragments, renamed
 from tests.commands.megatron.trained import config, write
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, MappingError, UsageError
+from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.test_proof import FORMATS, edit, save
 from tests.commands.megatron.trained import config, write

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_gathered import COALESCED
-from megtool.commands.megatron.from_fragments import from_fragments, has_fragments
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
+from megtool.reshard.megatron.fully_sharded_model_space import from_fragments, has_fragments
+from megtool.reshard.source import open_model
 from tests.commands.megatron.old_formats import as_fragments, as_gathered
 from tests.commands.megatron.trained import config, write
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands import target
-from megtool.commands.megatron import proof
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
-from megtool.tensors.parameters import ORDERS, Order
+from megtool.reshard import target
+from megtool.reshard.megatron import bucket_order_check
+from megtool.reshard.source import open_model
+from megtool.tensors.registration_order import ORDERS, Order
 from tests.commands.megatron.trained import config, to_bfloat16, write
 
 EXPERTS = {
@@ -288,15 +288,15 @@ def test_few_reads_for_many_copies(
 ) -> None:
     folder = save(tmp_path, materialize, "legacy", tp=4, model={"num_kv_heads": 4})
     seen: list[int] = []
-    kept = proof.as_pair
+    kept = bucket_order_check.as_pair
 
     def counted(catalogue: Any) -> Any:
         number = catalogue.shards.tensor[[r.shard for r in catalogue.replicas]]
         seen.append(int(np.bincount(number).max()))
         return kept(catalogue)
 
-    monkeypatch.setattr(proof, "as_pair", counted)
-    monkeypatch.setattr(proof, "MOST_COPIES", 2)
+    monkeypatch.setattr(bucket_order_check, "as_pair", counted)
+    monkeypatch.setattr(bucket_order_check, "MOST_COPIES", 2)
     open_model(folder)
     assert seen
     assert max(seen) <= 2

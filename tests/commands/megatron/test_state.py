@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.checkpoint.containers.extra_state import decode
-from megtool.checkpoint.facts import object_value
+from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.megatron_metadata import object_value
 from megtool.commands.inspect import inspect
-from megtool.commands.megatron.extra_states import Site, Spelling, site_of
-from megtool.commands.opened import open_model
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError
+from megtool.reshard.megatron.extra_state_names import Site, Spelling, site_of
+from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.trained import config, write
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.pickled import inert_global
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.plan import QuantizePlan
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     CalibrationError,
@@ -20,6 +19,7 @@ from megtool.errors import (
     RecipeError,
     UsageError,
 )
+from megtool.quant.pipeline.plan import QuantizePlan
 from tests.inference import tiny_text
 from tests.quant.calibrated import random_moe
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.plan import QuantizePlan
-from megtool.commands.quantizing.report import QuantizeReport
 from megtool.errors import CalibrationError, UsageError
-from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.pipeline.plan import QuantizePlan
+from megtool.quant.pipeline.report import QuantizeReport
 from tests.commands.tiny_llama import contents
 from tests.inference import tiny_text
 

@@ -16,22 +16,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.commands.decided import Decided, decide
 from megtool.commands.evaluate import evaluate
 from megtool.commands.export import export
 from megtool.commands.generate import generate
 from megtool.commands.lint import lint
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.write import check_storable
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError, MappingError, RecipeError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.quant.proofs.proof import prove
-from megtool.quant.simulation.simulate import fake_weight
-from megtool.quant.simulation.simulation import Simulation
-from megtool.quant.treatment import Settlement
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.pipeline.write import check_storable
+from megtool.quant.qparams import Settlement
+from megtool.quant.resolve import Decided, decide
+from megtool.quant.verification.verify_folder import prove
 from tests.commands.quantizing import family_models
 from tests.commands.quantizing.test_write import (
     contents,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megtool.commands.quantize import quantize
-from megtool.commands.quantizing.report import QuantizeReport
-from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.pipeline.report import QuantizeReport
 from tests.commands.test_generate import torchrun
 from tests.inference import tiny_text
 

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megtool.commands.quantizing.page import page
-from megtool.commands.quantizing.plots import (
+from megtool.quant.pipeline.html_report import page
+from megtool.quant.pipeline.report import QuantizeReport
+from megtool.quant.pipeline.svg_plots import (
     HEIGHT,
     LEFT,
     RIGHT,
@@ -20,7 +21,6 @@ from megtool.commands.quantizing.plots import (
     Series,
     scatter,
 )
-from megtool.commands.quantizing.report import QuantizeReport
 from tests.commands.quantize_reports import HOSTILE, report
 
 _VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megtool.cli_run import _plain
-from megtool.commands.quantizing.report import QuantizeReport
-from megtool.commands.quantizing.rows import histograms, input_rows, quantile
+from megtool.cli.runner import _plain
 from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
+from megtool.quant.pipeline.report import QuantizeReport
+from megtool.quant.pipeline.report_rows import histograms, input_rows, quantile
 from tests.commands.quantize_reports import proof, report, row
 
 

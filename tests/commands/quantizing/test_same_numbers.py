@@ -11,9 +11,9 @@ from torch import Tensor
 from megtool.commands.quantize import quantize
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.quant.calibration.artefact import Artefact
-from megtool.quant.simulation.simulation import Simulation
-from megtool.quant.treatment import Settlement
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.qparams import Settlement
 from tests.inference import tiny_text
 from tests.quant.loaded import opened, randomised
 

@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.values import numbers
-from megtool.commands.decided import Decided, decide
-from megtool.commands.opened import open_model
-from megtool.commands.quantizing import write as quantize_write
-from megtool.commands.quantizing.write import WriteReport, check_storable, write
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import (
@@ -29,9 +25,13 @@ from megtool.errors import (
     MegtoolError,
     SourceChangedError,
 )
-from megtool.quant.simulation.simulate import fake_weight
-from megtool.quant.treatment import Cache, Settlement, Treatment
-from megtool.quant.writing import pack
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.packed_tensors import pack
+from megtool.quant.pipeline import write as quantize_write
+from megtool.quant.pipeline.write import WriteReport, check_storable, write
+from megtool.quant.qparams import Cache, Settlement, Treatment
+from megtool.quant.resolve import Decided, decide
+from megtool.reshard.source import open_model
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
 from tests.commands.tiny_llama import contents, left_overs, state, tensors
 from tests.quant import tiny_models
@@ -131,9 +131,9 @@ def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe
 
 def shared_amaxes(decided: Decided, settlement: Settlement) -> dict[str, Treatment]:
     """The treatments with their amax, one for all that engines run as one."""
-    from megtool.commands.quantizing.layout import stored_modules
-    from megtool.commands.quantizing.places import target_of
-    from megtool.commands.target import Request
+    from megtool.quant.pipeline.stored_layout import stored_modules
+    from megtool.quant.pipeline.weight_layout import target_of
+    from megtool.reshard.target import Request
 
     decisions, opened = decided.matched.decisions, decided.opened
     target = target_of(opened, decisions, Request(to="hf"))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.commands.megatron.extra_states import Site
 from megtool.commands.reshard import reshard
+from megtool.reshard.megatron.extra_state_names import Site
 from tests.commands import tiny_llama
 from tests.commands.megatron.test_amax import Edit, packed
 

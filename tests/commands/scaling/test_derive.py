@@ -124,7 +124,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["blocked", "interleaved"])
 def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any) -> None:
-    from megtool.quant.calibration.artefact import Artefact
+    from megtool.quant.calibration.calibration_file import Artefact
 
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
     reshard(

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.checkpoint.containers.extra_state import ExtraState, delayed_recipe, with_tensors
+from megtool.checkpoint.containers.te_extra_state import ExtraState, delayed_recipe, with_tensors
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.cli import main
+from megtool.cli.app import main
 from megtool.commands.amax import fix_amax, inspect_amax, strip_amax
-from megtool.commands.megatron.extra_states import Site
 from megtool.commands.reshard import reshard
-from megtool.commands.scaling.checks import check
-from megtool.commands.scaling.rebuild import rebuilt
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
-from megtool.packing.delayed import Rule
+from megtool.number_formats.delayed_scaling import Rule
+from megtool.reshard.fp8_state.checks import check
+from megtool.reshard.fp8_state.rebuild import rebuilt
+from megtool.reshard.megatron.extra_state_names import Site
 from tests.commands import tiny_llama
 from tests.commands.megatron.test_amax import Hostile, packed, states_of
 from tests.commands.megatron.trained import config, write

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megtool.commands.exporting.legacy import export_legacy
+from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.export.legacy.joined import config_of, ranks_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.commands.exporting.legacy import export_legacy
 from megtool.commands.reshard import reshard
+from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.commands.tiny_llama import tensors
 from tests.export import gguf_models
 from tests.export.legacy import models

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.commands.exporting.legacy import export_legacy
-from megtool.commands.opened import open_model
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.packing.floats import single
+from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
+from megtool.number_formats.small_floats import single
+from megtool.reshard.source import open_model
 from tests.export.legacy import models
 from tests.export.legacy.joined import config_of, joined, ranks_of
 from tests.quant.quantised_folder import quantise

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.exporting.legacy import export_legacy
 from megtool.commands.inspect import inspect
 from megtool.commands.lint import lint
 from megtool.commands.verify import verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
+from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.commands import tiny_llama
 from tests.export.legacy import models
 from tests.quant.quantised_folder import quantise

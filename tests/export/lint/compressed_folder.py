@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.packing.decode import CODES, DIVISOR, SCALE
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
 
 _KINDS = {
     "float8_e4m3fn": torch.float8_e4m3fn,

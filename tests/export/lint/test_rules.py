@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megtool.commands.lint import lint
 from megtool.errors import UsageError
-from megtool.export.lint.all_rules import RULES
+from megtool.lint.registry import RULES
 from tests.commands.quantizing import family_models
 from tests.commands.quantizing.test_write import quantise as write
 from tests.export.lint.compressed_folder import compress, deepseek

@@ -11,9 +11,9 @@ from torch import nn
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import dequantize, quantize_tensor
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.fp8.gather import forget, gathered, mark_for_gather
+from megtool.optim.fp8.fp8_param_gather import forget, gathered, mark_for_gather
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 from tests.optim.small_models import Small, batches, train_step

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.optim.fp8.history import Histories, scales
+from megtool.number_formats import delayed_scaling
+from megtool.optim.fp8.amax_history import Histories, scales
 from megtool.optim.fp8.settings import Fp8Settings
-from megtool.packing import delayed
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 
@@ -42,7 +42,7 @@ def test_scales_are_the_documented_ones(amaxes: list[float], fp8_max: float, mar
     got = scales(torch.tensor(amaxes), before, fp8_max, margin)
     want = [documented(a, float(b), fp8_max, margin) for a, b in zip(amaxes, before, strict=True)]
     assert got.tolist() == want
-    read = delayed.scale(np.array(amaxes, np.float32), before.numpy(), fp8_max, margin)
+    read = delayed_scaling.scale(np.array(amaxes, np.float32), before.numpy(), fp8_max, margin)
     assert got.tolist() == read.tolist()
 
 

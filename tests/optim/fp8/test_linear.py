@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megtool.kernels.choice import asked, use
+from megtool.kernels.dispatch import asked, use
 from megtool.kernels.fp8 import Quantized
 from megtool.optim.fp8.linear import fp8_product, multiply
 from megtool.optim.fp8.scaling import Operand, Scaling, Tensorwise, make_scalings
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
 MOST = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}

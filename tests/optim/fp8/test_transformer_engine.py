@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from megtool.errors import MissingPackageError, UsageError
-from megtool.kernels.choice import use
-from megtool.kernels.linear_te import check_sides
+from megtool.kernels.dispatch import use
+from megtool.kernels.te_linear import check_sides
 from megtool.kernels.transformer_engine import INSTALL
 from megtool.optim.fp8.scaling import make_scalings
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import multiple_of, recipe_of
-from megtool.parallel.groups import Groups
-from megtool.train.fp8 import Fp8Training, check_te
+from megtool.parallel.process_groups import Groups
+from megtool.train.features.fp8 import Fp8Training, check_te
 from tests.optim.layouts import MODELS, whole
 
 CLASSES: tuple[tuple[Recipe, str], ...] = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms import gptq
-from megtool.quant.algorithms.grid import grid_of
+from megtool.quant.algorithms.weight_grid import grid_of
 from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 

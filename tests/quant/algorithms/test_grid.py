@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megtool.quant.algorithms.grid import grid_of, rounded_inputs
+from megtool.quant.algorithms.weight_grid import grid_of, rounded_inputs
+from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.qparams import INPUTS, Treatment
 from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.simulation.simulate import fake_input, fake_weight
-from megtool.quant.treatment import INPUTS, Treatment
 from tests.quant.algorithms import inputs
 
 

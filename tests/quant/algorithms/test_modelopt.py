@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.quant.algorithms import awq, clip, smooth
-from megtool.quant.algorithms.grid import grid_of
+from megtool.quant.algorithms import awq, clip, smoothquant
+from megtool.quant.algorithms.weight_grid import grid_of
 from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
@@ -56,7 +56,7 @@ def factor(layer: Any) -> Tensor:
 def test_smoothquant(alpha: float) -> None:
     x, weight = inputs.rows(64, 128), inputs.weight(96, 128)
     theirs = quantised(weight, x, "INT8_SMOOTHQUANT_CFG", {"method": "smoothquant", "alpha": alpha})
-    ours = smooth.factors(x.abs().amax(dim=0), [weight], alpha)
+    ours = smoothquant.factors(x.abs().amax(dim=0), [weight], alpha)
     torch.testing.assert_close(ours, factor(theirs), rtol=1e-5, atol=0)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megtool.quant.algorithms import awq, clip, smooth
-from megtool.quant.algorithms.grid import grid_of, rounded_inputs
-from megtool.quant.algorithms.joint import decide
-from megtool.quant.algorithms.method import Method
+from megtool.quant.algorithms import awq, clip, smoothquant
+from megtool.quant.algorithms.algorithm_config import Method
+from megtool.quant.algorithms.fused_group import decide
+from megtool.quant.algorithms.weight_grid import grid_of, rounded_inputs
 from megtool.quant.recipes.formats import Format
 from tests.quant.algorithms import inputs
 
@@ -20,26 +20,26 @@ NVFP4 = Format(name="f", algo="NVFP4", group_size=16)
 def test_smoothing_is_the_papers() -> None:
     weights = [inputs.weight(16, 64), inputs.weight(8, 64, seed=2)]
     amax = inputs.rows(64, 64).abs().amax(dim=0)
-    found = smooth.factors(amax, weights, 0.5)
+    found = smoothquant.factors(amax, weights, 0.5)
     top = torch.cat(weights).abs().amax(dim=0)
     torch.testing.assert_close(found, (amax / top).sqrt())
     amax[3] = 0
-    assert smooth.factors(amax, weights, 0.5)[3] == 1
+    assert smoothquant.factors(amax, weights, 0.5)[3] == 1
 
 
 @pytest.mark.parametrize("found", [INT8, NVFP4], ids=["int8", "nvfp4"])
 def test_the_best_alpha_is_at_least_as_good_as_any_and_none(found: Format) -> None:
     x, weights = inputs.rows(128, 64), [inputs.weight(32, 64), inputs.weight(16, 64, seed=2)]
     amax, grid = x.abs().amax(dim=0), grid_of(found)
-    trial = smooth.Trial(x, amax, weights)
+    trial = smoothquant.Trial(x, amax, weights)
 
     def lost(columns: torch.Tensor) -> float:
         top = trial.input_amax(columns, found)
         rounded = [grid.rounded(w * columns) for w in weights]
         return trial.error(columns, rounded, found, top)
 
-    tried = list(smooth.candidates([amax], weights, 0.1))
-    best, top = smooth.searched(trial, found, grid, iter(tried))
+    tried = list(smoothquant.candidates([amax], weights, 0.1))
+    best, top = smoothquant.searched(trial, found, grid, iter(tried))
     assert lost(best) == min(lost(c) for c in tried) < lost(torch.ones(64))
     assert 0 < top <= float((amax / best).max())
 
@@ -75,7 +75,7 @@ def test_robust_factors_lose_less_on_other_tokens(seed: int, alpha: float | None
 def test_inputs_are_clipped_where_that_loses_less() -> None:
     x = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
     x[0, 0] = 40.0
-    trial = smooth.Trial(x, x.abs().amax(dim=0), [torch.eye(32)])
+    trial = smoothquant.Trial(x, x.abs().amax(dim=0), [torch.eye(32)])
     top = trial.input_amax(torch.ones(32), INT8)
     assert top < 40.0
     shares = (

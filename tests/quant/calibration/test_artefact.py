@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration import artefact_file
-from megtool.quant.calibration.artefact import Artefact, check_fits, merged
+from megtool.quant.calibration import calibration_file_io
+from megtool.quant.calibration.calibration_file import Artefact, check_fits, merged
 from megtool.quant.calibration.fingerprint import Fingerprint, fingerprint_of
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.calibration.statistics import BINS, Statistics
+from megtool.quant.qparams import Cache, Settlement, Treatment
 from megtool.quant.recipes.formats import Format
-from megtool.quant.treatment import Cache, Settlement, Treatment
 from tests.quant.calibrated import Case, case, random_moe, tokens
 
 FP8 = Format(name="fp8", algo="FP8", input_amax=7.5)
@@ -97,9 +97,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 def as_said(artefact: Artefact, path: Path, **facts: object) -> Path:
     """An artefact's file that says something else; None: nothing."""
     artefact.save(path)
-    said, arrays = artefact_file.read(path)
+    said, arrays = calibration_file_io.read(path)
     changed = {k: v for k, v in (said | facts).items() if v is not None}
-    artefact_file.write(path, {n: np.array(a) for n, a in arrays.items()}, changed)
+    calibration_file_io.write(path, {n: np.array(a) for n, a in arrays.items()}, changed)
     return path
 
 
@@ -158,7 +158,7 @@ def test_an_artefact_is_read_without_torch(tmp_path: Path) -> None:
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
     made().save(tmp_path / "a")
     data = (tmp_path / "a").read_bytes()
-    facts, arrays = artefact_file.read(tmp_path / "a")
+    facts, arrays = calibration_file_io.read(tmp_path / "a")
     draw = random.Random(0)
     header = int.from_bytes(data[:8], "little") + 8
     text = data[8:header].rstrip()
@@ -173,7 +173,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
         except CalibrationError:
             continue
         assert place < header, "the name of the digest may change unnoticed, and nothing else"
-        found, others = artefact_file.read(tmp_path / "b")
+        found, others = calibration_file_io.read(tmp_path / "b")
         assert found == facts
         assert all(np.array_equal(others.pop(name), array) for name, array in arrays.items())
         assert not others

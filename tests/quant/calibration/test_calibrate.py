@@ -20,11 +20,11 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.errors import CalibrationError, DestinationError, StorageError, UsageError
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Group
-from megtool.quant.calibration import steps
-from megtool.quant.calibration import work as work_room
+from megtool.parallel.process_groups import Group
+from megtool.quant.calibration import resume_folder as work_room
+from megtool.quant.calibration import sequential
 from megtool.quant.calibration.calibrate import settled_anew
-from megtool.quant.calibration.pieces import cut, share
+from megtool.quant.calibration.micro_batches import cut, share
 from tests.quant.calibrated import case, killed_behind, random_moe, saved, tokens
 
 
@@ -221,7 +221,7 @@ def test_a_finished_run_loads_nothing(
     def load_nothing(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr(steps, "load", load_nothing)
+    monkeypatch.setattr(sequential, "load", load_nothing)
     assert saved(made.run(work=tmp_path / "work"), tmp_path / "b") == wanted
 
 

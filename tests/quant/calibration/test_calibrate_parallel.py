@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.artefact import Artefact
+from megtool.quant.calibration.calibration_file import Artefact
 from megtool.quant.calibration.statistics import Statistics
 from tests.gloo_world import run_world
 from tests.quant.calibrated import case, on_rank, random_moe

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.coverage import coverage, filled
-from megtool.quant.calibration.points import Point
+from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.expert_coverage import coverage, filled
 from megtool.quant.calibration.statistics import Statistics
 from tests.model.moe_layouts import whole
 from tests.quant.recording import points_of, record

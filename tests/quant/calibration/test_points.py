@@ -8,8 +8,8 @@ from megtool.config import ModelConfig
 from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
-from megtool.model.taps import places
-from megtool.quant.calibration.points import Point, list_points
+from megtool.model.hooks import places
+from megtool.quant.calibration.activation_sites import Point, list_points
 from megtool.quant.recipes.modules import list_modules
 from megtool.tensors.sharded import GlobalTensor
 from tests.model.moe_layouts import MODELS, SIZES

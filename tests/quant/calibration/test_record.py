@@ -10,10 +10,10 @@ import torch
 
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.kernels.graphs import graphed
+from megtool.kernels.cuda_graphs import graphed
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Groups
-from megtool.quant.calibration.record import Recorder
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.statistics import BINS
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import whole

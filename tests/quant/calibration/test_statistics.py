@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import CalibrationError
+from megtool.quant.calibration.running_statistics import Tally
 from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics
-from megtool.quant.calibration.tally import Tally
 from tests.quant.seen import seen
 
 

@@ -13,24 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.commands.decided import Decided, decide
 from megtool.errors import CalibrationError, FormatError, RecipeError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.pieces import Piece
-from megtool.quant.calibration.record import Recorder
+from megtool.quant.calibration.micro_batches import Piece
+from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.choosing.auto import Choice, choose
-from megtool.quant.choosing.sensitivity import measure, spread
-from megtool.quant.choosing.units import key_of, list_units
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.mixed_precision.auto_quantize import Choice, choose
+from megtool.quant.mixed_precision.decision_units import key_of, list_units
+from megtool.quant.mixed_precision.sensitivity import measure, spread
 from megtool.quant.recipes.dialects import recipe_from
+from megtool.quant.recipes.engine_support import read_target
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import match
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.targets import read_target
-from megtool.quant.settle import settle
-from megtool.quant.simulation.simulation import Simulation
+from megtool.quant.resolve import Decided, decide
+from megtool.quant.solve_qparams import settle
 from tests.quant import tiny_models
 from tests.quant.loaded import points_of, source_of
 

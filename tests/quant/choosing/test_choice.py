@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import CalibrationError, UsageError
-from megtool.quant.choosing.choice import Item, Option, curve, select, smallest
+from megtool.quant.mixed_precision.knapsack import Item, Option, curve, select, smallest
 
 OPTION = st.tuples(st.integers(1, 60), st.integers(0, 500).map(lambda n: n / 100))
 

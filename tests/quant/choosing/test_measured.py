@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.decided import Decided, decide
 from megtool.commands.quantize import quantize
 from megtool.errors import CalibrationError
 from megtool.model.batch import Batch
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.choosing import divergence
-from megtool.quant.choosing.sensitivity import measure
-from megtool.quant.choosing.survey import Survey
+from megtool.quant.mixed_precision import kl_sensitivity
+from megtool.quant.mixed_precision.candidates import Survey
+from megtool.quant.mixed_precision.sensitivity import measure
+from megtool.quant.resolve import Decided, decide
 from tests.commands.tiny_llama import contents
 from tests.inference import tiny_text
 from tests.quant import tiny_models
@@ -48,7 +48,7 @@ class Ends:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each unit was settled and run in each format."""
     found: Counter[str] = Counter()
-    settle, carried = Survey._settle, divergence._divergences
+    settle, carried = Survey._settle, kl_sensitivity._divergences
 
     def settled(self: Survey, unit: Any, fmt: Any, statistics: Any) -> Any:
         out = settle(self, unit, fmt, statistics)
@@ -61,8 +61,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return out
 
     monkeypatch.setattr(Survey, "_settle", settled)
-    monkeypatch.setattr(divergence, "_divergences", ended)
-    monkeypatch.setattr(divergence, "AT_ONCE", 5)
+    monkeypatch.setattr(kl_sensitivity, "_divergences", ended)
+    monkeypatch.setattr(kl_sensitivity, "AT_ONCE", 5)
     return found
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.commands.decided import decide
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.choosing.sensitivity import measure
+from megtool.quant.mixed_precision.sensitivity import measure
+from megtool.quant.resolve import decide
 from tests.gloo_world import WorldError, run_world
 from tests.quant import tiny_models
 from tests.quant.calibrated import random_moe

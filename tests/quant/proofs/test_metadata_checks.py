@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megtool.quant.proofs.declared import in_config, in_quant_file
-from megtool.quant.proofs.folder import open_folder
-from megtool.quant.proofs.proof import prove
+from megtool.quant.verification.quant_config_files import in_config, in_quant_file
+from megtool.quant.verification.stored_folder import open_folder
+from megtool.quant.verification.verify_folder import prove
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import Made, quantise, randomised
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.quant.proofs.proof import Proof, prove
 from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.verification.verify_folder import Proof, prove
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import Made, Tensors, quantise, randomised
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megtool.commands.target import Request, make_target
-from megtool.quant.proofs.proof import Proof, prove
-from megtool.quant.writing.hf_config import inline
+from megtool.quant.packed_tensors.hf_config import inline
+from megtool.quant.verification.verify_folder import Proof, prove
+from megtool.reshard.target import Request, make_target
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import Made, quantise, randomised
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megtool.quant.proofs.proof import Proof, prove
+from megtool.quant.verification.verify_folder import Proof, prove
 from tests.quant import tiny_models
 from tests.quant.quantised_folder import Made, Tensors, quantise, randomised
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.algorithms.method import method_of
+from megtool.quant.algorithms.algorithm_config import method_of
 from megtool.quant.recipes.dialects import recipe_from, translate
+from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.source_text import read_documents
 
 EVERY = {"kind": "linear"}
 

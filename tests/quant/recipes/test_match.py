@@ -9,9 +9,9 @@ import pytest
 from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, translate
 from megtool.quant.recipes.formats import FORMATS
+from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import read_documents
 from tests.quant import tiny_models
 
 

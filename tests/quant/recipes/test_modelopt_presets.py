@@ -11,11 +11,11 @@ import pytest
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, translate
+from megtool.quant.recipes.located_yaml import from_plain
 from megtool.quant.recipes.match import match
 from megtool.quant.recipes.modelopt_quantizers import ALGOS
 from megtool.quant.recipes.modelopt_settings import kind_of
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.source_text import from_plain
 from tests.quant import tiny_models
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megtool.quant.recipes.located_yaml import from_plain
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.rules import Problems, read_condition
-from megtool.quant.recipes.source_text import from_plain
 from tests.quant import tiny_models
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.source_text import MOST_BYTES, read_documents
+from megtool.quant.recipes.located_yaml import MOST_BYTES, read_documents
 
 
 def one(text: str) -> object:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megtool.commands.decided import decide
 from megtool.commands.recipe import explain_recipe
 from megtool.errors import RecipeError, UsageError
-from megtool.quant.algorithms.method import method_of
+from megtool.quant.algorithms.algorithm_config import method_of
 from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.engine_support import TABLE, check_target, permitted, read_target
 from megtool.quant.recipes.formats import FORMATS, KV_BITS
 from megtool.quant.recipes.match import match
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.rules import Problems
-from megtool.quant.recipes.targets import TABLE, check_target, permitted, read_target
+from megtool.quant.resolve import decide
 from tests.quant import tiny_models
 
 

@@ -13,15 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megtool.errors import CalibrationError, FormatError, UsageError
-from megtool.packing.decode import CODES, SCALE, SCALE_2, decode
-from megtool.packing.encode import encode
-from megtool.packing.floats import E2M1, E4M3
-from megtool.packing.layout import layout
-from megtool.packing.scales import modelopt_block, modelopt_exponent, modelopt_scale
+from megtool.number_formats.decode import CODES, SCALE, SCALE_2, decode
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.number_formats.scales import modelopt_block, modelopt_exponent, modelopt_scale
+from megtool.number_formats.small_floats import E2M1, E4M3
+from megtool.quant.fake_quant import fake_quantize
+from megtool.quant.fake_quant.fake_quantize import (
+    fake_cache,
+    fake_input,
+    fake_weight,
+    rounded_input,
+)
+from megtool.quant.qparams import INPUTS, Cache, Treatment, packing_of
 from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.simulation import simulate
-from megtool.quant.simulation.simulate import fake_cache, fake_input, fake_weight, rounded_input
-from megtool.quant.treatment import INPUTS, Cache, Treatment, packing_of
 
 torch.set_num_threads(1)
 CASES = [(a, g) for a, f in FORMATS.items() for g in (f.groups or (0,))]
@@ -49,7 +54,7 @@ def bits(t: Tensor) -> np.ndarray:
 
 
 def packed(weight: Tensor, t: Treatment, *, twice: bool = False) -> np.ndarray:
-    """What `megtool.packing` decodes of what it encoded, with the scales of a treatment."""
+    """What `megtool.number_formats` decodes of what it encoded, with the scales of a treatment."""
     packing, shape = packing_of(t.format), tuple(weight.shape)
     parts = layout(packing, shape)
     by_role = {p.role: p for p in parts}
@@ -57,7 +62,7 @@ def packed(weight: Tensor, t: Treatment, *, twice: bool = False) -> np.ndarray:
     scales: dict[str, np.ndarray] = {}
     if SCALE_2 in by_role:
         top = t.second_amax or float(weight.float().abs().max())
-        scales[SCALE_2] = np.asarray(simulate.second_scale(t.format.algo, top))
+        scales[SCALE_2] = np.asarray(fake_quantize.second_scale(t.format.algo, top))
     if t.amax is not None:
         name = packing.partition(":")[0]
         amax = t.amax.reshape(by_role[SCALE].shape)
@@ -81,7 +86,7 @@ def same_bits(a: Tensor, b: np.ndarray) -> bool:
 def test_weights_are_what_is_packed(
     algo: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulate, "CHUNK_INPUT", 512)  # many chunks
+    monkeypatch.setattr(fake_quantize, "CHUNK_INPUT", 512)  # many chunks
     w = odd_weight(384, 256, dtype)
     t = treated(algo, group)
     name = str(dtype).removeprefix("torch.")
@@ -108,8 +113,8 @@ def test_clipped_and_shared_scales(algo: str, group: int) -> None:
     packing = packing_of(treated(algo, group).format)
     scale = next(p for p in layout(packing, (256, 256)) if p.role == SCALE)
     how = packing.partition(":")[2]
-    view = simulate._blocks(w, how)
-    amax = view.abs().amax(simulate._reduced(how)).numpy() * np.float32(0.7)
+    view = fake_quantize._blocks(w, how)
+    amax = view.abs().amax(fake_quantize._reduced(how)).numpy() * np.float32(0.7)
     t = treated(
         algo,
         group,
@@ -137,7 +142,7 @@ def test_chosen_codes(algo: str) -> None:
     packing = packing_of(t.format)
     parts = layout(packing, (256, 256))
     top = float(w.abs().max())
-    second = {SCALE_2: np.asarray(simulate.second_scale(algo, top))}
+    second = {SCALE_2: np.asarray(fake_quantize.second_scale(algo, top))}
     given = second if any(p.role == SCALE_2 for p in parts) else {}
     found = encode(packing, parts, w.numpy(), "float32", (0, 0), (256, 256), scales=given)
     stored = found[CODES]
@@ -225,14 +230,14 @@ def test_many_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         for more in ({"scale": 0.01}, {"scale": 0.01, "columns": columns[0]}):
             whole = rounded_input(x, kind, **more)
             with monkeypatch.context() as patch:
-                patch.setattr(simulate, "CHUNK_INPUT", 96)
+                patch.setattr(fake_quantize, "CHUNK_INPUT", 96)
                 assert torch.equal(rounded_input(x, kind, **more), whole)
         rows, each = x.view(150, 48), {"scale": scale, "columns": columns}
         whole = rounded_input(rows, kind, **each)
         one = rounded_input(rows[7:8], kind, scale=float(scale[7]), columns=columns[7])
         torch.testing.assert_close(whole[7:8], one)
         with monkeypatch.context() as patch:
-            patch.setattr(simulate, "CHUNK_INPUT", 96)
+            patch.setattr(fake_quantize, "CHUNK_INPUT", 96)
             assert torch.equal(rounded_input(rows, kind, **each), whole)
 
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.inference.forward import Forward
+from megtool.inference.layer_streaming import on_demand_of
 from megtool.inference.load import load
-from megtool.inference.on_demand import on_demand_of
 from megtool.inference.windows import Document
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.groups import Groups
-from megtool.quant.simulation.evaluate_quantised import compare_quantised
-from megtool.quant.simulation.simulate import fake_input, fake_weight
-from megtool.quant.simulation.simulation import Simulation
-from megtool.quant.treatment import Settlement
+from megtool.parallel.process_groups import Groups
+from megtool.quant.fake_quant.evaluate_quantized import compare_quantised
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
+from megtool.quant.qparams import Settlement
 from tests.gloo_world import run_world
 from tests.quant import tiny_models
 from tests.quant.loaded import opened, randomised, settled

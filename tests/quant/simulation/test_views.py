@@ -10,9 +10,9 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from megtool.inference.load import load
-from megtool.parallel.groups import Groups
+from megtool.parallel.process_groups import Groups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.simulation.views import WeightViews
+from megtool.quant.fake_quant.weight_views import WeightViews
 from tests.gloo_world import run_world
 from tests.quant import tiny_models
 from tests.quant.loaded import opened, randomised

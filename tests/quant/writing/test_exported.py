@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.decided import decide
-from megtool.commands.quantizing.write import write
-from megtool.quant.treatment import Settlement, Treatment
+from megtool.quant.pipeline.write import write
+from megtool.quant.qparams import Settlement, Treatment
+from megtool.quant.resolve import decide
 from tests.commands.tiny_llama import tensors
 
 pytestmark = pytest.mark.peers

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool.quant.recipes.formats import FORMATS
-from megtool.quant.writing.hf_config import (
+from megtool.quant.packed_tensors.hf_config import (
     Layer,
     hf_quant_config,
     inline,
@@ -16,6 +15,7 @@ from megtool.quant.writing.hf_config import (
     summarised,
     with_quantization,
 )
+from megtool.quant.recipes.formats import FORMATS
 
 A, B = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 

@@ -7,24 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megtool.checkpoint.feed import Taking
+from megtool.checkpoint.computed_tensors import Taking
 from megtool.checkpoint.formats.safetensors import open_checkpoint
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cells import Readers
-from megtool.checkpoint.transport.side import Locator
+from megtool.checkpoint.transport.encoded_chunks import Readers
+from megtool.checkpoint.transport.shard_locator import Locator
 from megtool.checkpoint.transport.strided import Buffers
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
-from megtool.packing.decode import SCALE, SCALE_2
-from megtool.packing.encode import encode
-from megtool.packing.layout import layout
+from megtool.number_formats.decode import SCALE, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.quant.packed_tensors import pack
+from megtool.quant.packed_tensors.modelopt_tensors import held_of, second_scale
+from megtool.quant.packed_tensors.pack import Weight, feeds_of, grain_of
+from megtool.quant.packed_tensors.tensor_amax import find_amaxes
+from megtool.quant.qparams import Treatment, packing_of
 from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.treatment import Treatment, packing_of
-from megtool.quant.writing import pack
-from megtool.quant.writing.pack import Weight, feeds_of, grain_of
-from megtool.quant.writing.stored import held_of, second_scale
-from megtool.quant.writing.whole_amax import find_amaxes
-from megtool.tensors.relation import Placement
+from megtool.tensors.placement import Placement
 
 ROWS, COLUMNS = 256, 384
 

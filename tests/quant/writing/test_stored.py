@@ -7,9 +7,15 @@ import pytest
 
 from megtool.dtypes import dtype
 from megtool.errors import CalibrationError, UsageError
+from megtool.quant.packed_tensors.modelopt_tensors import (
+    caches_of,
+    held_of,
+    in_dtype,
+    input_scale,
+    needs_amax,
+)
+from megtool.quant.qparams import Cache, Treatment
 from megtool.quant.recipes.formats import Format
-from megtool.quant.treatment import Cache, Treatment
-from megtool.quant.writing.stored import caches_of, held_of, in_dtype, input_scale, needs_amax
 
 BF16 = dtype("bfloat16")
 O, I = 128, 256  # noqa: E741 - rows and columns, as formats are written down

@@ -1,0 +1,362 @@
+"""Transformer Engine's extra state, read and written without it: scales and histories of maxima.
+
+A module's delayed scaling state is a dict of float32 tensors and facts. Releases 1.x keep it as
+`torch.save` wrote it, in a BytesIO; 2.x as a pickle in a tensor of bytes, with the recipe in it.
+Modules without FP8 have None in it, or a tensor of no bytes; recipes without state (current
+scaling, MXFP8) in releases 2.x up to 2.16 have facts alone.
+With G matrix products in a module (the experts of a grouped linear layer), `scale_fwd` is
+`[3 * G]`, `scale_bwd` `[2 * G]`; histories have one more dimension in front. The order of the
+columns changed with release 2.3: see `packing.delayed_products`, and `extra_products` for what
+Megatron-Core makes of it.
+Source: transformer_engine 1.13 and 2.20, `pytorch/module/base.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.nested_tensors import array_of, inner_tensor, stored_tensor
+from megtool.checkpoint.containers.pickle_reader import Inert, Persistent, inert_global
+from megtool.checkpoint.containers.pickle_writer import encode
+from megtool.checkpoint.containers.zip_reader import load_bytes
+from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.errors import FormatError
+from megtool.number_formats import delayed_scaling
+from megtool.number_formats.delayed_scaling import Array, Columns, How, Rule
+from megtool.number_formats.grouped_delayed_scaling import columns_of
+
+RECIPES = "transformer_engine.common.recipe"
+DELAYED = "DelayedScaling"
+
+NUM_GEMMS = "num_gemms"
+MORE = "extra_fp8_variables"
+_RECIPE = "recipe"
+_ZIP, _PICKLE = b"PK\3\4", b"\x80"
+_MARKS = (b"amax_history", b"scale_fwd", b"extra_fp8_variables", b"transformer_engine")
+_MOST_OF_NOTHING = {1: 4096, 2: 64}
+"""Bytes that a None takes at most, saved as releases do."""
+
+_BYTES_IO = ("io.BytesIO", "_io.BytesIO")
+_TENSOR = "torch._utils._rebuild_tensor_v2"
+_ORDER = (
+    "recipe",
+    "scale_fwd",
+    "scale_inv_fwd",
+    "amax_history_fwd",
+    "scale_bwd",
+    "scale_inv_bwd",
+    "amax_history_bwd",
+    "extra_fp8_variables",
+)
+_UP_TO_2_2 = frozenset(
+    {
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "override_linear_precision",
+        "scaling_factor_compute_algo",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
+    }
+)
+"""The fields that a delayed scaling recipe has in releases 2.0 to 2.14; before 2.2 `interval` too.
+Source: `common/recipe/__init__.py` at v2.0, v2.2, v2.3 and v2.15 (which adds one)."""
+_ARRAYS = frozenset(n for n in _ORDER if n.endswith(("fwd", "bwd")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraState:
+    """The FP8 state of one module.
+
+    `tensors` are float32: `scale_fwd`, `amax_history_fwd` and so on, and of releases 1.x
+    `scale_inv_fwd`; a recipe without state has none. `facts` is all the rest, inert. `release` is
+    the release of Transformer Engine, 1 or 2, in whose form it is.
+    """
+
+    tensors: dict[str, Array]
+    facts: dict[Any, Any]
+    release: int
+
+    @property
+    def is_delayed(self) -> bool:
+        """It has scales and histories."""
+        return bool(self.tensors)
+
+    @property
+    def num_gemms(self) -> int:
+        """Matrix products of the module."""
+        said = self._more.get(NUM_GEMMS)
+        return said if isinstance(said, int) and said > 0 else 1
+
+    @property
+    def history_length(self) -> int:
+        """Steps of the longest history, the one under way included."""
+        past = [len(t) for n, t in self.tensors.items() if n.startswith("amax_history_")]
+        return max(past, default=0)
+
+    @property
+    def recipe_name(self) -> str | None:
+        """The class of its recipe; None where it keeps none, as releases 1.x."""
+        node = self.facts.get(_RECIPE)
+        return node.qualname if isinstance(node, Inert) else None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The fields of its recipe, inert."""
+        node = self.facts.get(_RECIPE)
+        held = node.state if isinstance(node, Inert) else None
+        if isinstance(held, tuple) and len(held) == 2 and isinstance(held[0], dict):
+            held = held[0]  # a class with slots gives (fields, slots)
+        return held if isinstance(held, dict) else {}
+
+    @property
+    def columns(self) -> Columns | None:
+        """How the columns of a grouped linear layer lie in it; None where nothing tells.
+
+        Columns that are not used tell, else the release: up to 1.x `blocked`; recipes pickled in
+        2.x name it by the fields they have, in few releases.
+        """
+        if (told := columns_of(self.tensors)) is not None:
+            return told
+        fields = self.recipe
+        if self.release == 1 or "interval" in fields:
+            return "blocked"
+        is_newer = self.recipe_name == DELAYED and not fields.keys() <= _UP_TO_2_2
+        return "interleaved" if is_newer else None
+
+    @property
+    def rule(self) -> Rule:
+        """How its scales come of its histories, as the recipe says; else as the scales show it."""
+        recipe, more = self.recipe, self._more
+        fwd, bwd = _largest(recipe.get("fp8_format")) or (448.0, 57344.0)
+        largest = Rule(
+            max_fwd=_positive(more.get("fp8_max_fwd")) or fwd,
+            max_bwd=_positive(more.get("fp8_max_bwd")) or bwd,
+        )
+        if not recipe:
+            return replace(largest, margin=delayed_scaling.margin_of(self.tensors, largest))
+        margin, algorithm = recipe.get("margin", 0), recipe.get("amax_compute_algo", "max")
+        own = recipe.get("scaling_factor_compute_algo") is not None
+        known = algorithm if algorithm in ("max", "most_recent") and not own else None
+        return replace(
+            largest,
+            margin=margin if isinstance(margin, int | float) and abs(margin) < 64 else 0,
+            algorithm=known,
+        )
+
+    @property
+    def _more(self) -> Mapping[Any, Any]:
+        more = self.facts.get(MORE)
+        return more if isinstance(more, dict) else {}
+
+
+def _largest(node: Any) -> tuple[float, float] | None:
+    """The largest values, forward and backward, of a pickled format: `Format((448, 57344))`."""
+    while isinstance(node, Inert) and node.args:
+        node = node.args if len(node.args) == 2 else node.args[0]
+    if isinstance(node, tuple) and len(node) == 2 and all(map(_positive, node)):
+        return float(node[0]), float(node[1])
+    return None
+
+
+def _positive(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and 0 < value < 1e9 else None
+
+
+def decode(value: Any, *, file: str | Path = "") -> ExtraState | None:
+    """The state in an extra state as a checkpoint's inert tree has it; None where it holds none.
+
+    Extra states of others, such as ModelOpt's, are None too.
+
+    Raises:
+        FormatError: it is damaged, or names something hostile.
+    """
+    tree, release = _held(value, file)
+    if not isinstance(tree, dict) or not any(map(tree.__contains__, (*_ARRAYS, _RECIPE, MORE))):
+        return None
+    tensors = {
+        k: t for k, v in tree.items() if k in _ARRAYS and (t := array_of(v, file)) is not None
+    }
+    for name, t in tensors.items():
+        if t.ndim != (2 if name.startswith("amax_history_") else 1):
+            raise FormatError(f"{name} in an extra state has {t.ndim} dimensions", file=file)
+    facts = {k: v for k, v in tree.items() if k not in tensors}
+    return ExtraState(tensors=tensors, facts=facts, release=release)
+
+
+def is_empty(value: Any, *, file: str | Path = "") -> bool:
+    """An extra state, as an inert tree, that holds nothing: None, no bytes, or a None in bytes.
+
+    Raises:
+        FormatError: it is damaged, or names something hostile.
+    """
+    if value is None:
+        return True
+    data, release = _data(value)
+    if release == 0 or len(data) > _MOST_OF_NOTHING[release]:
+        return False
+    tree, release = _held(value, file)
+    return release != 0 and tree is None
+
+
+def raw_bytes(value: Any) -> bytes:
+    """The bytes an extra state is kept in; none of None and what is not Transformer Engine's."""
+    return _data(value)[0]
+
+
+def release_of(value: Any) -> int | None:
+    """The release, 1 or 2, in whose form an extra state is; None of None and what is neither."""
+    return _data(value)[1] or None
+
+
+def _held(value: Any, file: str | Path) -> tuple[Any, int]:
+    """What an extra state holds, None where it is nothing, and its release; 0 if it is not TE's."""
+    data, release = _data(value)
+    if not data or not release:
+        return None, release
+    if not data.startswith(_ZIP if release == 1 else _PICKLE):
+        return None, 0
+    try:
+        if release == 1:
+            return load_bytes(data, file=file), 1
+        return pickle_reader.decode(data, file=file), 2
+    except FormatError as e:
+        if e.hint or any(mark in data for mark in _MARKS):  # the hint is that it is hostile
+            raise
+        return None, 0
+
+
+def to_tree(state: ExtraState | None, *, release: int | None = None) -> Any:
+    """A state as an inert tree again, in the form of its release; of None, one without FP8.
+
+    Raises:
+        ValueError: a `release` to which the state has not been brought by `at_release`.
+    """
+    release = release or (state.release if state else 2)
+    if state is None:
+        return _bytes_io(object_item(None)) if release == 1 else bytes_tensor(b"")
+    if release != state.release:
+        raise ValueError(f"a state of release {state.release} asked for in that of {release}")
+    held = {**state.facts, **state.tensors}
+    names = [n for n in _ORDER if n in held] + [n for n in held if n not in _ORDER]
+    if release == 1:
+        numbers = {name: str(k) for k, name in enumerate(state.tensors)}
+        tree = {n: stored_tensor(held[n], numbers[n]) if n in numbers else held[n] for n in names}
+        return _bytes_io(object_item(tree))
+    tree = {n: inner_tensor(held[n]) if n in state.tensors else held[n] for n in names}
+    return bytes_tensor(encode(tree, protocol=3))
+
+
+def at_release(state: ExtraState, release: int) -> ExtraState | None:
+    """A state in the form of another release; None where that has no form for it.
+
+    Releases 1.x keep inverses of scales and no recipe, and know no other than delayed scaling.
+    """
+    if release == state.release:
+        return state
+    facts = {k: v for k, v in state.facts.items() if k != _RECIPE}
+    if not state.is_delayed:
+        return None
+    if release == 1:
+        return ExtraState(tensors=delayed_scaling.inverses(state.tensors), facts=facts, release=1)
+    recipe = state.facts.get(_RECIPE) or delayed_recipe(state.rule, state.history_length)
+    tensors = delayed_scaling.without_inverses(state.tensors)
+    return ExtraState(tensors=tensors, facts={_RECIPE: recipe, **facts}, release=2)
+
+
+def delayed_recipe(rule: Rule, history_length: int) -> Inert:
+    """The recipe of delayed scaling as releases 2.x pickle it."""
+    helper = inert_global(RECIPES, "_FormatHelper")
+    numbers = tuple(int(n) if n == int(n) else n for n in (rule.max_fwd, rule.max_bwd))
+    kind = inert_global(RECIPES, DELAYED)
+    node = kind.__new__(kind)
+    node.__setstate__(
+        {
+            "margin": int(rule.margin) if rule.margin == int(rule.margin) else rule.margin,
+            "fp8_format": inert_global(RECIPES, "Format")(helper.__new__(helper, *numbers)),
+            "amax_history_len": history_length,
+            "amax_compute_algo": rule.algorithm or "max",
+            "scaling_factor_compute_algo": None,
+            "reduce_amax": True,
+            "fp8_dpa": False,
+            "fp8_mha": False,
+        }
+    )
+    return node
+
+
+def bytes_tensor(data: bytes) -> Inert:
+    """A tensor of bytes, as an inert tree that a `torch.save` file is written of."""
+    storage = Persistent(("storage", inert_global("torch", "ByteStorage"), "0", "cpu", len(data)))
+    storage.data = data
+    hooks = inert_global("collections", "OrderedDict")()
+    rebuild = inert_global("torch._utils", "_rebuild_tensor_v2")
+    return rebuild(storage, 0, (len(data),), (1,), False, hooks)
+
+
+def _bytes_io(data: bytes) -> Inert:
+    kind = inert_global("_io", "BytesIO")
+    node = kind.__new__(kind)
+    node.__setstate__((data, 0, None))
+    return node
+
+
+def with_tensors(state: ExtraState, tensors: Mapping[str, Array]) -> ExtraState:
+    """The state with other tensors; the recipe's length of the history follows them."""
+    out = replace(state, tensors=dict(tensors))
+    length, recipe = out.history_length, out.facts.get(_RECIPE)
+    if not length or not isinstance(recipe, Inert) or "amax_history_len" not in out.recipe:
+        return out
+    if out.recipe["amax_history_len"] == length:
+        return out
+    new = type(recipe).__new__(type(recipe), *recipe.args, **recipe.kwargs)
+    new.made, new.items, new.pairs = recipe.made, recipe.items, recipe.pairs
+    fields = {**out.recipe, "amax_history_len": length}
+    new.__setstate__((fields, recipe.state[1]) if isinstance(recipe.state, tuple) else fields)
+    return replace(out, facts={**out.facts, _RECIPE: new})
+
+
+def with_length(state: ExtraState, length: int) -> ExtraState:
+    """The state with histories of `length` steps."""
+    return with_tensors(state, delayed_scaling.with_length(state.tensors, length, state.rule))
+
+
+def merge(states: Sequence[ExtraState], *, how: How = "max") -> ExtraState | None:
+    """One state of the states of several ranks; None where they do not fit together.
+
+    States of other releases are brought to the first's, and the first's facts stand for all.
+    """
+    first = states[0]
+    alike = [at_release(s, first.release) for s in states]
+    fit = [s for s in alike if s is not None and s.is_delayed == first.is_delayed]
+    if len(fit) != len(states) or not delayed_scaling.same_shapes([s.tensors for s in fit]):
+        return None
+    merged = delayed_scaling.merge([s.tensors for s in fit], first.rule, how=how)
+    return with_tensors(first, merged)
+
+
+def _data(value: Any) -> tuple[bytes, int]:
+    """The bytes of an extra state, and the release (0: neither) whose form it is."""
+    if (raw := pickle_reader.as_bytes(value)) is not None:
+        return raw, 2
+    if not isinstance(value, Inert):
+        return b"", 0
+    if value.name in _BYTES_IO:
+        parts = [*value.args, *(value.state if isinstance(value.state, tuple) else ())]
+        return next(filter(None, map(pickle_reader.as_bytes, parts)), b""), 1
+    if value.name != _TENSOR or len(value.args) < 3 or not isinstance(value.args[0], Persistent):
+        return b"", 0
+    start, shape = value.args[1], value.args[2]
+    held = value.args[0].data or b""
+    if isinstance(shape, Inert) and shape.name == "torch.Size" and shape.args:
+        shape = shape.args[0]
+    if not isinstance(start, int) or not isinstance(shape, tuple) or len(shape) != 1:
+        return b"", 0
+    return held[start : start + shape[0]], 2

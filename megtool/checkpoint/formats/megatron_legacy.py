@@ -1,0 +1,312 @@
+"""Megatron's `torch` format (`megatron`): a folder per rank, each tensor of a rank on its own.
+
+What a rank holds of the model is not known here: every tensor of every file is one of the
+catalogue, in one shard. Opening reads the end, the directory and the pickle of each file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Extents, Located
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_reader import Inert
+from megtool.checkpoint.containers.torch_file import Budget
+from megtool.checkpoint.formats.auxiliary_files import find_carried
+from megtool.checkpoint.formats.header_reader import check_inside, names_in
+from megtool.checkpoint.formats.megatron_legacy_file import RankFile, read_rank_file
+from megtool.checkpoint.formats.megatron_legacy_layout import lay_out
+from megtool.checkpoint.formats.megatron_legacy_ranks import (
+    RankId,
+    check_agreement,
+    check_iterations,
+    parts_of,
+    ranks_of,
+    sizes_of,
+)
+from megtool.checkpoint.formats.megatron_legacy_tree import (
+    MODEL_FILE,
+    MODEL_KEY,
+    OPTIMIZER_FILE,
+    named,
+    without_tensors,
+)
+from megtool.checkpoint.formats.save_folder import (
+    RELEASE,
+    find_iteration,
+    is_distributed,
+    is_ranked,
+)
+from megtool.errors import FormatError
+from megtool.tensors.sharded import Shards, widest
+
+__all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
+
+NAMES = ("megatron",)
+
+_MAX_SMALL_BYTES = 1 << 30
+_THREADS = 8
+_OWN_STATE = frozenset(
+    {
+        "rng_state",
+        "random_rng_state",
+        "np_rng_state",
+        "torch_rng_state",
+        "cuda_rng_state",
+        "rng_tracker_states",
+    }
+)
+_STRANGE_HINT = "something else than Megatron wrote it: load it with torch, and put it right"
+_KNOWN = re.compile(
+    r"(argparse|types|collections|torch|numpy|pathlib|_codecs|builtins|__builtin__|copyreg|copy_reg|"
+    r"signal|io|_io|enum|datetime|megatron|transformer_engine)\..*"
+)
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is such a folder, or a save folder whose chosen iteration is one."""
+    if not path.is_dir() or is_distributed(path):
+        return False
+    folder = path if is_ranked(path) else find_iteration(path, None)
+    return folder is not None and is_ranked(folder) and not is_distributed(folder)
+
+
+def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
+    """The catalogue of one iteration; `path` is its folder or the save folder around it.
+
+    Tensors are called `mp_rank_00/model_optim_rng/model/...` by their path in the file's tree.
+    `metadata` gets:
+
+    - `iteration` (a release has none), `args` (a dict, where there are any), `checkpoint_version`
+      (0 where the files say none);
+    - `ranks`: each folder's `(tp, pp, ep)` ranks, None for what the checkpoint is not cut by;
+    - `common`: the first rank's tree without tensors, models and random state;
+    - `rank_trees`: each folder's tree without tensors, inert, with the bytes of small storages, fit
+      to be written again;
+    - `trees`: each file's whole tree, by path, with `GlobalTensor` leaves: what `lay_out` takes;
+    - `aliases`: tensors that are stored under another name, by that name.
+
+    Raises:
+        FormatError: ranks or files are missing, do not belong together, or are damaged.
+    """
+    here = is_ranked(path) and iteration is None
+    folder = path if here else find_iteration(path, iteration)
+    if folder is None or not is_ranked(folder):
+        raise FormatError("no folders of Megatron ranks here", file=path)
+    folders, warnings = _folders(folder)
+    _check_files(folder, folders, warnings)
+    budget = Budget(_MAX_SMALL_BYTES)
+    jobs = [
+        (f"{name}/{file}", budget)
+        for name in folders
+        for file in (MODEL_FILE, OPTIMIZER_FILE)
+        if (folder / name / file).is_file()
+    ]
+    read = _in_threads(lambda job: read_rank_file(folder, *job), jobs)
+    catalogue = _catalogue(folder, read, warnings)
+    _add_metadata(catalogue, folders, {r.stored.path: r for r in read})
+    return catalogue
+
+
+def _folders(root: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Rank folders in ascending order, and warnings about what looks like one and is none."""
+    found: list[tuple[tuple[int, ...], str]] = []
+    warnings: list[str] = []
+    for path in root.glob("mp_rank_*"):
+        parts = parts_of(path.name)
+        if parts is None or not path.is_dir():
+            warnings.append(f"{path.name} is left out: no folder of a rank")
+        else:
+            found.append((parts, path.name))
+    return {name: parts for parts, name in sorted(found)}, warnings
+
+
+def _check_files(root: Path, folders: Iterable[str], warnings: list[str]) -> None:
+    for name in folders:
+        check_inside(root, name)
+        there = names_in(root / name)
+        if MODEL_FILE not in there:
+            raise FormatError(
+                f"{MODEL_FILE} is missing, which every rank has",
+                file=root / name,
+                hint="copy the whole folder, or take another iteration",
+            )
+        for file in there:
+            if file in (MODEL_FILE, OPTIMIZER_FILE):
+                check_inside(root, f"{name}/{file}")
+            elif file.endswith(".pt"):
+                warnings.append(f"{name}/{file} is left out: neither model nor optimizer")
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def _in_threads(work: Callable[[T], R], jobs: list[T]) -> list[R]:
+    """Results in order; the first error ends it."""
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(jobs)))) as pool:
+        futures = [pool.submit(work, job) for job in jobs]
+        try:
+            return [f.result() for f in futures]
+        finally:
+            for f in futures:
+                f.cancel()
+
+
+def _catalogue(root: Path, read: list[RankFile], warnings: list[str]) -> Catalogue:
+    tensors = [t for r in read for t in r.tensors]
+    count = [len(r.tensors) for r in read]
+    file = np.repeat(np.arange(len(read), dtype=np.int32), count)
+    first = np.cumsum([0, *count])
+    strides = {
+        int(first[k]) + row: steps for k, r in enumerate(read) for row, steps in r.strides.items()
+    }
+    extents = Extents(
+        file=file,
+        offset=np.array([x for r in read for x in r.offsets], np.int64),
+        length=np.array([x for r in read for x in r.lengths], np.int64),
+        contained=bool(strides),
+    )
+    rows = [
+        (i, [0] * len(t.shape), t.shape, int(f))
+        for i, (t, f) in enumerate(zip(tensors, file.tolist(), strict=True))
+    ]
+    catalogue = Catalogue(
+        format="megatron",
+        root=root,
+        files=[r.stored for r in read],
+        tensors=tensors,
+        shards=Shards.build(rows, widest(tensors)),
+        extents=extents,
+        attachments=find_carried(root, warnings),
+        warnings=warnings,
+    )
+    catalogue.check()
+    if strides:
+        catalogue.locate_contained = _located(extents, strides)
+    return catalogue
+
+
+def _located(
+    extents: Extents, strides: dict[int, tuple[int, ...]]
+) -> Callable[[NDArray[np.int64]], Located]:
+    """A way to locate shards of which some are not row-major."""
+
+    def locate(shards: NDArray[np.int64]) -> Located:
+        found = {k: strides[row] for k, row in enumerate(shards.tolist()) if row in strides}
+        return Located(offset=extents.offset[shards], strides=found)
+
+    return locate
+
+
+def _add_metadata(
+    catalogue: Catalogue, folders: dict[str, tuple[int, ...]], read: dict[str, RankFile]
+) -> None:
+    root, out = catalogue.root, catalogue.metadata
+    models = {name: read[f"{name}/{MODEL_FILE}"] for name in folders}
+    tops = {name: named(r.tree) for name, r in models.items()}
+    args = {name: _args(top, root / name / MODEL_FILE) for name, top in tops.items()}
+    check_agreement(args, root=root)
+    first = next(iter(folders))
+    sizes = sizes_of(args[first], file=root / first / MODEL_FILE)
+    names = {
+        name: [t.name.removeprefix(name) for t in r.tensors if _is_model(t.name)]
+        for name, r in models.items()
+    }
+    out["ranks"] = ranks = ranks_of(folders, sizes, names, root=root)
+    _check_optimizers(root, ranks, sizes.ranks() if sizes else None, read, names)
+    found = {name: _iteration(top, root / name / MODEL_FILE) for name, top in tops.items()}
+    _add_iteration(catalogue, check_iterations(found, root=root))
+    if args[first]:
+        out["args"] = pickle_reader.plain(args[first], file=root / first / MODEL_FILE)
+    else:
+        catalogue.warnings.append("no args: sizes are guessed from the folders")
+    out["checkpoint_version"] = tops[first].get("checkpoint_version", 0)
+    out["rank_trees"] = trees = {n: without_tensors(r.tree) for n, r in models.items()}
+    out["common"] = {
+        k: v
+        for k, v in named(trees[first]).items()
+        if k not in _OWN_STATE and not MODEL_KEY.fullmatch(k)
+    }
+    out["trees"] = {path: r.tree for path, r in read.items()}
+    out["aliases"] = {a: b for r in read.values() for a, b in r.aliases.items()}
+    apart = args[first].get("use_distributed_optimizer") and "optimizer" in tops[first]
+    if apart and len(read) == len(models):
+        catalogue.warnings.append(f"no {OPTIMIZER_FILE}: the optimizer has lost its moments")
+    strange = {n for r in read.values() for n in r.named if not _KNOWN.fullmatch(n)}
+    catalogue.warnings += [
+        f"{name} is a class that megtool does not know: kept as it is" for name in sorted(strange)
+    ]
+
+
+def _args(top: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The attributes of a rank's args, inert; empty where it has none."""
+    args = top.get("args")
+    if isinstance(args, Inert) and args.name in ("argparse.Namespace", "types.SimpleNamespace"):
+        args = args.state
+    if args is not None and not isinstance(args, dict):
+        raise FormatError(f"its args are {args!r:.60}, no namespace", file=file, hint=_STRANGE_HINT)
+    return args or {}
+
+
+def _iteration(top: dict[str, Any], file: Path) -> int | None:
+    value = top.get("iteration", top.get("total_iters"))
+    if value is not None and (type(value) is not int or value < 0):
+        raise FormatError(f"its iteration is {value!r:.60}", file=file, hint=_STRANGE_HINT)
+    return value
+
+
+def _add_iteration(catalogue: Catalogue, iteration: int | None) -> None:
+    name = catalogue.root.name
+    if name == RELEASE:
+        return  # files say 0 there, which stands for none
+    number = name.removeprefix("iter_")
+    said = int(number) if name.startswith("iter_") and number.isdecimal() else None
+    if None not in (said, iteration) and said != iteration:
+        catalogue.warnings.append(f"the files in {name} are of iteration {iteration}")
+    if (value := iteration if iteration is not None else said) is not None:
+        catalogue.metadata["iteration"] = value
+
+
+def _is_model(name: str) -> bool:
+    _, file, top, *_ = name.split("/")
+    return f"{file}.pt" == MODEL_FILE and MODEL_KEY.fullmatch(top) is not None
+
+
+def _check_optimizers(
+    root: Path,
+    ranks: dict[str, RankId],
+    writers: dict[RankId, bool] | None,
+    read: dict[str, RankFile],
+    names: dict[str, list[str]],
+) -> None:
+    """All ranks have an optimizer file, or none has.
+
+    A rank that is only the first with its experts has none if its layers have no experts.
+    """
+    has = {name for name in ranks if f"{name}/{OPTIMIZER_FILE}" in read}
+    if not has:
+        return
+    lacking = [
+        name
+        for name, rank in ranks.items()
+        if name not in has
+        and (
+            (writers[rank] if writers else not rank[2])
+            or any(".experts." in n for n in names[name])
+        )
+    ]
+    if lacking:
+        some = ", ".join(lacking[:8]) + (", ..." if len(lacking) > 8 else "")
+        raise FormatError(
+            f"{len(lacking)} of {len(ranks)} ranks have no {OPTIMIZER_FILE}: {some}",
+            file=root,
+            hint="copy the whole folder, or remove the others' to go on without the optimizer",
+        )

@@ -1,0 +1,339 @@
+"""The parts of one quantised weight: which tensors they are, and how their shapes correspond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats.header_reader import read_exact
+from megtool.errors import FormatError
+from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.number_formats.packed_parts import WHOLE, Part, Span
+from megtool.tensors.sharded import GlobalTensor
+
+Shape = tuple[int, ...]
+
+AS_IT_IS = "name one .safetensors file instead of the folder to have its tensors as they are stored"
+_MX_BLOCK = 32
+_NV_BLOCK = 16
+
+
+class Sizes(Protocol):
+    """What a config says about any of its weights, see `quantised.Facts`."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Columns that may share a scale."""
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns that may share one."""
+
+    @property
+    def stated(self) -> bool:
+        """Groups or blocks were named, and are not to be guessed."""
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Bits an element may have."""
+
+    @property
+    def scales(self) -> tuple[str, str]:
+        """What follows the name of a weight in that of its scale, the usual one first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A packed tensor: its plain name, the name of its codes, and its parts (codes first) with
+    the names of the tensors that hold them."""
+
+    name: str
+    codes: str
+    shape: Shape
+    packing: str
+    parts: tuple[tuple[Part, str], ...]
+
+
+@dataclass(slots=True)
+class Stored:
+    """The stored tensors of a folder, which of them belong to packed ones (`used`), and those
+    among them that are not needed to decode (`second`)."""
+
+    catalogue: Catalogue
+    facts: Sizes
+    used: set[str] = field(default_factory=set)
+    second: set[str] = field(default_factory=set)
+
+    def find(self, base: str, *suffixes: str) -> GlobalTensor | None:
+        """The companion of a weight `base` that has one of `suffixes`, counted as used.
+
+        Besides `weight` and `weight_scale` there are `gate_up_proj` and
+        `gate_up_proj_weight_scale`, and what stands beside the weight (`pre_quant_scale`).
+        """
+        stem = base.rpartition(".")[0]
+        for suffix in suffixes:
+            names = [base + suffix, f"{base}_weight{suffix}"]
+            if not suffix.startswith("_"):
+                names = [f"{stem}.{suffix}" if stem else suffix, f"{base}_{suffix}"]
+            for name in names:
+                if name in self.catalogue:
+                    self.used.add(name)
+                    return self.catalogue[name]
+        return None
+
+    def need(self, codes: GlobalTensor, *suffixes: str, base: str | None = None) -> GlobalTensor:
+        """The same, which must be there.
+
+        Raises:
+            FormatError: it is not.
+        """
+        base = codes.name if base is None else base
+        found = self.find(base, *suffixes)
+        if found is None:
+            raise self.fault(
+                codes,
+                f"its scale {base + suffixes[0]!r} is missing",
+                hint="is the download complete?",
+            )
+        return found
+
+    def fault(self, t: GlobalTensor, message: str, hint: str | None = None) -> FormatError:
+        """An error about a stored tensor."""
+        row = self.catalogue.index[t.name]
+        file = self.catalogue.path(int(self.catalogue.extents.file[row]))
+        hint = f"{hint} {AS_IT_IS}" if hint else AS_IT_IS
+        return FormatError(message, file=file, tensor=t.name, hint=hint)
+
+    def scale_spans(self, scale: GlobalTensor, shape: Shape, t: GlobalTensor) -> tuple[Span, ...]:
+        """What a scale (or zero point) of `t`, whose elements have `shape`, serves.
+
+        Raises:
+            FormatError: the two shapes do not belong together.
+        """
+        # FP4 is stored two a byte, beside weights of other blocks: its groups are checked there.
+        guess = not self.facts.stated or shape != t.shape
+        found = spans(scale.shape, shape, self.facts, guess=guess)
+        if found is None:
+            said = [*self.facts.groups, *(f"{r} x {c}" for r, c in self.facts.blocks)]
+            raise self.fault(
+                t,
+                f"{scale.name!r} of shape {list(scale.shape)} cannot scale a tensor of shape "
+                f"{list(shape)} in blocks of {' or '.join(map(str, said))}",
+                hint="do the files belong together?",
+            )
+        return found
+
+    def part(self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor) -> Part:
+        """A companion as a part."""
+        kind = "float8_e8m0fnu" if role == SCALE and t.dtype.name == "uint8" else t.dtype.name
+        spans = self.scale_spans(t, shape, codes)
+        return Part(role=role, dtype=kind, shape=t.shape, spans=spans)
+
+    def common(
+        self, codes: GlobalTensor, base: str, shape: Shape, *, before: Sequence[tuple[Part, str]]
+    ) -> tuple[tuple[Part, str], ...]:
+        """The parts of a weight: those given, its scale, and what else may stand beside it."""
+        out = list(before)
+        scale = self.need(codes, *self.facts.scales, base=base)
+        out.append((self.part(SCALE, scale, shape, codes), scale.name))
+        for role, suffix in ((SCALE_2, "_scale_2"), (DIVISOR, "_global_scale")):
+            if more := self.find(base, suffix):
+                out.append((self.part(role, more, shape, codes), more.name))
+        if columns := self.find(base, "pre_quant_scale"):
+            if columns.shape not in ((shape[-1],), (1,), ()):
+                raise self.fault(codes, f"{columns.name!r} has shape {list(columns.shape)}")
+            span = (Span(len(shape) - 1),) if columns.shape == (shape[-1],) else (Span(WHOLE),)
+            part = Part(
+                role=COLUMNS,
+                dtype=columns.dtype.name,
+                shape=columns.shape,
+                spans=span if columns.shape else (),
+            )
+            out.append((part, columns.name))
+        for suffix in ("_g_idx", "svdquant_lora_a", "svdquant_lora_b"):
+            if odd := self.find(base, suffix):
+                what = "activation order" if suffix == "_g_idx" else "a low-rank branch"
+                raise self.fault(codes, f"is quantised with {what} ({odd.name!r}), not decoded")
+        return tuple(out)
+
+
+def spans(
+    scale: Shape, shape: Shape, facts: Sizes, *, guess: bool = True
+) -> tuple[Span, ...] | None:
+    """Which elements of a tensor of `shape` each dimension of a scale serves; None if they do not
+    correspond. A single value serves all, a missing last dimension means one value a row.
+
+    Without `guess`, blocks are those of `facts` alone: a scale that lost rows would otherwise pass
+    for one of larger blocks.
+    """
+    if all(n == 1 for n in scale):
+        return tuple(Span(WHOLE) for _ in scale)
+    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks
+        found = spans((scale[0], scale[2]), shape, facts, guess=guess)
+        return None if found is None else (found[0], Span(WHOLE), found[1], Span(WHOLE))
+    if 0 < len(scale) < len(shape) and scale == shape[: len(scale)]:
+        return tuple(Span(d) for d in range(len(scale)))
+    if len(scale) != len(shape):
+        return None
+    out: list[Span] = []
+    for d, (n, size) in enumerate(zip(scale, shape, strict=True)):
+        last = len(shape) - 1
+        asked = [b[1] for b in facts.blocks] if d == last else [b[0] for b in facts.blocks]
+        asked = [*facts.groups, *asked] if d == last else asked if d == last - 1 else []
+        per = next((p for p in asked if -(-size // p) == n), None)
+        if n == size:
+            out.append(Span(d))
+        elif n == 1 and (guess or per is not None or _is_plain(scale, shape)):
+            out.append(Span(WHOLE))
+        elif per is not None:
+            out.append(Span(d, per))
+        elif guess and d >= last - 1 and n and size % n == 0:
+            out.append(Span(d, size // n))
+        else:
+            return None
+    return tuple(out)
+
+
+def _is_plain(scale: Shape, shape: Shape) -> bool:
+    """Every dimension has one value for all, or one for each: no blocks."""
+    return all(n in (1, size) for n, size in zip(scale, shape, strict=True))
+
+
+def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:
+    """A weight of one byte an element: FP8, INT8, and MXFP8 (whose scale is in uint8)."""
+    codes = Part(
+        role=CODES,
+        dtype=t.dtype.name,
+        shape=t.shape,
+        spans=tuple(Span(d) for d in range(len(t.shape))),
+    )
+    parts = stored.common(t, t.name, t.shape, before=[(codes, t.name)])
+    if zeros := stored.find(t.name, "_zero_point"):
+        parts += ((stored.part(ZEROS, zeros, t.shape, t), zeros.name),)
+    return _folded(t, t.name, t.shape, kind, parts)
+
+
+def codes_in_bytes(stored: Stored, t: GlobalTensor, base: str) -> Folded:
+    """FP4 codes, two a byte along the columns: NVFP4 (E4M3 scales) or MXFP4 (powers of two)."""
+    if t.dtype.itemsize != 1 or not t.shape:
+        raise stored.fault(t, f"codes of {t.dtype} {list(t.shape)} are not known")
+    shape = (*t.shape[:-1], t.shape[-1] * 2)
+    last = len(shape) - 1
+    spans = (*(Span(d) for d in range(last)), Span(last, 2))
+    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
+    parts = stored.common(t, base, shape, before=[(codes, t.name)])
+    scale = parts[1][0]
+    if scale.dtype not in ("float8_e4m3fn", "float8_e8m0fnu"):
+        raise stored.fault(t, f"FP4 scales of {scale.dtype} are not known")
+    per = next((s.per for s in scale.spans if s.dim == last), shape[last])
+    known = (_MX_BLOCK,) if scale.dtype == "float8_e8m0fnu" else (_NV_BLOCK, _MX_BLOCK)
+    if per not in known:
+        raise stored.fault(t, f"FP4 scales for every {per} columns are not known")
+    kind = "mxfp4" if scale.dtype == "float8_e8m0fnu" else "nvfp4"
+    if kind == "nvfp4" and not any(p.role in (SCALE_2, DIVISOR) for p, _ in parts):
+        raise stored.fault(
+            t,
+            "its second scale (weight_scale_2 or weight_global_scale) is missing",
+            hint="is the download complete?",
+        )
+    return _folded(t, base, shape, kind, parts)
+
+
+def codes_in_words(stored: Stored, t: GlobalTensor) -> Folded:
+    """compressed-tensors' `pack-quantized`: 4 or 8 bits an element in int32 words."""
+    base = t.name.removesuffix("_packed")
+    said = stored.find(base, "_shape")
+    if said is None or len(t.shape) != 2:
+        raise stored.fault(t, "its shape is missing" if said is None else "is no matrix")
+    shape = _read_shape(stored, said)
+    bits = next(
+        (
+            b
+            for b in (*stored.facts.bits, 4, 8)
+            if len(shape) == 2 and (shape[0], -(-shape[1] * b // 32)) == t.shape
+        ),
+        None,
+    )
+    if bits not in (4, 8):
+        why = f"{bits} bits an element" if bits else f"that its shape is {list(shape)}"
+        raise stored.fault(t, f"{list(t.shape)} words, of which is said {why}, are not decoded")
+    per = 32 // bits
+    codes = Part(role=CODES, dtype="int32", shape=t.shape, spans=(Span(0), Span(1, per)))
+    parts = stored.common(t, base, shape, before=[(codes, t.name)])
+    if zeros := stored.find(base, "_zero_point"):
+        columns = parts[1][0].spans[-1] if len(parts[1][0].shape) == 2 else Span(WHOLE)
+        packed = -(-shape[0] // per)
+        groups = parts[1][0].shape[-1] if len(parts[1][0].shape) == 2 else 1
+        if zeros.dtype.name == "int32" and zeros.shape == (packed, groups):
+            part = Part(role=ZEROS, dtype="int32", shape=zeros.shape, spans=(Span(0, per), columns))
+        else:
+            part = stored.part(ZEROS, zeros, shape, t)
+        parts += ((part, zeros.name),)
+    return _folded(t, base, shape, "int4" if bits == 4 else "int8words", parts)
+
+
+def codes_in_row_pairs(stored: Stored, t: GlobalTensor) -> Folded:
+    """modelopt's INT4: two rows a byte; a second scale is of what comes after (W4A8)."""
+    shape = (*t.shape[:-2], t.shape[-2] * 2, t.shape[-1])
+    last = len(shape) - 1
+    spans = (*(Span(d) for d in range(last - 1)), Span(last - 1, 2), Span(last))
+    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
+    parts = stored.common(t, t.name, shape, before=[(codes, t.name)])
+    stored.second |= {name for p, name in parts if p.role == SCALE_2}
+    kept = tuple((p, name) for p, name in parts if p.role != SCALE_2)
+    return _folded(t, t.name, shape, "int4rows", kept)
+
+
+def transposed_blocks(stored: Stored, t: GlobalTensor) -> Folded:
+    """gpt-oss: blocks `[experts, rows, groups, 16]`, decoded `[experts, groups * 32, rows]`."""
+    base = t.name.removesuffix("_blocks")
+    scale = stored.need(t, "_scales", base=base)
+    if len(t.shape) != 4 or t.shape[-1] != _MX_BLOCK // 2 or scale.shape != t.shape[:-1]:
+        raise stored.fault(
+            t,
+            f"blocks {list(t.shape)} and scales {list(scale.shape)} do not belong together",
+            hint="do the files belong together?",
+        )
+    experts, rows, groups, _ = t.shape
+    lie = (Span(0), Span(2), Span(1, _MX_BLOCK))
+    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=(*lie, Span(WHOLE)))
+    by = Part(role=SCALE, dtype="float8_e8m0fnu", shape=scale.shape, spans=lie)
+    shape = (experts, groups * _MX_BLOCK, rows)
+    return _folded(t, base, shape, "mxfp4", ((codes, t.name), (by, scale.name)))
+
+
+def _folded(
+    t: GlobalTensor, name: str, shape: Shape, kind: str, parts: tuple[tuple[Part, str], ...]
+) -> Folded:
+    scale = next(p for p, _ in parts if p.role == SCALE)
+    per = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
+    size = [per.get(d, n) for d, n in enumerate(shape)]
+    last = len(shape) - 1
+    if kind == "fp8" and scale.dtype == "float8_e8m0fnu" and per.get(last) == _MX_BLOCK:
+        kind = "mxfp8"
+    if not per:
+        text = "tensor"
+    elif last not in per and len(shape) > 1:
+        text = "channel" if per.get(last - 1) == 1 else "expert"
+    elif len(shape) == 1 or per.get(last - 1) == 1:
+        text = str(per.get(last, 1))
+    else:
+        text = f"{size[-2]}x{size[-1]}"
+    if t.name.endswith("_blocks"):
+        text = str(_MX_BLOCK)
+    return Folded(name=name, codes=t.name, shape=shape, packing=f"{kind}:{text}", parts=parts)
+
+
+def _read_shape(stored: Stored, t: GlobalTensor) -> Shape:
+    """The few integers of a `weight_shape` tensor."""
+    catalogue, row = stored.catalogue, stored.catalogue.index[t.name]
+    width = t.dtype.itemsize
+    if t.dtype.name not in ("int64", "int32") or len(t.shape) != 1 or not 0 < t.shape[0] <= 8:
+        raise stored.fault(t, f"{t.dtype} {list(t.shape)} is no shape")
+    e = catalogue.extents
+    raw = read_exact(catalogue.path(int(e.file[row])), int(e.offset[row]), width * t.shape[0])
+    return tuple(
+        int.from_bytes(raw[i : i + width], "little", signed=True) for i in range(0, len(raw), width)
+    )

@@ -1,0 +1,62 @@
+"""Sweep: many tensors read part by part, on several threads, each part in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from megtool.checkpoint.transport.shard_locator import cut_dims
+from megtool.checkpoint.transport.threads import run_in_threads
+from megtool.checkpoint.transport.tile import cut
+from megtool.tensors.box import strides
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+PART_BYTES = 32 << 20
+"""One thread reads so much of a tensor at a time; a larger tensor is read by several."""
+
+TILE_BYTES = 512 << 10
+"""What is computed on at a time: small enough for a core's second cache."""
+
+Job = TypeVar("Job")
+
+
+def parts(
+    placement: Placement, cell_bytes: int, depth: int | None = None
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut a view into boxes `lo:hi` that are contiguous in its row-major order.
+
+    Each comes with the flat index of its first element. Dimensions from `depth` on stay whole.
+    """
+    step = strides(placement.shape)
+    zero = (0,) * len(placement.shape)
+    for lo, hi in cut(zero, placement.shape, cell_bytes, PART_BYTES, depth=depth):
+        yield sum(i * s for i, s in zip(lo, step, strict=True)), lo, hi
+
+
+def whole_rows(placement: Placement, stored: GlobalTensor) -> int | None:
+    """The `depth` at which `parts` may cut: packed rows stay whole, anything else may be cut."""
+    return None if stored.packing is None else cut_dims(placement, stored)
+
+
+def usual_threads(threads: int | None) -> int:
+    """The number of threads asked for, else one a core, eight at most."""
+    return threads or min(8, os.cpu_count() or 1)
+
+
+def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> None:
+    """Do `work` on every job, in about their order; the first error, or Ctrl-C, ends it."""
+    stopped, lock = threading.Event(), threading.Lock()
+    queue = iter(jobs)
+
+    def loop() -> None:
+        while not stopped.is_set():
+            with lock:
+                taken = next(queue, None)
+            if taken is None:
+                return
+            work(taken)
+
+    run_in_threads(loop, min(threads, len(jobs)), stopped)

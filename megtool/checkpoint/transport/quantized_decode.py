@@ -1,0 +1,156 @@
+"""Packed: tiles of a tensor decoded from its parts: codes, scales and zero points, in any files."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.open_files import OpenFiles
+from megtool.checkpoint.transport.cast import cast
+from megtool.checkpoint.transport.shard_locator import PackedSide, Side
+from megtool.checkpoint.transport.strided import Array, Buffers
+from megtool.checkpoint.transport.tile import (
+    COMPUTED_BYTES,
+    Index,
+    Intake,
+    Traffic,
+    cut,
+    shaped,
+)
+from megtool.dtypes import DType, dtype
+from megtool.number_formats.decode import decode
+from megtool.number_formats.packed_parts import Part, volume
+from megtool.tensors.sharded import GlobalTensor
+
+AT_A_TIME = COMPUTED_BYTES // 4
+"""Elements decoded at once, where memory allows: they are float32 then."""
+
+
+def take_in(
+    side: Side,
+    files: Files,
+    opened: OpenFiles,
+    buffers: Buffers,
+    *,
+    source: GlobalTensor,
+    target: DType,
+    tile_bytes: int,
+) -> Intake | PackedIntake:
+    """What reads a tensor tile by tile, each converted to `target`, however it is stored."""
+    if side.packed is None:
+        return Intake(
+            side, files, opened, buffers, source=source, target=target, tile_bytes=tile_bytes
+        )
+    return PackedIntake(
+        side, side.packed, files, opened, buffers, target=target, tile_bytes=tile_bytes
+    )
+
+
+class PackedIntake:
+    """Reads a tensor that lies in parts tile by tile, decoded to float32 and cast.
+
+    A tile is filled by boxes of at most `AT_A_TIME` stored elements, cut where the codes' file
+    order leaves them contiguous; so memory is bounded also where the view runs across that order.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        packed: PackedSide,
+        files: Files,
+        opened: OpenFiles,
+        buffers: Buffers,
+        *,
+        target: DType,
+        tile_bytes: int,
+    ) -> None:
+        self._packed, self._buffers, self._target = packed, buffers, target
+        self._tile_bytes = tile_bytes
+        self._cell = max(target.itemsize, 4)
+        self._most = min(AT_A_TIME, max(tile_bytes // 4, 1024))
+        self._step: list[int] = side.step[0].tolist()
+        scratch = buffers.take("scratch", tile_bytes)
+        self._traffic = [
+            Traffic(s, files, opened, scratch, buffers, sieve=True) for s in packed.sides
+        ]
+        self._windows: dict[str, Array] = {}
+        self.overflowed = 0
+
+    def tiles(self, lo: Index, hi: Index) -> Generator[tuple[Index, Array], None, None]:
+        """Tiles of the row-major-contiguous box `lo:hi`, as `Intake.tiles` gives them."""
+        try:
+            for a, b in cut(lo, hi, self._cell, self._tile_bytes):
+                yield a, self.tile(a, b)
+        finally:
+            self.close()
+
+    def tile(self, lo: Index, hi: Index) -> Array:
+        """The elements of one box, whatever its size; `close` lets go of the files."""
+        shape = tuple(y - x for x, y in zip(lo, hi, strict=True))
+        out = shaped(self._buffers, "tile", shape, self._target.itemsize)
+        self._fill(lo, hi, out)
+        return out
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for traffic in self._traffic:
+            traffic.close()
+
+    def _fill(self, a: Index, b: Index, out: Array) -> None:
+        """Decode the view box `a:b` into `out`, cutting it while it spans too much."""
+        lo, hi = self._reach(a, b)
+        size = [y - x for x, y in zip(a, b, strict=True)]
+        total = volume(lo, hi)
+        wide = [d for d in range(len(size)) if size[d] > 1]
+        if total <= self._most or not wide:
+            self._decode(lo, hi, out)
+            return
+        d = max(wide, key=lambda d: self._step[d])
+        rows = max(1, min(size[d] - 1, self._most * size[d] // total))
+        grain = self._packed.grain[self._packed.dims[d]]
+        if rows > grain:
+            rows -= rows % grain
+        for i in range(0, size[d], rows):
+            end = min(i + rows, size[d])
+            index: tuple[Any, ...] = (*(slice(None) for _ in range(d)), slice(i, end), ...)
+            self._fill(
+                (*a[:d], a[d] + i, *a[d + 1 :]), (*b[:d], a[d] + end, *b[d + 1 :]), out[index]
+            )
+
+    def _reach(self, a: Index, b: Index) -> tuple[Index, Index]:
+        """The box of the stored tensor that holds the view box `a:b`."""
+        p = self._packed
+        lo, hi = list(p.base), [x + 1 for x in p.base]
+        for d, m, x, y in zip(p.dims, p.mults, a, b, strict=True):
+            lo[d] += x * m
+            hi[d] += (y - 1) * m
+        return tuple(lo), tuple(hi)
+
+    def _decode(self, lo: Index, hi: Index, out: Array) -> None:
+        p = self._packed
+        windows = {}
+        for part, traffic in zip(p.parts, self._traffic, strict=True):
+            first, end = part.window(lo, hi)
+            raw = self._window(part, tuple(y - x for x, y in zip(first, end, strict=True)))
+            traffic.read(first, raw)
+            windows[part.role] = raw.view(dtype(part.dtype).view)
+        numbers = decode(p.packing, p.parts, windows, lo, hi)
+        order = p.parts[0].order
+        solid = np.ascontiguousarray(numbers.transpose(order))
+        done = np.empty(solid.shape, f"<u{self._target.itemsize}")
+        self.overflowed += cast(solid, dtype("float32"), done, self._target)
+        cast_back = done.transpose(np.argsort(order))
+        steps = [m * cast_back.strides[d] for d, m in zip(p.dims, p.mults, strict=True)]
+        np.copyto(out, as_strided(cast_back, out.shape, steps))
+
+    def _window(self, part: Part, shape: Index) -> Array:
+        """Memory for a window; the same array again for the same shape, which `Traffic` likes."""
+        held = self._windows.get(part.role)
+        if held is None or held.shape != shape:
+            item = dtype(part.dtype).itemsize
+            held = self._windows[part.role] = shaped(self._buffers, part.role, shape, item)
+        return held

@@ -1,0 +1,243 @@
+"""Side: where a tensor's elements lie in files, as one located lattice per shard piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.dtypes import dtype
+from megtool.errors import FormatError
+from megtool.number_formats.gguf import block, holds_rows
+from megtool.number_formats.packed_parts import WHOLE, Part
+from megtool.tensors.box import Boxes, Ints, strides
+from megtool.tensors.grouping import distinct
+from megtool.tensors.placement import Placement, lattice
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSide:
+    """A view of a tensor that lies in parts: how view and tensor relate, and where the parts are.
+
+    The element at view index `x` is stored element `base[d] + sum(x * mults)` in every dimension
+    `d` of the tensor that `dims` say. `sides[i]` holds the array `parts[i]` whole; codes come
+    first. `grain` is how many elements of each dimension of the tensor cannot be read apart.
+    """
+
+    packing: str
+    dims: tuple[int, ...]
+    mults: tuple[int, ...]
+    base: tuple[int, ...]
+    parts: tuple[Part, ...]
+    sides: tuple[Side, ...]
+    grain: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Pieces of one view, in files: row `i` holds the elements `lo[i]:hi[i]`.
+
+    The element at `lo[i] + x` lies at byte `start[i] + sum(x * step[i])` of `paths[i]`. An element
+    has `cell_bytes`; where a tensor is packed, an "element" is a packed row and the view is what
+    remains of it without the row's own dimension (`lo.shape[1]` dimensions). Where the view has a
+    window of every row only, the "element" is the blocks under it: so many elements decoded, of
+    which `window` says the first and the end.
+    Where it lies in several parts (`packed`), positions only tell how far elements are apart.
+    """
+
+    paths: list[Path]
+    start: Ints
+    step: Ints
+    lo: Ints
+    hi: Ints
+    cell_bytes: int
+    packed: PackedSide | None = None
+    window: tuple[int, int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the view (of rows, where packed)."""
+        return int(self.lo.shape[1])
+
+
+class Locator:
+    """Sides of a catalogue's tensors; shards are located once, in batches, at first use."""
+
+    def __init__(self, catalogue: Catalogue, paths: Sequence[Path] | None = None) -> None:
+        self.catalogue = catalogue
+        self._paths = paths
+        self._offset = np.full(len(catalogue.shards), -1, np.int64)
+        self._strides: dict[int, tuple[int, ...]] = {}
+
+    def side(self, placement: Placement, tensor: int, shards: Ints, boxes: Boxes) -> Side:
+        """Where the view boxes lie that the given shards of a tensor hold.
+
+        Raises:
+            FormatError: a shard cuts through packed rows.
+        """
+        stored, catalogue = self.catalogue.tensors[tensor], self.catalogue
+        if stored.name in catalogue.packed:
+            return self._in_parts(placement, stored)
+        n = len(placement.shape)
+        lo, hi = boxes.lo[:, :n], boxes.hi[:, :n]
+        shard = catalogue.shards.boxes[shards]
+        base, stride = lattice(placement, shard.lo, shard.hi, lo)
+        offset = self.offsets(shards)
+        for row in [r for r, s in enumerate(shards.tolist()) if s in self._strides]:
+            actual = self._strides[int(shards[row])]
+            base[row], stride[row] = _permuted(placement, actual, shard.lo[row], lo[row])
+        cell, depth, window = stored.dtype.itemsize, n, None
+        if stored.packing is not None:
+            columns = stored.shape[-1]
+            cell = int(catalogue.extents.length[shards[0]]) // (int(shard.volume()[0]) // columns)
+            depth = row_dims(placement, stored)
+            if (stride[:, :depth] % columns).any():
+                raise FormatError("a piece begins inside a packed row", tensor=stored.name)
+            start, first = offset + base // columns * cell, placement.base[-1]
+            step = stride[:, :depth] // columns * cell
+            if (size := math.prod(placement.shape[depth:])) < columns:
+                each, each_bytes = block(stored.packing.partition(":")[2])
+                skip, end = first // each, -(-(first + size) // each)
+                start, cell = start + skip * each_bytes, (end - skip) * each_bytes
+                window = (end - skip) * each, first - skip * each, first - skip * each + size
+        else:
+            start, step = offset + base * cell, stride[:, :depth] * cell
+        files = self.files(shards).tolist()
+        paths = {f: self.path(f) for f in set(files)}
+        return Side(
+            paths=[paths[f] for f in files],
+            start=start,
+            step=step,
+            lo=lo[:, :depth],
+            hi=hi[:, :depth],
+            cell_bytes=cell,
+            window=window,
+        )
+
+    def files(self, shards: Ints) -> Ints:
+        """The numbers of the files that hold the given shards; a cell is one of its own."""
+        found = self.catalogue.extents.file[shards].astype(np.int64)
+        if (cells := self.catalogue.cells) is not None:
+            found = np.where(cells.held[shards], shards + len(self.catalogue.files), found)
+        return found
+
+    def _in_parts(self, placement: Placement, stored: GlobalTensor) -> Side:
+        """The whole view: a tensor that lies in parts is one shard. An element counts as a byte."""
+        parts = self.catalogue.packed[stored.name]
+        codes = parts[0].part
+        step = [0] * len(stored.shape)
+        grain = [1] * len(stored.shape)
+        apart = 1
+        for span in reversed(codes.spans):
+            if span.dim != WHOLE:
+                step[span.dim], apart = apart, apart * stored.shape[span.dim]
+                grain[span.dim] = span.per
+        shape = np.array([placement.shape], np.int64)
+        return Side(
+            paths=[self.path(parts[0].file)],
+            start=np.zeros(1, np.int64),
+            step=np.array(
+                [[m * step[d] for d, m in zip(placement.dims, placement.mults, strict=True)]],
+                np.int64,
+            ).reshape(shape.shape),
+            lo=np.zeros_like(shape),
+            hi=shape,
+            cell_bytes=1,
+            packed=PackedSide(
+                packing=stored.packing or "",
+                dims=placement.dims,
+                mults=placement.mults,
+                base=placement.base,
+                parts=tuple(p.part for p in parts),
+                sides=tuple(self._whole(p) for p in parts),
+                grain=tuple(grain),
+            ),
+        )
+
+    def _whole(self, stored: StoredPart) -> Side:
+        """A part, all of it, as it lies in its file."""
+        item = dtype(stored.part.dtype).itemsize
+        shape = np.array([stored.part.shape], np.int64).reshape(1, -1)
+        return Side(
+            paths=[self.path(stored.file)],
+            start=np.array([stored.offset], np.int64),
+            step=np.array([strides(stored.part.shape)], np.int64).reshape(shape.shape) * item,
+            lo=np.zeros_like(shape),
+            hi=shape,
+            cell_bytes=item,
+        )
+
+    def path(self, file: int) -> Path:
+        """The full path of file number `file`: where it is written, for a target."""
+        if file >= len(self.catalogue.files):
+            return self.catalogue.cell_path(file - len(self.catalogue.files))
+        return self.catalogue.path(file) if self._paths is None else self._paths[file]
+
+    def offsets(self, shards: Ints) -> Ints:
+        """Absolute byte offsets of the given shards' data."""
+        missing = distinct(shards[self._offset[shards] < 0])
+        if len(missing):
+            located = self.catalogue.locate(missing)
+            for row, actual in located.strides.items():
+                self._strides[int(missing[row])] = actual
+            self._offset[missing] = located.offset
+        return self._offset[shards]
+
+    def permuted(self, shards: Ints) -> NDArray[np.bool_]:
+        """Which of the given (located) shards are not row-major."""
+        if not self._strides:
+            return np.zeros(len(shards), bool)
+        return np.array([s in self._strides for s in shards.tolist()], bool)
+
+
+def _permuted(
+    p: Placement, actual: tuple[int, ...], shard_lo: Ints, view_lo: Ints
+) -> tuple[int, list[int]]:
+    """Position and strides of a view box in a shard whose elements have strides of their own."""
+    base = sum((b - int(shard_lo[d])) * actual[d] for d, b in enumerate(p.base))
+    stride = [m * actual[d] for d, m in zip(p.dims, p.mults, strict=True)]
+    return base + sum(int(x) * s for x, s in zip(view_lo, stride, strict=True)), stride
+
+
+def cut_dims(placement: Placement, stored: GlobalTensor) -> int:
+    """How many leading view dimensions may be cut: all, but for those inside packed rows.
+
+    Raises:
+        FormatError: the rows are not whole in the view.
+    """
+    if stored.packing is None or not holds_rows(stored.packing):
+        return len(placement.shape)
+    return row_dims(placement, stored)
+
+
+def row_dims(placement: Placement, stored: GlobalTensor) -> int:
+    """How many leading view dimensions enumerate the rows of a packed tensor.
+
+    Raises:
+        FormatError: the view has neither rows nor one window of each.
+    """
+    columns, last = stored.shape[-1], len(stored.shape) - 1
+    for depth in range(len(placement.shape) + 1):
+        tail = placement.shape[depth:]
+        whole = all(
+            n == 1 or (d == last and m == s)
+            for n, d, m, s in zip(
+                tail, placement.dims[depth:], placement.mults[depth:], strides(tail), strict=True
+            )
+        )
+        head = zip(placement.shape[:depth], placement.dims[:depth], strict=True)
+        if whole and not any(n > 1 and d == last for n, d in head):
+            return depth
+    raise FormatError(
+        f"rows of {columns} packed elements are cut by the view {placement.shape}",
+        tensor=stored.name,
+    )

@@ -1,0 +1,278 @@
+"""Units: a plan cut into parts of about 64 MiB that are done, journaled and verified whole."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megtool.checkpoint.plan import Entry, Plan
+from megtool.checkpoint.transport.shard_locator import Locator, cut_dims
+from megtool.checkpoint.transport.strided import SIEVE_RUN_BYTES, grow, sieved
+from megtool.checkpoint.transport.tile import Index, cut
+from megtool.tensors.box import Ints
+from megtool.tensors.grouping import distinct
+from megtool.tensors.placement import lattice
+
+UNIT_BYTES = 64 << 20
+MOST_SLABS = 4096
+"""Entries in one unit, however small they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Steps the kernel copies, all into one file; a long step is cut into `parts`."""
+
+    steps: Ints
+    files: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """A box of an entry's view that is contiguous in row-major order."""
+
+    entry: int
+    lo: Index
+    hi: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled:
+    """Slabs that go through memory.
+
+    `woven` ones are written with gaps that belong to others, so nothing else may be writing.
+    """
+
+    slabs: tuple[Slab, ...]
+    files: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    woven: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """Feeds of a plan, by their numbers."""
+
+    feeds: tuple[int, ...]
+    files: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+Unit = Plain | Tiled | Fed
+
+
+def units(plan: Plan, target: Locator, *, tiled_only: bool = False) -> list[Unit]:
+    """Cut a plan into units; the same plan gives the same list, in order of destination.
+
+    Entries of which all steps are plain (see `Plan.step_runs`) are copied by the kernel, all others
+    go through tiles; with `tiled_only` all do. Woven units come last.
+    """
+    steps = plan.steps
+    _, plain = plan.step_runs()
+    rough = np.zeros(len(plan.entries), bool)
+    rough[steps.entry[~plain]] = True
+    if tiled_only:
+        rough[:] = True
+    found: list[Unit] = list(_plain(plan, target, np.flatnonzero(~rough[steps.entry])))
+    found += _tiled(
+        plan, target, [n for n in np.flatnonzero(rough).tolist() if plan.entries[n].writes]
+    )
+    found += _fed(plan, target)
+    found.sort(key=lambda u: (isinstance(u, Tiled) and u.woven, u.files[0], u.offset))
+    return found
+
+
+def _plain(plan: Plan, target: Locator, rows: Ints) -> Iterator[Plain]:
+    if not len(rows):
+        return
+    steps, catalogue = plan.steps, target.catalogue
+    piece = steps.target_piece[rows]
+    shard = plan.target_pieces.shard[piece]
+    base, _ = plan.target_lattice(piece, steps.boxes.lo[rows])
+    item = np.array([plan.target_tensor(e).dtype.itemsize for e in plan.entries], np.int64)
+    item = item[steps.entry[rows]]
+    offset = target.offsets(shard) + base * item
+    size = steps.boxes.volume()[rows] * item
+    file = catalogue.extents.file[shard]
+    order = np.lexsort((offset, file))
+    rows, offset, size, file = rows[order], offset[order], size[order], file[order]
+    before = np.cumsum(size) - size
+    big = size > UNIT_BYTES
+    same = (file[1:] == file[:-1]) & ~big[1:] & ~big[:-1]
+    same &= before[1:] // UNIT_BYTES == before[:-1] // UNIT_BYTES
+    first = np.flatnonzero(np.concatenate([[True], ~same]))
+    total = np.add.reduceat(size, first).tolist()
+    last = [*first[1:].tolist(), len(rows)]
+    for a, b, num_bytes in zip(first.tolist(), last, total, strict=True):
+        parts = max(1, -(-num_bytes // UNIT_BYTES)) if b == a + 1 else 1
+        for part in range(parts):
+            yield Plain(
+                steps=rows[a:b],
+                files=(int(file[a]),),
+                offset=int(offset[a]) + part * UNIT_BYTES,
+                num_bytes=num_bytes // parts,
+                part=part,
+                parts=parts,
+            )
+
+
+def _tiled(plan: Plan, target: Locator, entries: Sequence[int]) -> Iterator[Tiled]:
+    """Slabs in order of destination, small entries of one file together."""
+    waiting: dict[tuple[int, bool], list[Tiled]] = defaultdict(list)
+    total: dict[tuple[int, bool], int] = defaultdict(int)
+    whole: list[Tiled] = []
+    for number in entries:
+        whole += _slabs(plan, target, number)
+    whole.sort(key=lambda u: (u.files[0], u.offset))
+    for unit in whole:
+        if unit.num_bytes >= UNIT_BYTES // 2:
+            yield unit
+            continue
+        key = unit.files[0], unit.woven
+        waiting[key].append(unit)
+        total[key] += unit.num_bytes
+        if total[key] >= UNIT_BYTES or len(waiting[key]) >= MOST_SLABS:
+            yield _together(waiting.pop(key))
+            del total[key]
+    for batch in waiting.values():
+        yield _together(batch)
+
+
+def _together(batch: Sequence[Tiled]) -> Tiled:
+    return Tiled(
+        slabs=tuple(s for u in batch for s in u.slabs),
+        files=tuple(sorted({f for u in batch for f in u.files})),
+        offset=batch[0].offset,
+        num_bytes=sum(u.num_bytes for u in batch),
+        woven=batch[0].woven,
+    )
+
+
+def _slabs(plan: Plan, target: Locator, number: int) -> Iterator[Tiled]:
+    entry, pieces = plan.entries[number], plan.target_pieces
+    of, n = pieces.of(number), len(entry.shape)
+    lo, hi = pieces.boxes.lo[of, :n], pieces.boxes.hi[of, :n]
+    shard = pieces.shard[of]
+    if not len(shard):
+        return
+    file = target.catalogue.extents.file[shard]
+    offset = target.offsets(shard)
+    woven = _is_woven(plan, entry, of, target)
+    item = plan.target_tensor(entry).dtype.itemsize
+    for a, b in cut((0,) * n, entry.shape, item, UNIT_BYTES, depth=depth(plan, number)):
+        under = ((lo < np.array(b)) & (hi > np.array(a))).all(axis=1)
+        files = distinct(file[under])
+        volume = 1
+        for x, y in zip(a, b, strict=True):
+            volume *= y - x
+        yield Tiled(
+            slabs=(Slab(entry=number, lo=a, hi=b),),
+            files=tuple(files.tolist()),
+            offset=int(offset[under & (file == files[0])].min()),
+            num_bytes=volume * item,
+            woven=woven,
+        )
+
+
+def _fed(plan: Plan, target: Locator) -> Iterator[Fed]:
+    """Feeds one after the other, small ones of one file together."""
+    catalogue = target.catalogue
+    waiting: list[Fed] = []
+    for number, feed in enumerate(plan.feeds):
+        found = [catalogue.shards.of(catalogue.index[r.stored]) for r in feed.writes]
+        files = {int(f) for of in found for f in catalogue.extents.file[of].tolist()}
+        first = np.array([of.start for of in found], np.int64)
+        unit = Fed(
+            feeds=(number,),
+            files=tuple(sorted(files)),
+            offset=int(target.offsets(first[:1])[0]),
+            num_bytes=feed.num_bytes,
+        )
+        full = sum(u.num_bytes for u in waiting) + unit.num_bytes > UNIT_BYTES
+        if waiting and (full or waiting[0].files != unit.files or len(waiting) >= MOST_SLABS):
+            yield _all_fed(waiting)
+            waiting = []
+        waiting.append(unit)
+    if waiting:
+        yield _all_fed(waiting)
+
+
+def _all_fed(batch: Sequence[Fed]) -> Fed:
+    return Fed(
+        feeds=tuple(n for u in batch for n in u.feeds),
+        files=batch[0].files,
+        offset=batch[0].offset,
+        num_bytes=sum(u.num_bytes for u in batch),
+    )
+
+
+def depth(plan: Plan, number: int) -> int:
+    """How many leading view dimensions of an entry may be cut: not those inside packed rows."""
+    return min(
+        len(e.shape) if e.source is None else cut_dims(e.source, plan.source_tensor(e))
+        for e in (plan.entries[term] for term in plan.terms(number))
+    )
+
+
+def _is_woven(plan: Plan, entry: Entry, of: slice, target: Locator) -> bool:
+    """Whether the largest piece is written in short runs, close together."""
+    pieces, n = plan.target_pieces, len(entry.shape)
+    row = of.start + int(pieces.boxes[of].volume().argmax())
+    shard = target.catalogue.shards.boxes[pieces.shard[row : row + 1]]
+    _, stride = lattice(entry.target, shard.lo, shard.hi, pieces.boxes.lo[row : row + 1, :n])
+    item = plan.target_tensor(entry).dtype.itemsize
+    size = (pieces.boxes.hi[row, :n] - pieces.boxes.lo[row, :n]).tolist()
+    step = (stride[0] * item).tolist()
+    kept = sorted((d for d in range(n) if size[d] > 1), key=lambda d: -step[d])
+    sizes, steps = [size[d] for d in kept], [step[d] for d in kept]
+    run, outer = grow(sizes, steps, item)
+    return run < SIEVE_RUN_BYTES and sieved(sizes, steps, run, outer)[1] < outer
+
+
+class Schedule:
+    """Hands units to threads so that two of them rarely write to one file. Thread-safe.
+
+    File systems let one thread at a time write to a file, so what is parallel is different files;
+    units of one file are handed out in ascending order, for the sake of disks and of read-ahead.
+    """
+
+    def __init__(self, units: Sequence[tuple[int, Unit]]) -> None:
+        self._queues: dict[int, deque[tuple[int, Unit]]] = defaultdict(deque)
+        for number, unit in units:
+            self._queues[unit.files[0]].append((number, unit))
+        self._busy: dict[int, int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[int, Unit] | None:
+        """The next unit and its number, None when all have been handed out."""
+        with self._lock:
+            best, least = None, 1 << 62
+            for file, queue in self._queues.items():
+                most = max(self._busy[f] for f in queue[0][1].files)
+                if most < least:
+                    best, least = file, most
+                if not most:
+                    break
+            if best is None:
+                return None
+            number, unit = self._queues[best].popleft()
+            if not self._queues[best]:
+                del self._queues[best]
+            for f in unit.files:
+                self._busy[f] += 1
+            return number, unit
+
+    def finished(self, unit: Unit) -> None:
+        """Tell that a unit handed out is done."""
+        with self._lock:
+            for f in unit.files:
+                self._busy[f] -= 1

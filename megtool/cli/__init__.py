@@ -1,0 +1,1 @@
+"""The command line: Typer and nothing else; each verb calls its function in `commands`."""

@@ -1,0 +1,226 @@
+"""Verify, where one side is quantised: weights by signal over noise, and the folder's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from megtool.checkpoint.formats.quantized import quantisation
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.commands.verify_report import Difference
+from megtool.lint.compressed_schemes import group_of
+from megtool.quant.verification.sqnr_thresholds import (
+    Closeness,
+    Norm,
+    changed_norms,
+    closeness,
+    points_of,
+)
+from megtool.quant.verification.unquantized_tensors import compare_kept
+from megtool.quant.verification.weight_error import Floats, Weight, measure, without_columns
+from megtool.reshard.source import Opened
+from megtool.tensors.box import numel
+
+
+def packings_differ(a: Opened, b: Opened) -> bool:
+    """Whether any tensor is quantised on one side alone, or otherwise on the other."""
+    x, y = a.side.placements, b.side.placements
+    return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
+
+
+def _packing(opened: Opened, name: str) -> str:
+    place = opened.side.placements.get(name)
+    stored = opened.catalogue[place.stored] if place is not None else None
+    return (stored.packing or "") if stored is not None else ""
+
+
+def _numbers(opened: Opened, name: str) -> str:
+    """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
+    byte each where inputs have codes too (W4A8), and they are no closer for that."""
+    packing = _packing(opened, name)
+    said = quantisation(opened.catalogue.metadata) or {}
+    if not packing.startswith("int8") or not isinstance(said.get("config_groups"), dict):
+        return packing
+    stored = opened.side.placements[name].stored
+    weights = (group_of(said, stored.rpartition(".")[0]) or {}).get("weights")
+    bits = weights.get("num_bits") if isinstance(weights, dict) else None
+    few = isinstance(bits, int) and bits <= 4
+    return packing.replace(packing.partition(":")[0], "int4", 1) if few else packing
+
+
+@dataclass(slots=True)
+class QuantisedPair:
+    """Two checkpoints of which one is quantised, or both in different formats.
+
+    `a` is the reference: the plain one, or the first. `weights` are compared by signal over noise,
+    `casts` are plain tensors of two types, `norms` those that differ, with their factors. `weights`
+    has the plain modules behind such norms too.
+    """
+
+    a: Opened
+    b: Opened
+    sqnr: float | None
+    weights: list[str] = field(default_factory=list)
+    casts: list[str] = field(default_factory=list)
+    norms: dict[str, Norm] = field(default_factory=dict)
+    rows: list[Closeness] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, a: Opened, b: Opened, readers: Sequence[Reader], sqnr: float | None
+    ) -> QuantisedPair:
+        """Sort the tensors of both: what is in neither list is compared bit by bit."""
+        turned = _is_quantised(a) and not _is_quantised(b)
+        one, other = (b, a) if turned else (a, b)
+        first, second = reversed(readers) if turned else readers
+        out = cls(one, other, sqnr)
+        mine, theirs = one.side, other.side
+        both = [
+            n
+            for n, t in mine.canonical.items()
+            if n in theirs.canonical and t.shape == theirs.canonical[n].shape
+        ]
+        packed = {n for n in both if _packing(one, n) != _packing(other, n)}
+        points = [p for p in points_of(mine) if any(f"{m}.weight" in packed for m in p.modules)]
+        out.norms = changed_norms(points, mine, theirs, first, second)
+        behind = {f"{m}.weight" for n in out.norms.values() for m in n.point.modules}
+        for n in both:
+            if len(mine.canonical[n].shape) < 2:
+                if _dtype(one, n) != _dtype(other, n) and n.rpartition(".")[0] not in out.norms:
+                    out.casts.append(n)
+            elif n in packed or n in behind:
+                out.weights.append(n)
+            elif _dtype(one, n) != _dtype(other, n):
+                out.casts.append(n)
+        return out
+
+    def apart(self) -> set[str]:
+        """Names that are not compared bit by bit."""
+        folded = {f"{n}.{last}" for n in self.norms for last in ("weight", "bias")}
+        return {*self.weights, *self.casts, *folded}
+
+    @property
+    def num_elements(self) -> int:
+        """What `run` tells progress of, at four bytes each."""
+        return sum(numel(self.a.side.canonical[n].shape) for n in self.weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the reference's tensors that are compared here."""
+        mine = self.a.side.canonical
+        return sum(mine[n].num_bytes for n in self.apart() if n in mine)
+
+    def run(self, *, threads: int, progress: Callable[[int], None]) -> None:
+        """Measure the weights, and say which are not close, or not the cast of the other's."""
+        mine, theirs = self.a.side, self.b.side
+        catalogue, columns = without_columns(self.b.catalogue)
+        with ExitStack() as stack:
+            a = stack.enter_context(Reader(self.a.catalogue, Files()))
+            b = stack.enter_context(Reader(catalogue, Files()))
+            whole = stack.enter_context(Reader(self.b.catalogue, Files()))
+            norm_of = {f"{m}.weight": n for n in self.norms.values() for m in n.point.modules}
+            weights = []
+            for name in self.weights:
+                shape = mine.canonical[name].shape
+                stored = theirs.placements[name].stored
+                weights.append(
+                    Weight(
+                        name=name,
+                        source=mine.placements[name],
+                        written=theirs.placements[name],
+                        shape=(numel(shape[:-1]), shape[-1]),
+                        gammas=_together(norm_of.get(name), columns.get(stored)),
+                    )
+                )
+            sums = measure(weights, a, b, threads=threads, progress=progress)
+            for found in compare_kept(mine, theirs, a, whole, self.casts, threads=threads):
+                self._differ(found.module, f"{found.text.partition(',')[0]}")
+        for w in weights:
+            row = closeness(
+                w.name,
+                w.written.stored,
+                (_numbers(self.a, w.name), _numbers(self.b, w.name)),
+                sums[w.name],
+                sqnr=self.sqnr,
+                scaled=w.gammas is not None,
+            )
+            self.rows.append(row)
+            if not row.is_sound:
+                self._not_close(row)
+        self.rows.sort(key=lambda r: r.sqnr_db)
+        self._judge_norms()
+
+    def _differ(self, name: str, text: str) -> None:
+        self.differences.append(Difference(tensor=name, stored=name, kind="values", text=text))
+
+    def _not_close(self, row: Closeness) -> None:
+        if row.num_nan:
+            text = f"{row.num_nan:,} elements are no finite numbers"
+        elif row.sqnr_db >= row.least_db and row.most_row_error is not None:
+            text = (
+                f"row {row.lost_row} is off by {row.lost_row_error:.0%} of its size, and "
+                f"{row.packing} by {row.most_row_error:.0%} at most (the whole is close: "
+                f"{row.sqnr_db:.1f} dB)"
+            )
+        else:
+            text = (
+                f"{row.sqnr_db:.1f} dB of signal over noise (cosine {row.cosine:.4f}), and "
+                f"{row.packing} has {row.least_db:g} dB at least; row {row.worst_row} is off by "
+                f"{row.worst_row_error:.0%}"
+            )
+        self.differences.append(
+            Difference(
+                tensor=row.tensor,
+                stored=row.stored,
+                kind="closeness",
+                text=text,
+                num_elements=row.num_elements,
+                largest_abs=row.max_error,
+            )
+        )
+
+    def _judge_norms(self) -> None:
+        """Factors of columns are in a norm if what reads it, times these, is what it was."""
+        close = {r.tensor: r.is_sound for r in self.rows}
+        folded = 0
+        for name, norm in self.norms.items():
+            read = [f"{m}.weight" for m in norm.point.modules]
+            wrong = [m for m in read if not close.get(m, True)]
+            if not wrong:
+                folded += 1
+                continue
+            text = (
+                "differs, and no factors of columns explain it: norm times weight is another "
+                f"matrix in {', '.join(wrong)}"
+            )
+            self._differ(f"{name}.weight", text)
+        if folded:
+            self.notes.append(
+                f"{folded} norms differ by factors of columns that the weights behind them have "
+                "taken: their products were compared"
+            )
+        smooth = [r for r in self.rows if not r.is_sound and not r.is_scaled and r.cosine < 0.9]
+        if smooth:
+            self.notes.append(
+                "factors folded from one projection into another (v into o, up into down) are "
+                "stored nowhere: they cannot be told from damage here"
+            )
+
+
+def _together(norm: Norm | None, stored: Floats | None) -> Floats | None:
+    """What inputs are multiplied by: by the norm before, and by the engine."""
+    if norm is None or stored is None:
+        return stored if norm is None else norm.factors
+    return norm.factors * stored
+
+
+def _dtype(opened: Opened, name: str) -> str:
+    return opened.side.canonical[name].dtype.name
+
+
+def _is_quantised(opened: Opened) -> bool:
+    return bool(opened.catalogue.packed)

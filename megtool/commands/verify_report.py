@@ -1,0 +1,179 @@
+"""Findings: what verify found out, as data and as a person reads it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from megtool.console import format_bytes
+from megtool.quant.verification.sqnr_thresholds import Closeness
+from megtool.reports import fold_names
+
+_SHOWN = 20
+_GROUPS = 6
+_WORST = 5
+
+Kind = Literal[
+    "missing",
+    "shape",
+    "dtype",
+    "values",
+    "closeness",
+    "metadata",
+    "digest",
+    "replica",
+    "file",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One tensor (or file) that is not what it should be; `text` says how, in words.
+
+    `stored` is its name in the files. Where numbers differ: how many of them, by how much at most
+    (absolute, and relative to B where that is not 0), and at which index of the tensor.
+    """
+
+    tensor: str
+    stored: str
+    kind: Kind
+    text: str
+    num_elements: int | None = None
+    num_differing: int | None = None
+    largest_abs: float | None = None
+    largest_abs_at: tuple[int, ...] | None = None
+    largest_rel: float | None = None
+    largest_rel_at: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestCheck:
+    """How the digests kept beside one checkpoint compare with its bytes; `unverified` have none."""
+
+    path: str
+    holding: int
+    differing: int
+    unverified: tuple[str, ...]
+
+    def words(self) -> str:
+        """The three counts."""
+        if not self.holding and not self.differing:
+            return f"none: all {len(self.unverified)} tensors are unverified"
+        return f"{self.holding} hold, {self.differing} differ, {len(self.unverified)} unverified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked and what differs.
+
+    `matched_by` says whether tensors met under the `canonical` names of a family, or under the
+    names they are `stored` by. `num_tensors` were compared with those of B, or, of a single
+    checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
+    largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
+    `weights` are those compared by signal over noise, the worst first, where one side is quantised.
+    """
+
+    a: str
+    b: str | None
+    a_format: str
+    b_format: str | None
+    family: str | None
+    matched_by: Literal["canonical", "stored"]
+    atol: float
+    rtol: float
+    num_tensors: int
+    num_bytes: int
+    num_replicas: int
+    seconds: float
+    within: float
+    digests: tuple[DigestCheck, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    weights: tuple[Closeness, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 7 if anything differs."""
+        return 7 if self.differences else 0
+
+    @property
+    def verdict(self) -> Literal["equal", "close", "different", "ok", "unverified"]:
+        """One word. One checkpoint is `ok` only if every tensor was held against a digest; two are
+        `close` if one is quantised, and every weight has no more noise than its format may."""
+        if self.differences:
+            return "different"
+        if self.b is not None:
+            return "close" if any(w.sqnr_db != math.inf for w in self.weights) else "equal"
+        return "unverified" if any(d.unverified for d in self.digests) else "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        other = f" and {self.b} ({self.b_format})" if self.b is not None else ""
+        yield f"{self.a} ({self.a_format}){other}: {self.verdict}"
+        for name, text in self._facts():
+            yield f"  {name:<12}{text}"
+        yield from self._table()
+        for d in self.differences[:_SHOWN]:
+            where = f"{d.tensor} ({d.stored})" if d.stored != d.tensor else d.tensor
+            yield f"  {d.kind:<12}{where}: {d.text}"
+        if len(self.differences) > _SHOWN:
+            kinds = Counter(d.kind for d in self.differences)
+            counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+            yield f"  {'in all':<12}{counts} (--json lists them)"
+
+    def _table(self) -> Iterator[str]:
+        """By format, and the weights with the least signal over noise."""
+        kinds: dict[str, list[Closeness]] = {}
+        for w in self.weights:
+            kinds.setdefault(w.packing, []).append(w)
+        if kinds:
+            yield f"  {'format':<28} weights    worst   median   least   cosine"
+        for packing, some in kinds.items():
+            worst, middle = some[0], some[len(some) // 2]
+            cosine = min(w.cosine for w in some)
+            yield (
+                f"  {packing:<28}{len(some):>8}{worst.sqnr_db:>6.1f} dB{middle.sqnr_db:>6.1f} dB"
+                f"{worst.least_db:>5g} dB{cosine:>9.5f}"
+            )
+        for w in self.weights[:_WORST]:
+            scaled = ", columns scaled" if w.is_scaled else ""
+            yield (
+                f"  {w.sqnr_db:>5.1f} dB    {w.tensor}: cosine {w.cosine:.5f}, off by "
+                f"{w.max_error:.3g} at most{scaled}"
+            )
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        rate = f" ({format_bytes(self.num_bytes / self.seconds)}/s)" if self.seconds else ""
+        yield (
+            "read" if self.b is None else "compared",
+            f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)} "
+            f"in {self.seconds:.2f} s{rate}",
+        )
+        if self.matched_by == "canonical":
+            yield "names", f"canonical{f', of family {self.family}' if self.family else ''}"
+        else:
+            yield "names", "as stored"
+        if self.atol or self.rtol:
+            yield (
+                "tolerance",
+                f"{self.atol:g} + {self.rtol:g} * |B|; the largest difference within it is "
+                f"{self.within:.3g}",
+            )
+        for check in self.digests:
+            of = f"{check.path}: " if len(self.digests) > 1 else ""
+            yield "digests", f"{of}{check.words()}"
+        if len(self.digests) == 1 and (self.digests[0].holding or self.digests[0].differing):
+            for name, n in fold_names(self.digests[0].unverified)[:_GROUPS]:
+                yield "unverified", f"{name}{f' ({n} tensors)' if n > 1 else ''}"
+        if self.num_replicas:
+            wrong = sum(d.kind == "replica" for d in self.differences)
+            yield "replicas", f"{self.num_replicas - wrong} equal, {wrong} differ"
+        for note in self.notes:
+            yield "note", note

@@ -1,0 +1,56 @@
+"""The two sides of a conversion: what is stored, and which canonical tensors lie in it where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megtool.config import ModelConfig
+from megtool.convert.families import Family
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor, Shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Stored tensors and the canonical tensors they hold.
+
+    `placements` and `canonical` are keyed by canonical name; optimizer state is called
+    `<state>:<canonical name>`, and `states` says how the source spells each state. `padding` counts
+    the padding rows of stored tensors. `copies` says of dropped weights which canonical tensor they
+    are said to repeat. `config` has its flags set by what is there.
+    """
+
+    dialect: str
+    tensors: tuple[GlobalTensor, ...]
+    placements: dict[str, Placement]
+    canonical: dict[str, GlobalTensor]
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+    padding: dict[str, int] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    config: ModelConfig | None = None
+    family: Family | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Stored elements that no canonical tensor holds, and the value they get."""
+
+    placement: Placement
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSide:
+    """The tensors to store, what they are made of, and how they are cut.
+
+    `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`
+    once. `shards` is None where nothing says how to cut. `dropped` holds canonical tensors that
+    the target has no place for, each with the reason.
+    """
+
+    tensors: list[GlobalTensor]
+    placements: dict[str, Placement]
+    shards: Shards | None
+    fills: list[Padding]
+    dropped: list[tuple[str, str]]

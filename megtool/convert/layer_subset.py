@@ -1,0 +1,169 @@
+"""Depth: a model of some of another's layers, numbered anew: its configuration and its names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megtool.config import MOST_LAYERS, ModelConfig
+from megtool.convert.families import Family
+from megtool.convert.moe_config_keys import MoeLayers
+from megtool.errors import MappingError, UsageError
+
+_PART = re.compile(r"(\d+)(?:-(\d+))?")
+_LAYER = re.compile(r"((?:[^:]+:)?)layers\.(\d+)(\..+)")
+_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """The layers that `0-15` or `0-3,8` name, in that order; a layer may come twice.
+
+    Raises:
+        UsageError: no such list, or a layer that the model does not have.
+    """
+    out: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        found = _PART.fullmatch(part)
+        if found is None or len(part) > 20:
+            raise UsageError(f"layers {text!r}", hint="for example 0-15, or 0-3,8")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first or last >= num_layers:
+            raise UsageError(
+                f"layers {part!r} of a model that has {num_layers}",
+                hint=f"the first is 0, the last {num_layers - 1}",
+            )
+        out += range(first, last + 1)
+        if len(out) > MOST_LAYERS:
+            raise UsageError(f"layers {text[:60]!r} are more than {MOST_LAYERS:,}")
+    return tuple(out)
+
+
+def renumbered(names: Iterable[str], layers: Sequence[int]) -> dict[str, str]:
+    """Canonical names of the smaller (or deeper) model, each with the name it has in the larger.
+
+    In order: where the first layer was, all layers are.
+    """
+    by_layer: dict[tuple[str, int], list[str]] = defaultdict(list)
+    listed = list(names)
+    for name in listed:
+        if found := _LAYER.fullmatch(name):
+            by_layer[found[1], int(found[2])].append(name)
+    out: dict[str, str] = {}
+    done: set[str] = set()
+    for name in listed:
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            out[name] = name
+        elif found[1] not in done:
+            done.add(found[1])
+            for new, old in enumerate(layers):
+                out |= {_moved(n, new): n for n in by_layer[found[1], old]}
+    return out
+
+
+def _moved(name: str, layer: int) -> str:
+    return _LAYER.sub(rf"\g<1>layers.{layer}\g<3>", name)
+
+
+def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
+    """The configuration of a model of these layers: their number, and all that is said by layer.
+
+    Raises:
+        MappingError: the layers that predict further tokens are like the last one, which would be
+            another.
+    """
+    experts, n = config.moe_layers, len(layers)
+    last = config.num_layers - 1
+    if config.num_mtp_layers and (layers[-1] in experts) != (last in experts):
+        raise MappingError(
+            f"multi-token prediction is like layer {last}, and layer {layers[-1]} is not",
+            hint=f"choose layers of which the last is like layer {last}",
+        )
+    kinds = tuple(int(i in experts) for i in layers)
+    freq = config.moe_layer_freq
+    if isinstance(freq, tuple) or kinds != tuple(int(i % freq == 0) for i in range(n)):
+        freq = kinds if config.num_experts else 1
+    flags = window_flags(config)
+    windows = tuple(flags[i] for i in layers)
+    skip = config.window_skip_freq
+    if isinstance(skip, tuple) or windows != _flags(skip, n):
+        skip = None if all(windows) else windows
+    is_windowed = bool(config.window_size) and any(windows)
+    rope = tuple(config.no_rope_layers[i] for i in layers) if config.no_rope_layers else ()
+    return replace(
+        config,
+        num_layers=n,
+        moe_layer_freq=freq,
+        window_size=config.window_size if is_windowed else 0,
+        window_skip_freq=skip if is_windowed else None,
+        no_rope_layers=rope if any(rope) else None,
+        extra=_extra(config, layers, windows),
+    )
+
+
+def window_flags(config: ModelConfig) -> tuple[int, ...]:
+    """A 1 for every layer with a window."""
+    if not config.window_size:
+        return (0,) * config.num_layers
+    return _flags(config.window_skip_freq, config.num_layers)
+
+
+def _flags(freq: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if isinstance(freq, tuple):
+        return freq
+    return tuple(int(freq is None or (i + 1) % freq != 0) for i in range(num_layers))
+
+
+def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> dict[str, Any]:
+    """The keys kept verbatim, those with an entry a layer cut to the layers."""
+    extra = dict(config.extra)
+    for key in _LISTS:
+        held = extra.get(key)
+        if isinstance(held, list | tuple) and len(held) == config.num_layers:
+            extra[key] = [held[i] for i in layers]
+    if not extra:
+        return extra
+    by_rule = config.window_size and not isinstance(extra.get("layer_types"), list)
+    if by_rule and not (all(windows) and all(window_flags(config))):  # it counts from layer 0
+        extra["layer_types"] = [_WINDOWED if w else _FULL for w in windows]
+    if config.no_rope_layers and not extra.get("no_rope_layers"):
+        extra["no_rope_layers"] = [1 - config.no_rope_layers[i] for i in layers]
+    return extra
+
+
+def edited_config(
+    stored: Mapping[str, Any], family: Family, old: ModelConfig, new: ModelConfig
+) -> dict[str, Any]:
+    """The keys of a config.json whose model has changed: only keys that say so change.
+
+    Raises:
+        MappingError: a family whose config.json cannot say the new model.
+    """
+    out = dict(stored)
+    out |= {k: v for k, v in new.extra.items() if old.extra.get(k) != v}
+    for setting in family.config:
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        setting.write(old, before)
+        setting.write(new, after)
+        if before != after or isinstance(setting, MoeLayers):  # which rules by number may change
+            out = {k: v for k, v in out.items() if k not in before} | after
+    found = family.read_config(out)
+    for name, a, b in (
+        ("num_layers", found.num_layers, new.num_layers),
+        ("moe_layers", sorted(found.moe_layers), sorted(new.moe_layers)),
+        ("layers with a window", window_flags(found), window_flags(new)),
+        ("no_rope_layers", found.no_rope_layers or (), new.no_rope_layers or ()),
+        ("num_experts", found.num_experts, new.num_experts),
+        ("vocab_size", found.vocab_size, new.vocab_size),
+    ):
+        if a != b:
+            raise MappingError(
+                f"a config.json of {family.name!r} says {name} {a!r}, and they are {b!r}",
+                hint="choose layers that it can describe",
+            )
+    return out

@@ -1,0 +1,255 @@
+"""More words for a configuration: which layers have experts, and keys that are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.config import ModelConfig
+from megtool.convert.config_keys import Default, Setting
+from megtool.convert.expression import evaluate
+from megtool.errors import MappingError
+
+
+@dataclass(frozen=True, slots=True)
+class EitherKey(Setting):
+    """A field under one of several keys, which releases of transformers disagree on.
+
+    The first that is there is read; the first of all is written.
+    """
+
+    keys: tuple[str, ...]
+    field: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The value of the first key that has one."""
+        found = [stored[k] for k in self.keys if stored.get(k) is not None]
+        if not found:
+            raise MappingError(f"the configuration lacks {self.keys[0]!r}")
+        into[self.field] = found[0]
+        return self.keys
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The first key."""
+        into[self.keys[0]] = getattr(config, self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class Nullable(Setting):
+    """A key whose null, or absence, is the field's 0."""
+
+    key: str
+    field: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The value, or 0."""
+        into[self.field] = stored.get(self.key) or 0
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The value, or null."""
+        into[self.key] = getattr(config, self.field) or None
+
+
+@dataclass(frozen=True, slots=True)
+class Inverted(Setting):
+    """A key that is true where the field is false."""
+
+    key: str
+    field: str
+    default: bool
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The opposite of the key, or of its default."""
+        value = stored.get(self.key)
+        into[self.field] = not (self.default if value is None else value)
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The opposite of the field."""
+        into[self.key] = not getattr(config, self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class Unless(Setting):
+    """A key that means nothing (0), and is kept verbatim, where the key `switch` is `value`.
+
+    A `switch` that is absent counts as `value`.
+    """
+
+    key: str
+    field: str
+    switch: str
+    value: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key's value, or 0 where it is switched off."""
+        is_off = stored.get(self.switch, self.value) == self.value
+        into[self.field] = 0 if is_off else stored.get(self.key) or 0
+        return () if is_off else (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The value, unless it is 0."""
+        if value := getattr(config, self.field):
+            into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple(Setting):
+    """A key that counts how many times `unit` the field is: shared experts by their number."""
+
+    key: str
+    field: str
+    unit: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The key times the unit, a field read before."""
+        into[self.field] = (stored.get(self.key) or 0) * into[self.unit]
+        return (self.key,)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The number of units; nothing where there are none."""
+        value, unit = getattr(config, self.field), getattr(config, self.unit)
+        if not value:
+            into[self.key] = None
+            return
+        if not unit or value % unit:
+            raise MappingError(
+                f"{self.field} is {value!r}, no multiple of {self.unit} {unit!r}",
+                hint=f"the family says it by {self.key!r} alone",
+            )
+        into[self.key] = value // unit
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed(Setting):
+    """A field that means nothing to the family: it is read as an expression and never written."""
+
+    field: str
+    expression: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The expression over the fields read before it."""
+        into[self.field] = evaluate(self.expression, into)
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implied(Setting):
+    """A key that fields imply: kept verbatim where it was read, computed where it was not."""
+
+    key: str
+    expression: str
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """Nothing; the key goes to `extra`."""
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The expression over the fields, unless the key was kept."""
+        if self.key not in config.extra:
+            into[self.key] = evaluate(self.expression, config)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(Setting):
+    """A field told by a key that is kept verbatim in `extra`: only a forward pass needs it.
+
+    `expression` computes the field from the key's value, which it calls `x`, and from fields read
+    before; `default` (or `Default("expression")`) is the field where the key is absent, and
+    where it is null, unless `null` says another value for that.
+    """
+
+    key: str
+    field: str
+    default: Any
+    expression: str = "x"
+    null: Any = None
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """The field; the key goes to `extra`."""
+        value, known = stored.get(self.key), self.default
+        if value is not None:
+            known = evaluate(self.expression, {**into, "x": value})
+        elif self.key in stored and self.null is not None:
+            known = self.null
+        elif isinstance(known, Default):
+            known = evaluate(known.expression, into)
+        into[self.field] = known
+        return ()
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """The field, where no key was kept and the field is the key's value."""
+        value = getattr(config, self.field)
+        if self.key not in config.extra and self.expression == "x" and value != self.default:
+            into[self.key] = value
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayers(Setting):
+    """Which layers are mixtures of experts, in the ways that configurations say it.
+
+    `step` names a key n: every n-th layer, beginning with the n-th. `first` names a key that
+    counts dense layers before all others. `dense` and `moe` name lists of layers; a list of the
+    mixtures overrules the rest. What is written is one list, or the count.
+    """
+
+    step: str | None = None
+    first: str | None = None
+    dense: str | None = None
+    moe: str | None = None
+
+    def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
+        """`moe_layer_freq`: 1 where every layer is a mixture, else a 0 or 1 for each layer."""
+        layers = range(into["num_layers"])
+        step = self._int(self.step, stored, 1)
+        first = self._int(self.first, stored, 0)
+        dense, listed = self._list(self.dense, stored) or (), self._list(self.moe, stored)
+        for i in (*dense, *(listed or ())):
+            if i not in layers:
+                raise MappingError(
+                    f"layer {i!r} is listed in {(self.moe if listed else self.dense)!r}, "
+                    f"but there are {len(layers)} layers"
+                )
+        if listed is None:
+            listed = [i for i in layers if not (i + 1) % step and i >= first and i not in dense]
+        flags = tuple(int(i in listed) for i in layers)
+        into["moe_layer_freq"] = 1 if all(flags) else flags
+        return tuple(k for k in (self.step, self.first, self.dense, self.moe) if k)
+
+    def write(self, config: ModelConfig, into: dict[str, Any]) -> None:
+        """A list of layers, or how many dense ones come first."""
+        layers, moe = range(config.num_layers), config.moe_layers
+        if self.step:
+            into[self.step] = 1
+        if self.moe:
+            into[self.moe] = sorted(moe)
+        elif self.dense:
+            into[self.dense] = [i for i in layers if i not in moe]
+        elif self.first:
+            first = min(moe, default=config.num_layers)
+            if len(moe) != config.num_layers - first:
+                raise MappingError(
+                    f"moe_layer_freq is {config.moe_layer_freq!r}",
+                    hint="in this family all dense layers come before the mixtures of experts",
+                )
+            into[self.first] = first
+
+    @staticmethod
+    def _int(key: str | None, stored: Mapping[str, Any], default: int) -> int:
+        value = stored.get(key) if key else None
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < default:
+            raise MappingError(f"{key} is {value!r}", hint=f"an integer of at least {default}")
+        return value
+
+    @staticmethod
+    def _list(key: str | None, stored: Mapping[str, Any]) -> list[int] | None:
+        value = stored.get(key) if key else None
+        if value is not None and not isinstance(value, list | tuple):
+            raise MappingError(f"{key} is {value!r}", hint="a list of layers")
+        return None if value is None else list(value)

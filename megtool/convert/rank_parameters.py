@@ -1,0 +1,253 @@
+"""What each model-parallel rank holds: its parameters, as boxes of the model's tensors.
+
+Two things on disk follow ranks instead of tensors: the distributed optimizer's buckets and the
+legacy `mp_rank_*` folders. Both are read and written through this one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.megatron import split_state
+from megtool.convert.sharding import Glu, Rule, Stages, check_layout, rule_of, stages_of
+from megtool.errors import LayoutError
+from megtool.parallel.pipeline_split import Pipeline
+from megtool.tensors.box import numel
+from megtool.tensors.sharded import GlobalTensor
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A model-parallel rank's model chunk: pipeline stage, virtual chunk, expert and tensor rank.
+
+    For the parameters that all ranks of an expert group share, `ep` is 0.
+    """
+
+    stage: int
+    chunk: int
+    ep: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of one rank.
+
+    `key` is the global name with the layer's number, `shape` that tensor's shape (experts on a
+    leading axis), `expert` which expert it belongs to. The rank's elements, in row-major order, are
+    those of `boxes` one after the other. `registered_as` is the key its module goes by on this
+    rank, which is another for the last stage's copy of a tied embedding.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    is_expert: bool = False
+    expert: int = 0
+    is_shared: bool = False
+    registered_as: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Elements this rank holds."""
+        return sum(numel([h - x for x, h in zip(lo, hi, strict=True)]) for lo, hi in self.boxes)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's tensor, without the expert axis."""
+        lo, hi = self.boxes[0]
+        shape = [h - x for x, h in zip(lo, hi, strict=True)]
+        if self.is_expert:
+            shape = shape[1:]
+        if shape and len(self.boxes) > 1:
+            shape[0] *= len(self.boxes)
+        return tuple(shape)
+
+    @property
+    def module_key(self) -> str:
+        """The global key its module goes by on this rank."""
+        return self.registered_as or self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Which stages and chunks hold a tensor."""
+
+    stages: Stages
+    chunks: Sequence[int]
+    parallel: ParallelConfig
+    tied: bool
+    has_mtp: bool
+
+    def of(self, key: str, layer: int, rule: Rule) -> list[tuple[int, int, str]]:
+        """Stage, chunk and the key of the module there.
+
+        An embedding has a copy where the output layer shares it, or where multi-token prediction
+        needs it (then the copy serves both).
+        """
+        if self.parallel.pp == 1 and key.startswith("encoder."):
+            return [(0, 0, "")]  # an encoder may have more layers than its decoder
+        if layer >= 0:
+            return [(int(self.stages.of_layer[layer]), self.chunks[layer], "")]
+        stage = self.stages.of_place[rule.place]
+        if rule.place != "first":
+            return [(stage, self.stages.chunk_of_place[rule.place], "")]
+        homes = [(stage, 0, "")]
+        if key == EMBEDDING and self.parallel.pp > 1:
+            places = self.stages.of_place, self.stages.chunk_of_place
+            if self.has_mtp and places[0]["mtp"] != stage:
+                homes.append((places[0]["mtp"], places[1]["mtp"], EMBEDDING))
+            elif self.tied:
+                homes.append((places[0]["last"], places[1]["last"], OUTPUT))
+        return homes
+
+
+def rank_parameters(
+    tensors: Sequence[GlobalTensor],
+    config: ModelConfig,
+    parallel: ParallelConfig,
+) -> dict[Place, list[Parameter]]:
+    """Every rank's parameters, of the model's weights under Megatron's names (stacked or not).
+
+    Experts have places of their own (`ep`, and `tp` the rank among `etp`), apart from the dense
+    parameters' (`ep` 0): the caller joins them as its format does. The order within a place is
+    that of `tensors`.
+
+    Raises:
+        LayoutError: the layout does not divide the model, or a tensor is of another model.
+    """
+    check_layout(config, parallel)
+    keys = [split_state(t.name)[2] for t in tensors]
+    glu = Glu(tensors, keys, config.gated)
+    pipeline = Pipeline.of(parallel)
+    homes = Homes(
+        stages_of(keys, config.num_layers, pipeline),
+        pipeline.chunk_of_layer(config.num_layers).tolist(),
+        parallel,
+        config.tied_embeddings,
+        any(key.startswith("mtp.") for key in keys),
+    )
+    out: dict[Place, list[Parameter]] = {}
+    for t, key in zip(tensors, keys, strict=True):
+        rule = rule_of(key, glu(key))
+        _check_size(t, rule, config)
+        for place, parameter in _cut(t, key, rule, config, parallel, homes):
+            out.setdefault(place, []).append(parameter)
+    return out
+
+
+def of_tensor_rank(
+    ranks: Mapping[Place, Sequence[Parameter]],
+    parallel: ParallelConfig,
+    stage: int,
+    chunk: int,
+    tp: int,
+) -> list[Parameter]:
+    """A tensor rank's parameters with its experts among them, as they are where `ep` is 1.
+
+    Tensor ranks of experts repeat among those of the dense parameters where they are fewer.
+    """
+    dense = [p for p in ranks.get(Place(stage, chunk, 0, tp), ()) if not p.is_expert]
+    at = Place(stage, chunk, 0, tp % parallel.etp)
+    return dense + [p for p in ranks.get(at, ()) if p.is_expert]
+
+
+def _check_size(t: GlobalTensor, rule: Rule, config: ModelConfig) -> None:
+    """The model has the layers and the experts of a tensor.
+
+    Raises:
+        LayoutError: it does not.
+    """
+    layers = t.shape[0] if rule.has_layer_axis else rule.layer + 1
+    if layers > config.num_layers:
+        raise LayoutError(
+            f"a layer {layers - 1}, and num_layers={config.num_layers}", tensor=t.name
+        )
+    if not rule.is_expert:
+        return
+    experts = t.shape[rule.has_layer_axis] if rule.has_expert_axis else rule.expert + 1
+    if experts > config.num_experts:
+        raise LayoutError(
+            f"an expert {experts - 1}, and num_experts={config.num_experts}", tensor=t.name
+        )
+
+
+def _cut(
+    t: GlobalTensor,
+    key: str,
+    rule: Rule,
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    homes: Homes,
+) -> Iterator[tuple[Place, Parameter]]:
+    """A tensor's parameters: layer by layer, expert by expert, and for every tensor rank."""
+    shape = t.shape[1:] if rule.has_layer_axis else t.shape
+    ranks = parallel.etp if rule.is_expert else parallel.tp
+    pieces = [boxes_of_rank(t.name, shape, rule, ranks, rank) for rank in range(ranks)]
+    experts = range(shape[0]) if rule.has_expert_axis else (rule.expert,)
+    for layer in range(t.shape[0]) if rule.has_layer_axis else (rule.layer,):
+        name = _layer_key(key, layer) if rule.has_layer_axis else key
+        places = homes.of(key, layer, rule)
+        for expert in experts if rule.is_expert else (0,):
+            ep = expert * parallel.ep // config.num_experts if rule.is_expert else 0
+            for rank in range(ranks):
+                boxes = pieces[rank]
+                if rule.has_expert_axis:
+                    boxes = tuple(((expert, *lo[1:]), (expert + 1, *hi[1:])) for lo, hi in boxes)
+                for stage, chunk, registered_as in places:
+                    yield (
+                        Place(stage, chunk, ep, rank),
+                        Parameter(
+                            key=name,
+                            shape=shape,
+                            dtype=t.dtype.name,
+                            boxes=boxes,
+                            is_expert=rule.is_expert,
+                            expert=max(expert, 0),
+                            is_shared=len(places) > 1,
+                            registered_as=registered_as,
+                        ),
+                    )
+
+
+def boxes_of_rank(
+    name: str, shape: tuple[int, ...], rule: Rule, ranks: int, rank: int
+) -> tuple[Box, ...]:
+    """What one of so many tensor ranks holds of a tensor of `shape` (without a layer axis).
+
+    One box, or one each of its gate and its up rows.
+
+    Raises:
+        LayoutError: the ranks do not divide it.
+    """
+    zeros = (0,) * len(shape)
+    if not rule.tp_dim or ranks == 1:
+        return ((zeros, shape),)
+    dim, halves = len(shape) + rule.tp_dim, 2 if rule.is_glu else 1
+    if shape[dim] % (ranks * halves):
+        raise LayoutError(
+            f"{'e' * rule.is_expert}tp={ranks} does not divide {shape[dim] // halves} of "
+            f"dimension {dim}",
+            tensor=name,
+        )
+    size = shape[dim] // (ranks * halves)
+    out = []
+    for half in range(halves):
+        start = (half * ranks + rank) * size
+        lo, hi = list(zeros), list(shape)
+        lo[dim], hi[dim] = start, start + size
+        out.append((tuple(lo), tuple(hi)))
+    return tuple(out)
+
+
+def _layer_key(key: str, layer: int) -> str:
+    """A stacked key with the layer's number put in."""
+    head, _, rest = key.partition(".layers.")
+    return f"{head}.layers.{layer}.{rest}"

@@ -1,0 +1,170 @@
+"""Local: a rank's own tensors, and where each part of them lies in the source.
+
+A rank's tensor is made of boxes of Megatron's per-layer tensors (`ranks`), and these of canonical
+tensors, which lie somewhere in the source. What a box holds of a canonical tensor is a box of the
+view that both sides share, and that is again a tensor with a placement on either side. So a rank
+is loaded by the plan that copies any checkpoint, as if its own tensors were one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megtool.convert.canonical_view import Padding, Side, TargetSide
+from megtool.convert.rank_parameters import Box, Parameter, Place
+from megtool.dtypes import DType
+from megtool.errors import MappingError
+from megtool.tensors.box import Boxes
+from megtool.tensors.placement import Placement, narrow, pieces, refine
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A rank's pipeline stage, tensor rank, expert rank and expert tensor rank."""
+
+    stage: int = 0
+    tp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """One tensor of a rank: `boxes` of the whole model's tensor `key`, each at its index in `at`.
+
+    A mixture's experts, of which each is a parameter of its own, lie one after the other on the
+    first axis. `name` is what the rank calls it: `key`, also for the last stage's copy of a tied
+    embedding.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    at: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSide:
+    """A rank's tensors and what they are made of.
+
+    `source` and `target` say of every part where it lies in the source and in `tensors`; a part is
+    called `CANONICAL#NUMBER`. With `fills` they cover every element of `tensors` once.
+    """
+
+    tensors: list[GlobalTensor] = field(default_factory=list)
+    source: dict[str, Placement] = field(default_factory=dict)
+    target: dict[str, Placement] = field(default_factory=dict)
+    fills: list[Padding] = field(default_factory=list)
+
+
+def local_tensors(
+    ranks: Mapping[Place, Sequence[Parameter]], seat: Seat, *, num_chunks: int = 1
+) -> dict[str, LocalTensor]:
+    """The tensors of one rank by name, of what `rank_parameters` said of all.
+
+    Layers keep the numbers they have in the whole model, on all of the stage's virtual chunks.
+    """
+    members: dict[str, list[Parameter]] = defaultdict(list)
+    for chunk in range(num_chunks):
+        dense = ranks.get(Place(seat.stage, chunk, 0, seat.tp), ())
+        experts = ranks.get(Place(seat.stage, chunk, seat.ep, seat.etp), ())
+        for p in dense:
+            if not p.is_expert:
+                members[p.key].append(p)
+        for p in experts:
+            if p.is_expert:
+                members[p.key].append(p)
+    return {name: _joined(name, found) for name, found in members.items()}
+
+
+def _joined(name: str, members: Sequence[Parameter]) -> LocalTensor:
+    first = members[0]
+    boxes = tuple(box for p in members for box in p.boxes)
+    ndim = len(first.shape)
+    if not first.is_expert:
+        starts = _stacked(first.boxes, 0)
+        return LocalTensor(
+            name=name, key=first.key, shape=first.local_shape, boxes=boxes, at=tuple(starts)
+        )
+    at: list[tuple[int, ...]] = []
+    for number, p in enumerate(members):
+        inner = _stacked([(lo[1:], hi[1:]) for lo, hi in p.boxes], 0)
+        at += [(number, *index) for index in inner]
+    if ndim != len(first.local_shape) + 1:
+        raise MappingError(
+            "experts one by one make no tensor of a rank",
+            tensor=first.key,
+            hint="write them stacked, with an axis of experts",
+        )
+    shape = (len(members), *first.local_shape)
+    return LocalTensor(name=name, key=first.key, shape=shape, boxes=boxes, at=tuple(at))
+
+
+def _stacked(boxes: Iterable[Box], dim: int) -> list[tuple[int, ...]]:
+    """Where boxes begin that lie one after the other along a dimension."""
+    out, start = [], 0
+    for lo, hi in boxes:
+        out.append(tuple(start if d == dim else 0 for d in range(len(lo))))
+        start += hi[dim] - lo[dim] if lo else 0
+    return out
+
+
+def local_side(
+    tensors: Iterable[LocalTensor],
+    source: Side,
+    target: TargetSide,
+    *,
+    dtypes: Mapping[str, DType] | None = None,
+) -> LocalSide:
+    """What the given tensors of a rank are made of.
+
+    `target` is what `write_side` made of `source` under Megatron's names, one key per layer, whole.
+    `dtypes` says by name what elements become; without it they are what `target` says.
+
+    Raises:
+        MappingError: the two sides cut a tensor in ways that do not nest.
+    """
+    kinds = {t.name: t.dtype for t in target.tensors}
+    inside: dict[str, list[Placement]] = defaultdict(list)
+    for p in target.placements.values():
+        inside[p.stored].append(p)
+    padding: dict[str, list[Padding]] = defaultdict(list)
+    for fill in target.fills:
+        padding[fill.placement.stored].append(fill)
+    out = LocalSide()
+    numbers: dict[str, int] = defaultdict(int)
+    for local in tensors:
+        kind = dtypes[local.name] if dtypes else kinds[local.key]
+        out.tensors.append(GlobalTensor(name=local.name, shape=local.shape, dtype=kind))
+        boxes = Boxes.of([(list(lo), list(hi)) for lo, hi in local.boxes], len(local.shape))
+        for p in inside[local.key]:
+            if 0 in p.shape:
+                continue
+            held, to = refine(source.placements[p.canonical], p)
+            rows, views = pieces(to, boxes)
+            for row, lo, hi in zip(
+                rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True
+            ):
+                name = f"{p.canonical}#{numbers[p.canonical]}"
+                numbers[p.canonical] += 1
+                out.source[name] = replace(narrow(held, lo, hi), canonical=name)
+                out.target[name] = _moved(narrow(to, lo, hi), local, row, name)
+        for fill in padding[local.key]:
+            rows, views = pieces(fill.placement, boxes)
+            for row, lo, hi in zip(
+                rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True
+            ):
+                moved = _moved(narrow(fill.placement, lo, hi), local, row, fill.placement.canonical)
+                out.fills.append(Padding(placement=moved, value=fill.value))
+    return out
+
+
+def _moved(p: Placement, local: LocalTensor, row: int, name: str) -> Placement:
+    """A placement in a box of the whole tensor as one in the rank's tensor."""
+    lo, at = local.boxes[row][0], local.at[row]
+    base = tuple(b - x + y for b, x, y in zip(p.base, lo, at, strict=True))
+    return replace(p, canonical=name, stored=local.name, base=base)

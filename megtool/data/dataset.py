@@ -1,0 +1,351 @@
+"""Feed: the samples of a run by their numbers, the same whatever ranks ask for them.
+
+Sample n is row n of a pass, passes one after the other, each in an order of its own that follows
+from the seed. So a run that resumes at a number of samples goes on exactly where it was, at any
+data-parallel size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megtool.console import Progress, silent
+from megtool.data.blend import Blend, Chain
+from megtool.data.packing import IGNORED, Rows
+from megtool.data.sample_index import Cut, Long, Mode, cut
+from megtool.data.token_cache import Documents, Encoding, IndexedStore, is_indexed, store_tokens
+from megtool.data.tokenizer import Tokenizer
+from megtool.errors import FormatError, MegtoolError, UsageError
+from megtool.parallel.process_groups import ALONE, Group
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What became of a data set. `labels` counts one pass; `filled` is the share of rows in use."""
+
+    documents: int
+    rows: int
+    tokens: int
+    labels: int
+    truncated: int
+    split: int
+    skipped: int
+    filled: float
+
+
+class Feed:
+    """Rows of `length` of one data set.
+
+    `seed` decides the order of documents and of rows; without it they come as they are. The rows
+    of a pass are `part` of all, which is how held-out rows are kept apart (`divided`).
+
+    Raises:
+        FormatError: there is nothing to learn, or a document is too long (see `samples.cut`).
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        length: int,
+        *,
+        seed: int | None = 1234,
+        mode: Mode = "packed",
+        long: Long = "split",
+        pad_id: int = 0,
+        source: str = "",
+    ) -> None:
+        if length < 1:
+            raise UsageError(f"rows of {length} tokens", hint="--seq-length 1 or more")
+        self._documents, self.length, self._seed = documents, length, seed
+        self._pad_id, self._source = pad_id, source
+        number = len(documents.lengths)
+        order = np.arange(number) if seed is None else _shuffled(number, seed, "documents")
+        self._cut = _with_labels(
+            documents, cut(documents.lengths, order, length, mode=mode, long=long)
+        )
+        self._part = range(self._cut.num_rows)
+        self._shuffled: tuple[int, Int] | None = None
+        self._facts = (length, seed, mode, long, pad_id)
+        if not self._cut.num_rows:
+            raise FormatError(
+                f"nothing to learn in {number} documents",
+                file=source or None,
+                hint="a document needs two tokens at least, one of them an answer",
+            )
+
+    def __len__(self) -> int:
+        """Samples of one pass."""
+        return len(self._part)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that decides which sample has which number."""
+        part = (self._part.start, self._part.stop)
+        facts = repr((self._documents.fingerprint, self._facts, part))
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def divided(self, share: float) -> tuple[Feed, Feed]:
+        """The rows without a share of them, and that share: whole documents, but for one at most.
+
+        Raises:
+            UsageError: one of the two would have no rows.
+        """
+        held = max(1, round(share * len(self)))
+        if not 0 < share < 1 or held >= len(self):
+            raise UsageError(
+                f"a share of {share} of {len(self)} rows to evaluate on",
+                hint="between 0 and 1, and at least one row is left to learn; or --eval-data FILE",
+            )
+        border = self._part.stop - held
+        return self._taking(range(self._part.start, border)), self._taking(
+            range(border, self._part.stop)
+        )
+
+    def _taking(self, part: range) -> Feed:
+        other = object.__new__(Feed)
+        other.__dict__.update(self.__dict__)
+        other._part, other._shuffled = part, None
+        return other
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Samples number `first` and the next, `count` in all."""
+        return _stacked([self._row(n) for n in range(first, first + count)])
+
+    def _row(self, sample: int) -> Rows:
+        epoch, place = divmod(sample, len(self))
+        row = self._part[place if self._seed is None else int(self._order(epoch)[place])]
+        tokens, labels = np.full(self.length, self._pad_id, np.int64), np.full(self.length, IGNORED)
+        positions, documents = np.zeros(self.length, np.int64), np.full(self.length, -1)
+        at, c = 0, self._cut
+        for piece in range(int(c.first[row]), int(c.first[row + 1])):
+            document, begin, end = int(c.document[piece]), int(c.begin[piece]), int(c.end[piece])
+            here = slice(at, at + end - begin)
+            ids = self._documents.tokens(document, begin, end + 1)
+            tokens[here], labels[here] = ids[:-1], ids[1:]
+            learned = self._documents.learned(document, begin + 1, end + 1)
+            if learned is not None:
+                labels[here][~learned] = IGNORED
+            positions[here], documents[here] = np.arange(end - begin), document
+            at = here.stop
+        return Rows(
+            tokens_BS=tokens[None],
+            labels_BS=labels[None],
+            positions_BS=positions[None],
+            documents_BS=documents[None],
+        )
+
+    def _order(self, epoch: int) -> Int:
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            order = _shuffled(len(self), self._seed or 0, f"rows {epoch}")
+            self._shuffled = epoch, order
+        return self._shuffled[1]
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the documents; reads which tokens are learned."""
+        c, labels = self._cut, 0
+        pieces = slice(int(c.first[self._part.start]), int(c.first[self._part.stop]))
+        sizes = c.end[pieces] - c.begin[pieces]
+        if not self._documents.is_partly_learned:
+            labels = int(sizes.sum())
+        else:
+            for document, begin, end in zip(
+                c.document[pieces].tolist(),
+                c.begin[pieces].tolist(),
+                c.end[pieces].tolist(),
+                strict=True,
+            ):
+                learned = self._documents.learned(document, begin + 1, end + 1)
+                labels += end - begin if learned is None else int(learned.sum())
+        return Counts(
+            documents=len(np.unique(c.document[pieces])),
+            rows=len(self),
+            tokens=int(sizes.sum()),
+            labels=labels,
+            truncated=c.truncated,
+            split=c.split,
+            skipped=c.skipped,
+            filled=float(sizes.sum() / (len(self) * self.length)),
+        )
+
+
+class BlendedFeed:
+    """Several feeds in shares (by default, of their sizes); one pass is as many samples as all."""
+
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        shares: Sequence[float] | None = None,
+        *,
+        in_turn: bool = False,
+    ) -> None:
+        """Blend feeds of equally long rows; `in_turn`, all of one and then all of the next.
+
+        Raises:
+            UsageError: there is not one positive share for each.
+        """
+        if shares is not None and len(shares) != len(feeds):
+            raise UsageError(f"{len(shares)} shares of {len(feeds)} data sets")
+        self.feeds = tuple(feeds)
+        self._blend: Blend | Chain = (
+            Chain([len(f) for f in feeds])
+            if in_turn
+            else Blend([float(len(f)) for f in feeds] if shares is None else shares)
+        )
+
+    def __len__(self) -> int:
+        """Samples of one pass: those of all feeds."""
+        return sum(len(f) for f in self.feeds)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that decides which sample has which number."""
+        facts = repr(([f.fingerprint for f in self.feeds], self._blend.facts))
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Samples number `first` and the next, `count` in all."""
+        places = [self._blend.place(n) for n in range(first, first + count)]
+        return _stacked([self.feeds[which].rows(n, 1) for which, n in places])
+
+    def divided(self, share: float) -> tuple[BlendedFeed, BlendedFeed]:
+        """Each feed divided; see `Feed.divided`. What is held out has every row once."""
+        kept, held = zip(*[f.divided(share) for f in self.feeds], strict=True)
+        shares = self._blend.facts if isinstance(self._blend, Blend) else None
+        return BlendedFeed(kept, shares), BlendedFeed(held, in_turn=True)
+
+    @property
+    def counts(self) -> Counts:
+        """Those of all feeds together, for a pass over each."""
+        all_of = [f.counts for f in self.feeds]
+        rows = sum(c.rows for c in all_of)
+        return Counts(
+            documents=sum(c.documents for c in all_of),
+            rows=rows,
+            tokens=sum(c.tokens for c in all_of),
+            labels=sum(c.labels for c in all_of),
+            truncated=sum(c.truncated for c in all_of),
+            split=sum(c.split for c in all_of),
+            skipped=sum(c.skipped for c in all_of),
+            filled=sum(c.filled * c.rows for c in all_of) / rows,
+        )
+
+
+def open_feed(
+    sources: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    cache: Path | None,
+    vocab_size: int,
+    shares: Sequence[float] | None = None,
+    seed: int | None = 1234,
+    mode: Mode | None = None,
+    long: Long = "split",
+    encoding: Encoding | None = None,
+    world: Group = ALONE,
+    progress: Progress = silent,
+) -> Feed | BlendedFeed:
+    """The feed of one source, or of several in shares; encoded text is kept in `cache`, if any.
+
+    A source is what `text.documents` reads, or a data set of Megatron's (`is_indexed`). Without a
+    `mode`, texts are packed, and conversations and answers keep whole where they fit. Every rank of
+    `world` has to call this: the first encodes while the others wait, and all fail alike.
+
+    Raises:
+        FormatError: a broken line (it is named), or a source with nothing to learn.
+        UsageError: no such source, or shares that do not fit.
+        StorageError: the cache cannot be written.
+    """
+    how = encoding or Encoding()
+
+    def prepare() -> list[Documents]:
+        return [
+            IndexedStore(source, vocab_size)
+            if is_indexed(source)
+            else store_tokens(source, tokenizer, cache, how, progress=progress)
+            for source in sources
+        ]
+
+    stores: list[Documents] = []
+    if world.handle is None:
+        stores = prepare()
+    else:
+        failure: list[MegtoolError | None] = [None]
+        if world.is_first:
+            try:
+                stores = prepare()
+            except MegtoolError as e:
+                failure = [e]
+        dist.broadcast_object_list(failure, src=world.ranks[0], group=world.handle)
+        if failure[0] is not None:
+            raise failure[0]
+        if not world.is_first:
+            stores = prepare()  # of another host without the cache, this is the first
+    feeds = [
+        Feed(
+            store,
+            length,
+            seed=seed,
+            mode=mode or ("whole" if store.is_partly_learned else "packed"),
+            long=long,
+            pad_id=tokenizer.pad_id or 0,
+            source=str(source),
+        )
+        for store, source in zip(stores, sources, strict=True)
+    ]
+    if not feeds:
+        raise UsageError("no data", hint="--data FILE")
+    return feeds[0] if len(feeds) == 1 else BlendedFeed(feeds, shares)
+
+
+def _with_labels(documents: Documents, made: Cut) -> Cut:
+    """The rows of a cut that hold a label."""
+    if not documents.is_partly_learned or not made.num_rows:
+        return made
+    has = np.zeros(len(made.document), np.bool_)
+    for piece in range(len(made.document)):
+        document, begin, end = (int(x[piece]) for x in (made.document, made.begin, made.end))
+        learned = documents.learned(document, begin + 1, end + 1)
+        has[piece] = learned is None or bool(learned.any())
+    row = np.repeat(np.arange(made.num_rows), np.diff(made.first))
+    counts = np.bincount(row[has], minlength=made.num_rows)
+    rows = np.flatnonzero(np.bincount(row[has], minlength=made.num_rows))
+    first = np.concatenate([[0], np.cumsum(counts[rows])]).astype(np.int64)
+    lost = len(np.unique(made.document)) - len(np.unique(made.document[has]))
+    return replace(
+        made,
+        document=made.document[has],
+        begin=made.begin[has],
+        end=made.end[has],
+        first=first,
+        skipped=made.skipped + lost,
+    )
+
+
+def _shuffled(count: int, seed: int, what: str) -> Int:
+    """An order of `count` things that follows from the seed alone."""
+    words = np.frombuffer(hashlib.sha256(f"{seed} {what}".encode()).digest(), np.uint32)
+    return np.random.Generator(np.random.PCG64(words.tolist())).permutation(count)
+
+
+def _stacked(rows: Sequence[Rows]) -> Rows:
+    def all_of(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(r, name) for r in rows])
+
+    return Rows(
+        tokens_BS=all_of("tokens_BS"),
+        labels_BS=all_of("labels_BS"),
+        positions_BS=all_of("positions_BS"),
+        documents_BS=all_of("documents_BS"),
+    )

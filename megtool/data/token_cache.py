@@ -1,0 +1,257 @@
+"""Token store: documents encoded once, kept in a folder, and read by memory map from then on.
+
+A store is a folder: `tokens.bin` (int32, all documents one after the other), `lengths.npy` (tokens
+of each), `learned.bin` (a byte a token: is it a label) where some are not to be learned, and
+`facts.json`, which is written last. It is built beside its place and renamed, so that a store that
+is there is whole, and processes that build the same one do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.console import Progress, silent
+from megtool.data.documents import Document, documents, source_bytes
+from megtool.data.indexed import IndexedDataset
+from megtool.data.tokenize_documents import Encoded, encode
+from megtool.data.tokenizer import Tokenizer
+from megtool.errors import FormatError, StorageError
+
+_VERSION = 1
+_TOKENS, _LENGTHS, _LEARNED, _FACTS = "tokens.bin", "lengths.npy", "learned.bin", "facts.json"
+
+Int = NDArray[np.int64]
+
+
+class Documents(Protocol):
+    """Encoded documents by number: a store of ours, or a data set of Megatron's."""
+
+    lengths: Int
+    fingerprint: str
+    is_partly_learned: bool
+
+    def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `begin` to `end` of a document."""
+
+    def learned(self, document: int, begin: int, end: int) -> NDArray[np.bool_] | None:
+        """Which of these tokens are labels; None if all are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How a source of text becomes tokens."""
+
+    field: str | None = None
+    split: str | None = None
+    answers_only: bool = True
+    append_eos: bool = True
+
+
+class TokenStore:
+    """An encoded source of text. `fingerprint` is a digest of all tokens, and of what is learned.
+
+    Raises:
+        FormatError: the folder is no store, or not a whole one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            facts = json.loads((folder / _FACTS).read_text())
+            self.lengths: Int = np.load(folder / _LENGTHS).astype(np.int64)
+            count = int(self.lengths.sum())
+            self._tokens = _mapped(folder / _TOKENS, np.dtype("<i4"), count)
+            self.is_partly_learned = bool(facts["partly"])
+            self._learned = (
+                _mapped(folder / _LEARNED, np.dtype(np.bool_), count)
+                if self.is_partly_learned
+                else None
+            )
+            self.fingerprint = str(facts["digest"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise FormatError(
+                f"no whole store of tokens: {e}", file=folder, hint="remove it: it is made again"
+            ) from e
+        self._first = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `begin` to `end` of a document."""
+        at = int(self._first[document])
+        return self._tokens[at + begin : at + end]
+
+    def learned(self, document: int, begin: int, end: int) -> NDArray[np.bool_] | None:
+        """Which of these tokens are labels; None if all are."""
+        if self._learned is None:
+            return None
+        at = int(self._first[document])
+        return self._learned[at + begin : at + end]
+
+
+class IndexedStore:
+    """A data set of Megatron's as documents; all of its tokens are learned."""
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        """Open `prefix`.bin and `prefix`.idx.
+
+        Raises:
+            FormatError: the files are broken, or hold tokens that the model has not.
+        """
+        self._data = IndexedDataset(prefix)
+        ends = np.concatenate([[0], np.cumsum(self._data.lengths, dtype=np.int64)])
+        self.lengths: Int = np.diff(ends[self._data.document_ends])
+        self.is_partly_learned = False
+        digest = hashlib.sha256(self._data.lengths.tobytes())
+        most = 0
+        for ids in self._data.documents():
+            if len(ids):
+                most = max(most, int(ids.max()))
+                digest.update(np.ascontiguousarray(ids, "<i4").tobytes())
+        if most >= vocab_size:
+            raise FormatError(
+                f"token {most}, and the model knows {vocab_size}",
+                file=self._data.data_file,
+                hint="tokenize the text with this model's tokenizer",
+            )
+        self.fingerprint = digest.hexdigest()
+
+    def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
+        """Tokens `begin` to `end` of a document."""
+        return self._data.document(document)[begin:end]
+
+    def learned(self, document: int, begin: int, end: int) -> None:
+        """All of them are labels."""
+
+
+def is_indexed(source: str | Path) -> bool:
+    """Whether a name is that of a data set of Megatron's: a prefix, or one of its two files."""
+    path = Path(source)
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return Path(f"{prefix}.idx").is_file()
+
+
+def store_tokens(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    cache: Path | None,
+    encoding: Encoding,
+    *,
+    progress: Progress = silent,
+) -> TokenStore:
+    """The documents of `source` (`text.documents`) as a store in `cache`, encoded if need be.
+
+    A store is used again while path, size and time of the source's files, the tokenizer and the
+    encoding are the same; a data set of the hub, while its name is. Without a cache it lives as
+    long as the object.
+
+    Raises:
+        FormatError: a broken line (named), or nothing to learn in the source.
+        StorageError: the cache cannot be written.
+    """
+    if cache is None:
+        with tempfile.TemporaryDirectory(prefix="megtool-tokens-") as folder:
+            return store_tokens(source, tokenizer, Path(folder), encoding, progress=progress)
+    place = cache / f"tokens-{_key(source, tokenizer, encoding)[:24]}"
+    if (place / _FACTS).is_file():
+        return TokenStore(place)
+    building = cache / f"{place.name}.{os.getpid()}.partial"
+    try:
+        shutil.rmtree(building, ignore_errors=True)  # of a process that had this number before
+        building.mkdir(parents=True)
+        found = documents(source, field=encoding.field, split=encoding.split)
+        _build(building, _counted(found, source, encoding.split, progress), tokenizer, encoding)
+        try:
+            building.rename(place)
+        except OSError:
+            if not (place / _FACTS).is_file():
+                raise
+            shutil.rmtree(building)  # another process was sooner
+    except OSError as e:
+        shutil.rmtree(building, ignore_errors=True)
+        raise StorageError(
+            f"encoded data cannot be kept: {e.strerror or e}",
+            file=cache,
+            hint="free some space, or give another DST; --data-cache-path names another folder for "
+            "the data alone",
+        ) from e
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return TokenStore(place)
+
+
+def _build(
+    folder: Path, found: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
+) -> None:
+    lengths: list[int] = []
+    digest, partly = hashlib.sha256(), False
+    with (folder / _TOKENS).open("wb") as tokens, (folder / _LEARNED).open("wb") as learned:
+        for one in _encoded(found, tokenizer, encoding):
+            ids = np.ascontiguousarray(one.ids, "<i4").tobytes()
+            partly = partly or one.learned is not None
+            mask = np.ones(len(one.ids), np.bool_) if one.learned is None else one.learned
+            tokens.write(ids)
+            learned.write(mask.tobytes())
+            digest.update(len(one.ids).to_bytes(8, "little") + ids)
+            if one.learned is not None:
+                digest.update(np.packbits(mask).tobytes())
+            lengths.append(len(one.ids))
+    if not partly:
+        (folder / _LEARNED).unlink()
+    np.save(folder / _LENGTHS, np.asarray(lengths, np.int64))
+    facts = {
+        "version": _VERSION,
+        "documents": len(lengths),
+        "partly": partly,
+        "digest": digest.hexdigest(),
+    }
+    (folder / _FACTS).write_text(json.dumps(facts))
+
+
+def _encoded(
+    found: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
+) -> Iterator[Encoded]:
+    return encode(
+        found,
+        tokenizer,
+        append_eos=encoding.append_eos and tokenizer.eos_id is not None,
+        answers_only=encoding.answers_only,
+    )
+
+
+def _counted(
+    found: Iterable[Document], source: str | Path, split: str | None, progress: Progress
+) -> Iterator[Document]:
+    total = source_bytes(source, split=split)
+    for document in found:
+        yield document
+        progress("tokenize", document.num_bytes, total)
+
+
+def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
+    """A digest of all that decides what is in a store, as far as can be told without reading."""
+    path = Path(source)
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    seen = []
+    for file in files:
+        if file.is_file():
+            stat = file.stat()
+            seen.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    facts = [_VERSION, str(source), seen, tokenizer.fingerprint, asdict(encoding)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _mapped(path: Path, kind: np.dtype[Any], count: int) -> NDArray[Any]:
+    if path.stat().st_size != count * kind.itemsize:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes")
+    return np.memmap(path, kind, mode="r") if count else np.empty(0, kind)

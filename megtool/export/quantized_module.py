@@ -1,0 +1,82 @@
+"""Coded: quantised linear modules of a folder as the parts their codes and scales lie in.
+
+What all forms have in common stands here; how each one stores it is a file in `folders/`. Nothing
+is decoded: a part says which stored tensor holds codes or scales, and which rows and columns of
+the weight each element of it serves, so that codes can be cut, joined and packed anew exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.number_formats.decode import COLUMNS
+from megtool.number_formats.packed_parts import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coded:
+    """One quantised linear module.
+
+    `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
+    of its weight. `algo` is one of `quant.recipes.formats.FORMATS`, `group_size` the columns (or
+    rows and columns) under one scale, 0 where that is no choice of the format. `packing` is as
+    `packing.layout` writes it. `parts` are codes first, then scales, each with the name of the
+    stored tensor it is; `COLUMNS` among them is what inputs are multiplied by (`pre_quant_scale`).
+    `input_scale` is the stored tensor of the inputs' scale, "" where there is none;
+    `input_divides` says that it is the reciprocal of it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    algo: str
+    group_size: int
+    packing: str
+    parts: tuple[tuple[Part, str], ...]
+    input_scale: str = ""
+    input_divides: bool = False
+
+    def part(self, role: str) -> tuple[Part, str] | None:
+        """The part of a role and the tensor that holds it; None where there is none."""
+        return next(((p, n) for p, n in self.parts if p.role == role), None)
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Inputs are to be multiplied by stored factors first."""
+        return self.part(COLUMNS) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedFolder:
+    """A quantised folder: its catalogue as stored (nothing decoded), and what its tensors are.
+
+    `caches` are stored scales of keys and of values by the name of the attention they belong to
+    (`model.layers.0.self_attn` -> names of both tensors), and `kv_algo` what they are scales of.
+    `cache_biases` are what keys and values are shifted by first. `kept` are the linear modules that
+    are not quantised, `carried` those that are, and are not among `modules` because nothing of them
+    changes. `notes` say what becomes otherwise, for people. `form` is `modelopt`,
+    `compressed-tensors` or `fp8` (DeepSeek, and others of its method).
+    """
+
+    catalogue: Catalogue
+    form: str
+    modules: tuple[Coded, ...]
+    caches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    kv_algo: str | None = None
+    kept: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    cache_biases: tuple[str, ...] = ()
+
+    @property
+    def has_untied_head(self) -> bool:
+        """Its output layer is quantised, and the config has it for the embedding once more."""
+        names = [*(m.name for m in self.modules), *self.carried]
+        config = self.catalogue.metadata.get("config")
+        config = config if isinstance(config, dict) else {}
+        text = config.get("text_config")
+        tied = config.get("tie_word_embeddings") or (
+            isinstance(text, dict) and text.get("tie_word_embeddings")
+        )
+        return bool(tied) and any(n.rpartition(".")[2] == "lm_head" for n in names)

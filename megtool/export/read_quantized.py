@@ -1,0 +1,204 @@
+"""Read: a quantised folder as stored, and what its tensors are; nothing is decoded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.formats.quantized import packed_weights, quantisation
+from megtool.checkpoint.formats.safetensors import open_as_stored
+from megtool.errors import FormatError
+from megtool.export.folders import read_compressed, read_fp8_blocks, read_modelopt
+from megtool.export.folders.infer_format import Found, is_zero
+from megtool.export.quantized_module import Coded, CodedFolder
+
+_CACHE = re.compile(r"(.+?)(?:\.[kv]_proj)?\.([kv])_scale")
+_CACHE_BIAS = re.compile(r".+\.[kv]_proj\.[kv]_bias|.+\.[kv]_bias")
+_CACHE_ZERO = re.compile(r".+\.[kv]_zero_point")
+_EMBEDDING = re.compile(
+    r"(?![._]?embed_out\b)(?:(?:^|[._])(?:embed|wte|wpe|emb|embd|embeddings?|tok)(?=[._]|$)|embed_)"
+)
+
+
+def read_coded(path: Path) -> CodedFolder:
+    """The quantised modules of a Hugging Face folder; headers, and a few bytes of shapes, alone.
+
+    Raises:
+        FormatError: the folder is not quantised, or by a method that is not known; a scale is
+            missing, or does not belong to its weight; what the config says is not what is stored;
+            a weight is stacked with others.
+    """
+    catalogue = open_as_stored(path)
+    config = quantisation(catalogue.metadata)
+    if config is None:
+        raise FormatError(
+            "it is not quantised: its config names no quantization_config",
+            file=catalogue.root,
+            hint="quantise it first (megtool quantize), or export it with --to hf",
+        )
+    folded, stored = packed_weights(catalogue, config)
+    found = [Found.of(f, stored) for f in folded]
+    notes: list[str] = []
+    if is_modelopt(config):
+        form, (modules, kv_algo) = "modelopt", _of_modelopt(found, catalogue, notes)
+    elif is_compressed(config):
+        form, modules = "compressed-tensors", _of_compressed(found, config, notes)
+        kv_algo = read_compressed.cache_algo(config, catalogue)
+        _check_zero_points(catalogue)
+    else:
+        form, modules, kv_algo = "fp8", [read_fp8_blocks.read_module(f) for f in found], None
+    caches = _caches(catalogue)
+    if caches and kv_algo is None:
+        kv_algo = "FP8"
+        notes.append("scales of a KV cache are there, and nothing says of what: taken for FP8's")
+    return CodedFolder(
+        catalogue=catalogue,
+        form=form,
+        modules=tuple(modules),
+        caches=caches,
+        kv_algo=kv_algo,
+        kept=_kept(catalogue, {m.name for m in modules}),
+        notes=(*notes, *_without_scales(kv_algo, caches)),
+        cache_biases=tuple(t.name for t in catalogue.tensors if _CACHE_BIAS.fullmatch(t.name)),
+    )
+
+
+def is_modelopt(config: Mapping[str, Any]) -> bool:
+    """What `quantisation` found is ModelOpt's."""
+    return str(config.get("quant_method", "")).lower().startswith("modelopt")
+
+
+def is_compressed(config: Mapping[str, Any]) -> bool:
+    """What `quantisation` found is of compressed-tensors."""
+    return str(config.get("quant_method", "")).lower().startswith("compressed")
+
+
+def read_whole(path: Path) -> CodedFolder:
+    """A folder of compressed-tensors that is to stay one: `carried` are its quantised modules, with
+    whatever it says of them, and its tensors are what they are.
+
+    Raises:
+        FormatError: scales or codes are missing, or the config leaves a quantised module out.
+    """
+    catalogue = open_as_stored(path)
+    config = quantisation(catalogue.metadata) or {}
+    folded, stored = packed_weights(catalogue, config)
+    found = [Found(folded=f, stored=stored) for f in folded]
+    if found:
+        schemes = read_compressed.read_schemes(config, catalogue)
+        for f in found:
+            read_compressed.scheme_of(f, schemes, _ignored(config))
+    caches = _caches(catalogue)
+    said = config.get("kv_cache_scheme")
+    kv_algo = None
+    if isinstance(said, dict):
+        kind = "FP" if said.get("type") == "float" else "INT"
+        kv_algo = f"{kind}{said.get('num_bits', 8)}"
+    carried = tuple(f.module for f in found)
+    return CodedFolder(
+        catalogue=catalogue,
+        form="compressed-tensors",
+        modules=(),
+        carried=carried,
+        caches=caches,
+        kv_algo=kv_algo,
+        kept=_kept(catalogue, set(carried)),
+        notes=_without_scales(kv_algo, caches if isinstance(said, dict) else {}),
+    )
+
+
+def _without_scales(kv_algo: str | None, caches: Mapping[str, Any]) -> tuple[str, ...]:
+    if kv_algo is None or caches:
+        return ()
+    return (f"a KV cache in {kv_algo} is said, and no scale of it is stored: engines take 1",)
+
+
+def _of_modelopt(
+    found: Sequence[Found], catalogue: Catalogue, notes: list[str]
+) -> tuple[list[Coded], str | None]:
+    said = read_modelopt.declared(catalogue)
+    modules = [read_modelopt.read_module(f, said) for f in found]
+    read_modelopt.check_listed(said, modules, catalogue)
+    notes += read_modelopt.differences(catalogue)
+    return modules, said.kv_algo or None
+
+
+def _of_compressed(
+    found: Sequence[Found], config: Mapping[str, Any], notes: list[str]
+) -> list[Coded]:
+    modules: list[Coded] = []
+    told: Counter[str] = Counter()
+    if found:
+        schemes = read_compressed.read_schemes(config, found[0].stored.catalogue)
+        for f in found:
+            scheme = read_compressed.scheme_of(f, schemes, _ignored(config))
+            coded, note = read_compressed.read_module(f, scheme)
+            modules.append(coded)
+            told[note] += bool(note)
+    notes += [f"{n} modules: {note}" for note, n in told.items() if n]
+    return modules
+
+
+def _ignored(config: Mapping[str, Any]) -> list[str]:
+    ignored = config.get("ignore")
+    return [str(i) for i in ignored] if isinstance(ignored, list) else []
+
+
+def _check_zero_points(catalogue: Catalogue) -> None:
+    """Keys and values are scaled about zero.
+
+    Raises:
+        FormatError: they are not.
+    """
+    for t in catalogue.tensors:
+        if _CACHE_ZERO.fullmatch(t.name) and not is_zero(catalogue, t):
+            row = catalogue.index[t.name]
+            raise FormatError(
+                "its KV cache is scaled about a zero point, and other forms than "
+                "compressed-tensors scale theirs about zero",
+                file=catalogue.path(int(catalogue.extents.file[row])),
+                tensor=t.name,
+                hint=read_compressed.KEEP,
+            )
+
+
+def _caches(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
+    """Scales of keys and values by the name of their attention."""
+    found: dict[str, dict[str, str]] = {}
+    for t in catalogue.tensors:
+        if m := _CACHE.fullmatch(t.name):
+            found.setdefault(m[1], {})[m[2]] = t.name
+    for held in found.values():
+        if len(held) == 1:
+            (kind, name), *_ = held.items()
+            other = "v" if kind == "k" else "k"
+            row = catalogue.index[name]
+            raise FormatError(
+                f"the cache has a scale of {kind} and none of {other}",
+                file=catalogue.path(int(catalogue.extents.file[row])),
+                tensor=name,
+                hint="is the download complete?",
+            )
+    return {name: (held["k"], held["v"]) for name, held in found.items()}
+
+
+def _kept(catalogue: Catalogue, quantised: set[str]) -> tuple[str, ...]:
+    """Matrices that are weights of modules, neither quantised nor tables of embeddings; a head that
+    is tied counts as one, as engines have a module for it."""
+    out = [
+        t.name.removesuffix(".weight")
+        for t in catalogue.tensors
+        if t.name.endswith(".weight")
+        and len(t.shape) == 2
+        and t.name.removesuffix(".weight") not in quantised
+        and not _EMBEDDING.search(t.name.removesuffix(".weight"))
+    ]
+    config = catalogue.metadata.get("config")
+    tied = isinstance(config, dict) and config.get("tie_word_embeddings")
+    if tied and not any(n.rpartition(".")[2] == "lm_head" for n in (*quantised, *out)):
+        out.append("lm_head")
+    return tuple(out)

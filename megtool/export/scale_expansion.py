@@ -1,0 +1,143 @@
+"""Expand: scales of boxes of source weights as the scales of boxes of a target weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import UsageError
+from megtool.export.quantized_module import Coded
+from megtool.number_formats.packed_parts import WHOLE, Index, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box `rows` x `columns` of a module's weight, put at (row, column) `at` of a target's."""
+
+    coded: Coded
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    at: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def whole(cls, coded: Coded, at: tuple[int, int] = (0, 0)) -> Slice:
+        """All of a weight."""
+        return cls(coded, (0, coded.shape[0]), (0, coded.shape[1]), at)
+
+    @property
+    def lo(self) -> tuple[int, int]:
+        """Where it begins in its module's weight."""
+        return self.rows[0], self.columns[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """Where it ends in the target's weight."""
+        return self.at[0] + self.shape[0], self.at[1] + self.shape[1]
+
+
+def per_of(part: Part, dim: int) -> int:
+    """Rows (0) or columns (1) that an index of a part serves; 0 where it has them all in one."""
+    return next((s.per for s in part.spans if s.dim == dim), 0)
+
+
+def index_of(part: Part, lo: Index, hi: Index) -> tuple[Any, ...]:
+    """What indexes the window of the box `lo:hi` in a whole part, as a view also where that has no
+    dimension."""
+    first, end = part.window(lo, hi)
+    return (*(slice(a, b) for a, b in zip(first, end, strict=True)), ...)
+
+
+def check_codes(box: Slice, part: Part, shape: tuple[int, int]) -> None:
+    """A box fills whole bytes and words of a target weight of `shape`.
+
+    Raises:
+        UsageError: it does not.
+    """
+    for dim, what in enumerate(_DIMS):
+        per = per_of(part, dim)
+        if box.at[dim] % per or (box.end[dim] % per and box.end[dim] != shape[dim]):
+            raise UsageError(
+                f"{what} {box.at[dim]} to {box.end[dim]} of a weight are of {box.coded.name}, and "
+                f"{per} {what} are stored in one {part.dtype}",
+                hint="cut it otherwise (another tensor-parallel size), or keep it unquantised",
+            )
+
+
+def check_scales(box: Slice, source: Part, part: Part, shape: tuple[int, int]) -> None:
+    """A box fills whole scales of a target weight, and a source scale serves all under each.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if fault := scale_fault(box, source, part, shape):
+        raise fault
+
+
+def scale_fault(box: Slice, source: Part, part: Part, shape: tuple[int, int]) -> UsageError | None:
+    """What `check_scales` raises."""
+    for dim, what in enumerate(_DIMS):
+        begin, n = box.lo[dim], box.shape[dim]
+        have, want = per_of(source, dim), per_of(part, dim)
+        if not have or begin // have == (begin + n - 1) // have:
+            have = 0  # one serves the whole box
+        if want:
+            ends = box.end[dim] % want == 0 or box.end[dim] == shape[dim]
+            if box.at[dim] % want or not ends:
+                return _cut(box, dim, f"{want} {what} have one scale")
+            if have and (have % want or begin % want):
+                return _cut(box, dim, f"scales are for {have} {what}, and are to be for {want}")
+        elif have:
+            return _cut(box, dim, f"scales are for {have} {what}, and are to be for all")
+    return None
+
+
+_DIMS = ("rows", "columns")
+
+
+def _cut(box: Slice, dim: int, why: str) -> UsageError:
+    first, n = box.lo[dim], box.shape[dim]
+    return UsageError(
+        f"{_DIMS[dim]} {first} to {first + n} of {box.coded.name} cannot be taken as they are "
+        f"stored: {why}",
+        hint="cut it otherwise (another tensor-parallel size), or export it with --to hf",
+    )
+
+
+def expanded(
+    window: NDArray[Any],
+    source: Part,
+    lo: tuple[int, int],
+    part: Part,
+    at: tuple[int, int],
+    shape: tuple[int, int],
+) -> NDArray[Any]:
+    """The window of a target's scales for the box of `shape` at `at`, out of the window of a
+    source's scales for the box that begins at `lo`. Elements are taken, not changed.
+
+    It is taken for granted that `check_scales` found nothing.
+    """
+    hi = tuple(a + n for a, n in zip(lo, shape, strict=True))
+    end = tuple(a + n for a, n in zip(at, shape, strict=True))
+    first = {s.dim: i for s, i in zip(source.spans, source.window(lo, hi)[0], strict=True)}
+    held = {s.dim: n for s, n in zip(source.spans, window.shape, strict=True) if s.dim != WHOLE}
+    grid = window.reshape(held.get(0, 1), held.get(1, 1))
+    for dim in (0, 1):
+        want, have = per_of(part, dim), per_of(source, dim)
+        count = 1
+        if want:
+            count = -(-end[dim] // want) - at[dim] // want
+        begins = np.maximum((np.arange(count) + (at[dim] // want if want else 0)) * want, at[dim])
+        index = np.zeros(count, np.intp)
+        if have:
+            index = (begins - at[dim] + lo[dim]) // have - first[dim]
+        grid = np.take(grid, index, axis=dim)
+    low, high = part.window(at, end)
+    return np.ascontiguousarray(grid).reshape([b - a for a, b in zip(low, high, strict=True)])

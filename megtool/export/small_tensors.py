@@ -1,0 +1,100 @@
+"""Values: small stored tensors, single scales above all, read while a plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.dtypes import DType
+from megtool.errors import FormatError
+from megtool.export.quantized_module import Coded
+from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
+from megtool.number_formats.small_floats import single
+from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
+
+MOST_ELEMENTS = 1 << 20
+"""A tensor of more is not small; it is read by a feed."""
+
+Floats = NDArray[np.float32]
+
+
+class Values:
+    """Reads small tensors of a catalogue as numbers. Use in `with`."""
+
+    def __init__(self, catalogue: Catalogue, files: Files | None = None) -> None:
+        self._reader = Reader(catalogue, files or Files())
+
+    def of(self, name: str) -> Floats:
+        """A stored tensor as float32, in its shape.
+
+        Raises:
+            FormatError: it is too large to be read while planning.
+        """
+        tensor = self._reader.catalogue[name]
+        if tensor.numel > MOST_ELEMENTS:
+            raise FormatError(f"{tensor.numel} elements are no small tensor", tensor=name)
+        out = np.zeros(tensor.numel, np.float32)
+        with closing(self._reader.stored(name).tiles()) as tiles:
+            for first, tile in tiles:
+                out[first : first + tile.size] = single(tile, tensor.dtype.name)
+        return out.reshape(tensor.shape)
+
+    def tiles(self, name: str) -> Iterator[Floats]:
+        """The elements of any stored tensor as numbers, some at a time; bytes of uint8 are powers
+        of two (E8M0), as scales have them."""
+        kind = self._reader.catalogue[name].dtype.name
+        with closing(self._reader.stored(name).tiles()) as tiles:
+            for _, tile in tiles:
+                yield single(tile, "float8_e8m0fnu" if kind == "uint8" else kind)
+
+    def single(self, coded: Coded, role: str) -> Floats | None:
+        """The one number of a part (`scale`, `scale_2`), None where it has none or several.
+
+        A stored divisor is given as the `scale_2` it stands for, and the other way round.
+        """
+        for held in dict.fromkeys([role, *_SWAPPED.get(role, ())]):
+            found = coded.part(held)
+            if found is not None and np.prod(found[0].shape) == 1:
+                value = self.of(found[1]).reshape(())
+                return value if held == role else reciprocal(value)
+        return None
+
+    def inputs(self, coded: Coded) -> Floats | None:
+        """What the inputs of a module are divided by, None where they have no stored scale."""
+        if not coded.input_scale:
+            return None
+        value = self.of(coded.input_scale).reshape(())
+        return reciprocal(value) if coded.input_divides else value
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
+
+    def __enter__(self) -> Values:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_SWAPPED = {SCALE: (), SCALE_2: (DIVISOR,), DIVISOR: (SCALE_2,)}
+
+
+def reciprocal(values: Floats) -> Floats:
+    """1 / values, rounded to float32: what one form divides by where another multiplies.
+
+    Two reciprocals may differ from the first number in its last bit, three equal one.
+    """
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.float32(1) / np.asarray(values, np.float32), np.float32)
+
+
+def fits(values: Floats, dtype: DType) -> bool:
+    """Whether a type holds all numbers exactly."""
+    return bool(np.array_equal(single(in_dtype(values, dtype), dtype.name), values, equal_nan=True))

@@ -1,0 +1,166 @@
+"""Config: what config.json and quant_cfg.json of a legacy checkpoint say.
+
+Keys are those of TensorRT-LLM 1.x's `PretrainedConfig` and of its `LLaMAConfig`, `GPTConfig`,
+`QWenConfig` and `GemmaConfig`. ModelOpt 0.47 loses base and scaling of rotary embedding where a
+config.json has them in `rope_parameters`, and engines then take 10000; they stand here always.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megtool.config import ModelConfig
+from megtool.errors import MappingError
+from megtool.export.quantized_module import Coded
+from megtool.export.trtllm_legacy.ranks import Cut
+from megtool.quant.packed_tensors.hf_config import MIXED, PRODUCER
+
+_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM", "MistralForCausalLM"),
+    "mixtral": ("MixtralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "gemma": ("GemmaForCausalLM",),
+    "gpt2": ("GPT2LMHeadModel",),
+}
+_DECODERS = {"qwen2": "qwen", "qwen3": "qwen", "gpt2": "gpt", "mixtral": "llama"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A linear module as files name it, on one rank; `coded` is None where it is plain."""
+
+    rank: int
+    name: str
+    coded: Coded | None
+
+
+def config_json(
+    family: str,
+    cut: Cut,
+    *,
+    dtype: str,
+    architecture: str | None,
+    shares_table: bool,
+    quantization: Mapping[str, Any],
+) -> bytes:
+    """The file config.json; `architecture` is what the source's own config.json calls it."""
+    c = cut.config
+    known = _ARCHITECTURES[family]
+    out: dict[str, Any] = {
+        "producer": PRODUCER,
+        "architecture": architecture if architecture in known else known[0],
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "hidden_size": c.hidden_size,
+        "norm_epsilon": c.norm_eps,
+        "vocab_size": cut.vocab_size,
+        "max_position_embeddings": c.max_positions,
+        "hidden_act": "swiglu" if c.moe_layers else c.activation,
+        "use_parallel_embedding": True,
+        "embedding_sharding_dim": 0,
+        "share_embedding_table": shares_table,
+        "tie_word_embeddings": c.tied_embeddings,
+        "head_size": c.head_dim,
+        "intermediate_size": c.moe_ffn_hidden_size if c.moe_layers else c.ffn_hidden_size,
+        "position_embedding_type": _positions(c),
+        "qk_layernorm": c.qk_norm,
+        "residual_mlp": False,
+        "bias": c.attn_out_bias,
+        "attn_bias": c.qkv_bias,
+        "mlp_bias": c.mlp_bias,
+        "rotary_pct": c.rotary_percent,
+        "decoder": _DECODERS.get(family, family),
+        "rmsnorm": c.norm == "rmsnorm",
+        "lm_head_bias": False,
+    }
+    if c.position_embedding == "rope":
+        out |= {"rotary_base": c.rope_base, "rotary_scaling": rotary_scaling(c)}
+    if family.startswith("qwen"):
+        out["qwen_type"] = family
+    out["mapping"] = {"world_size": cut.tp * cut.pp, "tp_size": cut.tp, "pp_size": cut.pp}
+    if c.moe_layers:
+        out["mapping"] |= {"moe_tp_size": cut.tp, "moe_ep_size": 1}
+        # 1: scores of the chosen experts add up to one (RENORMALIZE)
+        out["moe"] = {
+            "num_experts": c.num_experts,
+            "top_k": c.num_experts_per_token,
+            "normalization_mode": 1,
+        }
+    out["quantization"] = dict(quantization)
+    return _encoded(out)
+
+
+def rotary_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """How rotary embedding is scaled; engines look for `type`, some releases for `rope_type`."""
+    if not config.rope_scaling:
+        return None
+    kind = config.rope_scaling["rope_type"]
+    return {"type": kind, **config.rope_scaling}
+
+
+def _positions(config: ModelConfig) -> str:
+    return "learned_absolute" if config.position_embedding == "learned" else "rope_gpt_neox"
+
+
+def quantization_of(
+    modules: Sequence[Module], routers: Sequence[str], kv_algo: str | None
+) -> tuple[dict[str, Any], bytes | None]:
+    """The `quantization` of config.json, and quant_cfg.json where modules differ.
+
+    Raises:
+        MappingError: layers that stages number alike have not one format.
+    """
+    said = _by_name(modules)
+    different = {json.dumps(s) for s in said.values() if s}
+    out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
+    if not different:
+        return out, None
+    if len(different) == 1:
+        out |= json.loads(next(iter(different)))
+        kept = {*(n for n, s in said.items() if not s), *routers}
+        if "lm_head" not in said:  # the table of embeddings, which engines multiply by as by a head
+            kept.add("lm_head")
+        out["exclude_modules"] = sorted(kept)
+        return out, None
+    out["quant_algo"] = MIXED
+    layers = {n: s for n, s in said.items() if s}
+    return out, _encoded({**out, "quantized_layers": layers})
+
+
+def _by_name(modules: Sequence[Module]) -> dict[str, dict[str, Any]]:
+    """What is said of every module; stages have modules of the same names."""
+    smoothed = any(m.coded is not None and m.coded.is_smoothed for m in modules)
+    out: dict[str, dict[str, Any]] = {}
+    for m in modules:
+        one = _said(m.coded, smoothed)
+        if out.setdefault(m.name, one) != one:
+            raise MappingError(
+                f"{m.name!r} is {one.get('quant_algo', 'not quantised')} on rank {m.rank} and "
+                f"{out[m.name].get('quant_algo', 'not quantised')} in a stage before it: stages "
+                "number their layers from 0, and one list says how all are quantised",
+                tensor=m.name,
+                hint="export with pp 1, or give such layers one format",
+            )
+    return out
+
+
+def _said(coded: Coded | None, smoothed: bool) -> dict[str, Any]:
+    if coded is None:
+        return {}
+    out: dict[str, Any] = {"quant_algo": coded.algo}
+    if coded.group_size:
+        out["group_size"] = coded.group_size
+    if coded.algo in ("W4A16_AWQ", "W4A8_AWQ"):
+        out |= {"has_zero_point": False, "pre_quant_scale": smoothed}
+    return out
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,124 @@
+"""Layout: which models a legacy checkpoint can hold, and into how many ranks they can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from megtool.config import ModelConfig
+from megtool.errors import LayoutError, MappingError
+from megtool.export.trtllm_legacy.ranks import Cut
+
+FAMILIES: Mapping[str, str] = {
+    "llama": "Llama",
+    "gpt2": "GPT (GPT-2)",
+    "qwen2": "Qwen (2 and 3, dense)",
+    "qwen3": "Qwen (2 and 3, dense)",
+    "mixtral": "Mixtral",
+    "gemma": "Gemma",
+}
+"""Families that are written, by the names of their files in converters/."""
+
+_SCALINGS = ("linear", "llama3")
+"""Those that the models of 1.x compute (layers/attention.py, `create_attention_const_params`): the
+frequencies of any other kind they multiply by its factor, where the model divides."""
+
+_MOST_RANKS = 1024
+
+
+def check_family(name: str | None, config: ModelConfig) -> None:
+    """Refuse what no legacy model computes.
+
+    Raises:
+        MappingError: another family, or one of these with what TensorRT-LLM's model lacks.
+    """
+    known = ", ".join(dict.fromkeys(FAMILIES.values()))
+    if name is None or name not in FAMILIES:
+        raise MappingError(
+            f"a legacy TensorRT-LLM checkpoint cannot hold {name or 'a model of unknown family'}"
+            + ("" if name else ": nothing says which it is"),
+            hint=f"known: {known}; newer TensorRT-LLM loads Hugging Face folders: --to trtllm"
+            + ("" if name else "; --family NAME and --like HF_FOLDER supply it"),
+        )
+    kind = (config.rope_scaling or {}).get("rope_type")
+    if kind is not None and kind not in _SCALINGS:
+        raise MappingError(
+            f"rotary embedding is scaled as {kind!r}, which legacy {FAMILIES[name]} does not "
+            "compute",
+            hint=f"it does: {', '.join(_SCALINGS)}; newer TensorRT-LLM: --to trtllm",
+        )
+    if config.moe_layers and len(config.moe_layers) < config.num_layers:
+        raise MappingError(
+            "only some layers are mixtures of experts, and in a legacy checkpoint all are or none",
+            hint="newer TensorRT-LLM loads it: --to trtllm",
+        )
+
+
+Need = tuple[str, Callable[[int], bool]]
+"""What `tp` has to do, in words, and whether it does."""
+
+
+def cut_of(
+    config: ModelConfig, *, tp: int, pp: int, vocab_multiple: int = 1, needs: Iterable[Need] = ()
+) -> Cut:
+    """How the model is cut, the vocabulary padded to a multiple of `vocab_multiple` and of `tp`.
+
+    `needs` are what quantised weights ask for besides.
+
+    Raises:
+        LayoutError: `tp` or `pp` does not divide what it has to; the hint names those that do.
+    """
+    for name, value in (("tp", tp), ("pp", pp)):
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_RANKS:
+            raise LayoutError(f"{name} is {value!r}", hint=f"a number from 1 to {_MOST_RANKS}")
+    all_needs = [*_needs(config), *needs]
+    for why, holds in all_needs:
+        if not holds(tp):
+            most = config.num_heads
+            good = [n for n in range(1, most + 1) if all(ok(n) for _, ok in all_needs)]
+            raise LayoutError(
+                f"tp={tp} does not divide {why}",
+                hint=f"tp may be {', '.join(map(str, good))}" if good else "no tp does",
+            )
+    if config.num_layers % pp:
+        good = [n for n in range(1, config.num_layers + 1) if config.num_layers % n == 0]
+        raise LayoutError(
+            f"pp={pp} does not divide {config.num_layers} layers",
+            hint=f"pp may be {', '.join(map(str, good))}",
+        )
+    padded = -(-config.vocab_size // vocab_multiple) * vocab_multiple
+    rows = -(-padded // tp) * tp
+    return Cut(config=config, tp=tp, pp=pp, vocab_size=padded, vocab_rows=rows)
+
+
+def _needs(config: ModelConfig) -> list[Need]:
+    def divides(size: int) -> Callable[[int], bool]:
+        return lambda tp: size % tp == 0
+
+    kv = config.num_kv_heads
+    out: list[Need] = [
+        (f"{config.num_heads} attention heads", divides(config.num_heads)),
+        (
+            f"{kv} heads of keys and values, nor is it a multiple of them",
+            lambda tp: kv % tp == 0 or tp % kv == 0,
+        ),
+    ]
+    moe = bool(config.moe_layers)
+    size = config.moe_ffn_hidden_size if moe else config.ffn_hidden_size
+    out.append((f"an MLP of {size}", divides(size)))
+    return out
+
+
+def columns_need(name: str, width: int, group: int) -> Need:
+    """Columns of `name` are cut between groups of `group` of them."""
+    return (
+        f"{width} columns of {name} into whole groups of {group}",
+        lambda tp: width % (tp * group) == 0,
+    )
+
+
+def rows_need(name: str, rows: int, grain: int) -> Need:
+    """Rows of `name` are cut between those that are packed together."""
+    return (
+        f"{rows} rows of {name} into pairs" if grain == 2 else f"{rows} rows by {grain}",
+        lambda tp: rows % (tp * grain) == 0,
+    )

@@ -1,0 +1,298 @@
+"""Plan: a legacy checkpoint laid out, and the placements and feeds that fill it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, Destination
+from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.plan import Dropped
+from megtool.config import ModelConfig
+from megtool.dtypes import DType
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import MappingError, listed
+from megtool.export.trtllm_legacy.config import Module, config_json, quantization_of
+from megtool.export.trtllm_legacy.layout import check_family, cut_of
+from megtool.export.trtllm_legacy.placements import Pieces, PlusOne
+from megtool.export.trtllm_legacy.quantized_tensors import coded_tensors
+from megtool.export.trtllm_legacy.quantized_weights import CodedWeights
+from megtool.export.trtllm_legacy.rank_files import Filed, lay_out
+from megtool.export.trtllm_legacy.ranks import Cut, RankTensor, rank_tensors
+from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+_F32 = named_dtype("float32")
+_SIXTEEN = ("bfloat16", "float16")
+_KV_ALGOS = ("FP8", "INT8")
+_AWQ = ("W4A16_AWQ", "W4A8_AWQ")
+_AWQ_ROWS = 64  # engines want so many rows of the head at once (ModelOpt pads to them too)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is exported: its family by name, its configuration, where its canonical tensors lie
+    (`held`) and how large they are; `architecture` is what its config.json calls it.
+
+    `algo` is a format the engine is to make of plain weights itself, when it loads them: of all
+    that config.json does not exclude.
+    """
+
+    family: str | None
+    config: ModelConfig
+    held: Mapping[str, Placement]
+    shapes: Mapping[str, tuple[int, ...]]
+    architecture: str | None = None
+    algo: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class LegacyPlan:
+    """All that `planner.build` is given, and what a report says."""
+
+    destination: Destination
+    pieces: Pieces
+    feeds: list[Feed]
+    dropped: list[Dropped]
+    algo: str
+    kv_algo: str | None
+    exact: int = 0
+    requantised: int = 0
+    plain: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_legacy(
+    model: Model,
+    catalogue: Catalogue,
+    weights: CodedWeights | None,
+    *,
+    tp: int,
+    pp: int,
+    dtype: DType,
+    reasons: Mapping[str, str],
+    keeps_cache_scales: bool = False,
+) -> LegacyPlan:
+    """Plan the checkpoint of `model`, whose tensors lie in `catalogue`.
+
+    `weights` are its quantised ones (with `model.algo`, those that an engine is to quantise and are
+    plain in `catalogue`). `reasons` say why stored tensors are left out.
+
+    Raises:
+        MappingError: no legacy model computes it, or a format is none of legacy engines.
+        LayoutError: `tp` or `pp` does not divide it.
+        FormatError: scales are missing.
+    """
+    check_family(model.family, model.config)
+    return _Planning(model, catalogue, weights, dtype).planned(tp, pp, reasons, keeps_cache_scales)
+
+
+class _Planning:
+    def __init__(
+        self, model: Model, catalogue: Catalogue, weights: CodedWeights | None, dtype: DType
+    ) -> None:
+        self.model, self.catalogue, self.weights = model, catalogue, weights
+        self.dtype = dtype
+        self.pieces = Pieces(held=model.held, shapes=model.shapes)
+        self.filed: list[Filed] = []
+        self.feeds: list[Feed] = []
+        self.given: list[tuple[GlobalTensor, NDArray[np.generic]]] = []
+        self.gammas: dict[str, list[GlobalTensor]] = defaultdict(list)
+        self.modules: list[Module] = []
+        self.routers: list[str] = []
+        self.used: set[str] = set()
+        self.notes: list[str] = []
+
+    def planned(
+        self, tp: int, pp: int, reasons: Mapping[str, str], keeps_cache_scales: bool
+    ) -> LegacyPlan:
+        """Everything."""
+        config, weights = self.model.config, self.weights
+        algos = {h.coded.algo for h in weights.held.values()} if weights else set()
+        cut = cut_of(
+            config,
+            tp=tp,
+            pp=pp,
+            vocab_multiple=_AWQ_ROWS if algos & set(_AWQ) else 1,
+            needs=weights.needs() if weights and not self.model.algo else (),
+        )
+        # Engines have one table for both where they find no head; stages far apart cannot.
+        shares = config.tied_embeddings and self.model.family == "gemma" and pp == 1
+        for tensor in rank_tensors(cut, self.model.held, shares_table=shares):
+            self._add(tensor)
+        self._check_used()
+        kv_algo = self._caches(cut, keeps_cache_scales)
+        for canonical, tensors in self.gammas.items():
+            placement = self._whole(canonical)
+            own = self.catalogue[placement.stored].dtype
+            taken = own if own.name in _SIXTEEN else _F32
+            self.feeds.append(PlusOne(placement=placement, dtype=taken, tensors=tuple(tensors)))
+        if self.given:
+            self.feeds.append(Given(values=tuple(self.given)))
+        said, quant_cfg = quantization_of(self.modules, self.routers, kv_algo)
+        if self.model.algo:
+            # Engines hold these patterns against names of modules, and of weights.
+            said["exclude_modules"] = [f"{n}*" for n in said.get("exclude_modules", ())]
+        small = {
+            "config.json": config_json(
+                str(self.model.family),
+                cut,
+                dtype=self.dtype.name,
+                architecture=self.model.architecture,
+                shares_table=shares,
+                quantization=said,
+            )
+        }
+        if quant_cfg is not None:
+            small["quant_cfg.json"] = quant_cfg
+        self._note(cut)
+        coded = len(weights.held) if weights and not self.model.algo else 0
+        changed = len(weights.requantised) if weights else 0
+        linear = {b for b in self.used if b.endswith(".weight") and len(self.model.shapes[b]) == 2}
+        return LegacyPlan(
+            destination=lay_out(self.filed, tp * pp, small),
+            pieces=self.pieces,
+            feeds=self.feeds,
+            dropped=self._dropped(reasons),
+            algo=str(said["quant_algo"] or ""),
+            kv_algo=kv_algo,
+            exact=coded - changed,
+            requantised=changed,
+            plain=len(linear) - coded,
+            notes=self.notes,
+        )
+
+    def _add(self, tensor: RankTensor) -> None:
+        """A tensor of a rank, quantised or not."""
+        self.used.update(b.canonical for b in tensor.boxes)
+        coded = self.weights.of(tensor) if self.weights else None
+        if tensor.is_linear or tensor.module == "lm_head":
+            self.modules.append(Module(rank=tensor.rank, name=tensor.module, coded=coded))
+        if tensor.is_router:
+            self.routers.append(tensor.module)
+        if coded is not None and self.weights is not None and not self.model.algo:
+            _check_filled(tensor)
+            made = coded_tensors(tensor, coded, self.weights, self.dtype)
+            self.filed += made.filed
+            self.given += made.given
+            self.feeds += made.feeds
+            for feed in made.feeds:
+                for p in feed.reads:
+                    self.pieces.add_whole(p.stored, self.catalogue[p.stored].shape)
+            return
+        rows, *rest = tensor.shape
+        says = (tensor.experts, rows // tensor.experts, *rest) if tensor.experts else tensor.shape
+        dtype = _F32 if tensor.is_router else self.dtype
+        held = GlobalTensor(name=tensor.stored, shape=tensor.shape, dtype=dtype)
+        self.filed.append(Filed(rank=tensor.rank, name=tensor.name, shape=says, tensor=held))
+        if tensor.plus_one:
+            self.gammas[tensor.boxes[0].canonical].append(held)
+        else:
+            self.pieces.add(held, tensor.boxes)
+
+    def _whole(self, canonical: str) -> Placement:
+        """A canonical tensor that a feed reads."""
+        placement = self.model.held[canonical]
+        self.pieces.source[canonical] = placement
+        return placement
+
+    def _caches(self, cut: Cut, keeps: bool) -> str | None:
+        """The scales of keys and values, which every rank of a stage has."""
+        weights = self.weights
+        if weights is None or weights.folder.kv_algo is None:
+            return None
+        algo = weights.folder.kv_algo
+        if algo not in _KV_ALGOS:
+            raise MappingError(
+                f"a KV cache of {algo} is none of legacy TensorRT-LLM",
+                hint=f"known: {', '.join(_KV_ALGOS)}; quantise the cache to FP8",
+            )
+        lifted = 0
+        for rank in range(cut.tp * cut.pp):
+            for local in range(cut.layers):
+                number = cut.global_layer(rank, local)
+                found = self._cache(number)
+                if algo == "FP8" and not keeps and min(found) < 1:
+                    lifted += 1
+                if algo == "FP8" and not keeps:
+                    found = tuple(max(x, 1.0) for x in found)
+                k, v = found
+                at = f"transformer.layers.{local}.attention"
+                for name, value in (("k", k), ("v", v), ("kv", max(k, v))):
+                    full = f"{at}.{name}_cache_scaling_factor"
+                    tensor = GlobalTensor(name=f"rank{rank}/{full}", shape=(1,), dtype=_F32)
+                    self.filed.append(Filed(rank=rank, name=full, shape=(1,), tensor=tensor))
+                    self.given.append((tensor, np.array([value], np.float32)))
+        if lifted:
+            self.notes.append(
+                "scales of the KV cache below 1 are written as 1, as ModelOpt does for this format "
+                "(FP8 has room below)"
+            )
+        return algo
+
+    def _cache(self, number: int) -> tuple[float, ...]:
+        """The scales of keys and of values of a layer; ones where none are stored."""
+        if self.weights is None:
+            return (1.0, 1.0)
+        for projection in ("k", "v"):
+            stored = self.model.held[f"layers.{number}.attn.{projection}.weight"].stored
+            attention = stored.rsplit(".", 2)[0]
+            if names := self.weights.folder.caches.get(attention):
+                return tuple(float(self.weights.vector(n).max()) for n in names)
+        return (1.0, 1.0)
+
+    def _check_used(self) -> None:
+        """Every weight has a place."""
+        left = [n for n in self.model.held if ":" not in n and n not in self.used]
+        if left:
+            raise MappingError(
+                f"{listed(left)}: legacy TensorRT-LLM's {self.model.family} has no such tensors",
+                tensor=left[0],
+                hint="newer TensorRT-LLM loads Hugging Face folders: --to trtllm",
+            )
+
+    def _dropped(self, reasons: Mapping[str, str]) -> list[Dropped]:
+        """What the source holds besides."""
+        used = {p.stored for p in self.pieces.source.values()}
+        return [
+            Dropped(
+                name=t.name,
+                reason=reasons.get(t.name, "its value stands elsewhere, or legacy has no place"),
+                num_bytes=t.num_bytes,
+            )
+            for t in self.catalogue.tensors
+            if t.name not in used
+        ]
+
+    def _note(self, cut: Cut) -> None:
+        c = self.model.config
+        if c.window_size:
+            self.notes.append(
+                f"attention is limited to {c.window_size} tokens, which legacy engines are told "
+                "when they run: --max_attention_window_size"
+            )
+        if cut.vocab_rows != c.vocab_size:
+            self.notes.append(
+                f"the vocabulary of {c.vocab_size} is padded to {cut.vocab_rows} rows with zeros"
+            )
+        if self.weights is not None:
+            self.notes += self.weights.folder.notes
+
+
+def _check_filled(tensor: RankTensor) -> None:
+    """Rows of zeros have no codes.
+
+    Raises:
+        MappingError: some rows of a quantised head would pad the vocabulary.
+    """
+    if sum(b.hi[0] - b.lo[0] for b in tensor.boxes) < tensor.shape[0]:
+        raise MappingError(
+            f"{tensor.module} is quantised, and the vocabulary is to be padded",
+            tensor=tensor.module,
+            hint="quantise it again and keep the head",
+        )

@@ -1,0 +1,103 @@
+"""Graphed: passes of a fixed shape replayed as one CUDA graph instead of hundreds of launches."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from megtool.errors import GraphRuleError
+from megtool.inference.forward import Forward
+from megtool.kernels.cuda_graphs import Function, Graphs, graphed
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache
+
+_LOG = logging.getLogger(__name__)
+
+SPARE_SLOTS = 8
+"""Slots that a cache needs beyond its tokens: a graph's warm-up writes there, and is undone."""
+
+
+class Replayed:
+    """Calls of a function, replayed as graphs, or as they are once a capture has failed.
+
+    That it failed is logged, once: the result is the same, and slower.
+    """
+
+    def __init__(self, function: Function, graphs: Graphs) -> None:
+        self._function = function
+        self._graphs: Graphs | None = graphs
+        self.num_replays = 0
+
+    def __call__(self, tokens: Tensor) -> Any:
+        """The function's result; a graph's own holds until the next call."""
+        if self._graphs is not None:
+            captured = len(self._graphs.captured)
+            try:
+                result = self._graphs(tokens)
+            except GraphRuleError as error:
+                if len(self._graphs.captured) > captured:
+                    raise  # captured, and replayed otherwise: the results could be wrong
+                self._graphs = None
+                _LOG.info("without CUDA graphs: %s", error.message)
+            else:
+                self.num_replays += 1
+                return result
+        return self._function(tokens)
+
+
+class GraphedStep:
+    """One more token for all rows of a graphable cache, which has `SPARE_SLOTS` more than needed.
+
+    On a CPU the rules of graphs are rehearsed, which is for tests: it is slower than no graph.
+    """
+
+    def __init__(self, forward: Forward, cache: ContiguousCache) -> None:
+        self._forward, self._cache = forward, cache
+        graphs = graphed(self._step, forward.device, state=cache.state, copies=False)
+        self._replayed = Replayed(self._step, graphs)
+
+    @property
+    def num_replays(self) -> int:
+        """Steps that were a graph's."""
+        return self._replayed.num_replays
+
+    def _step(self, tokens_B1: Tensor) -> Tensor | None:
+        """What is recorded; it leaves none of its tensors behind in the model."""
+        logits_BV = self._forward.last_logits(Batch(tokens_BS=tokens_B1), self._cache)
+        self._forward.decoder.rotary.forget()
+        return logits_BV
+
+    def __call__(self, tokens_B1: Tensor) -> Tensor:
+        """Logits [B, V] after the rows' newest tokens; they hold until the next call."""
+        length = self._cache.length
+        logits_BV: Tensor = self._replayed(tokens_B1)
+        self._cache.length = length + 1  # a replay does not count, and a warm-up counts too often
+        return logits_BV
+
+
+class GraphedHidden:
+    """States of whole rows without a cache: windows of a text, all of one shape but the last."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._replayed = Replayed(self._hidden, graphed(self._hidden, forward.device, copies=False))
+
+    @property
+    def num_replays(self) -> int:
+        """Windows that were a graph's."""
+        return self._replayed.num_replays
+
+    def _hidden(self, tokens_BS: Tensor) -> Tensor | None:
+        x_TH = self._forward.hidden(Batch(tokens_BS=tokens_BS))
+        self._forward.decoder.rotary.forget()
+        return x_TH
+
+    def __call__(self, batch: Batch) -> Tensor | None:
+        """As `Forward.hidden`; what comes back holds until the next call. Padded rows go without a
+        graph."""
+        if any(x is not None for x in (batch.valid_BS, batch.positions_BS, batch.documents_BS)):
+            return self._forward.hidden(batch)
+        x_TH: Tensor | None = self._replayed(batch.tokens_BS)
+        return x_TH

@@ -1,0 +1,270 @@
+"""Weights: one rank's tensors out of any open checkpoint, planned once, loaded as often as asked.
+
+The plan is the one that reshards: source tensors read as canonical ones, Megatron's per-layer
+tensors made of them, and of these what the rank holds; only the destination is memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megtool.checkpoint import memory
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.copy import execute
+from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.parallel_scan import usual_threads
+from megtool.checkpoint.plan import Fill, Plan
+from megtool.checkpoint.plan import Source as Held
+from megtool.checkpoint.planner import build
+from megtool.checkpoint.storage.files import Files
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.console import Progress, silent
+from megtool.convert.binding import missing, summarise
+from megtool.convert.canonical import VOCABULARY, Model
+from megtool.convert.dialects import Side, TargetSide, is_optimizer_state, write_side
+from megtool.convert.megatron import is_encoder_decoder
+from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.rank_tensors import LocalSide, LocalTensor, Seat, local_side, local_tensors
+from megtool.dtypes import DType, dtype
+from megtool.errors import MappingError
+from megtool.tensors.box import numel
+from megtool.tensors.placement import Placement
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 << 20
+"""What all buffers of all threads together hold while weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """An open checkpoint, where its canonical tensors lie, and what model they are."""
+
+    catalogue: Catalogue
+    side: Side
+    config: ModelConfig | None
+
+
+class Weights:
+    """The tensors of one rank by the names of its modules, of which any set can be loaded.
+
+    `parallel` and `seat` say which rank it is. The vocabulary is padded with zeros to a multiple of
+    `vocab_multiple` rows on each of the tensor ranks.
+
+    Raises:
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+        MappingError: the checkpoint is no whole decoder.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        parallel: ParallelConfig | None = None,
+        seat: Seat | None = None,
+        vocab_multiple: int = 1,
+        threads: int | None = None,
+        memory_bytes: int = BUFFER_BYTES,
+        progress: Progress = silent,
+    ) -> None:
+        self.parallel, seat = parallel or ParallelConfig(), seat or Seat()
+        self.catalogue = source.catalogue
+        self.config, self._side = decoder_of(source)
+        self._target = self._written(vocab_multiple)
+        ranks = rank_parameters(self._target.tensors, self.config, self.parallel)
+        self.tensors: Mapping[str, LocalTensor] = local_tensors(
+            ranks, seat, num_chunks=self.parallel.vpp
+        )
+        self._kinds = {t.name: t.dtype for t in self._target.tensors}
+        self._threads = usual_threads(threads)
+        self._memory_bytes, self._progress = memory_bytes, progress
+        self._files = Files()
+        self._plans: dict[tuple[str, ...], Plan] = {}
+
+    def _written(self, vocab_multiple: int) -> TargetSide:
+        target = write_side(
+            self._side,
+            dialect="megatron",
+            config=self.config,
+            parallel=self.parallel,
+            per_layer=True,
+            divisible_by=vocab_multiple,
+        )
+        others = [t.name for t in target.tensors if t.name.startswith("encoder.")]
+        if others:
+            raise _no_decoder(self.catalogue, others[0], "an encoder")
+        return target
+
+    @property
+    def usual_dtype(self) -> DType:
+        """The type of most stored weights; bfloat16 where it is none to compute in."""
+        count: Counter[str] = Counter()
+        for name, t in self._side.canonical.items():
+            stored = self.catalogue[self._side.placements[name].stored]
+            computes = t.dtype.is_float and t.dtype.itemsize > 1 and stored.packing is None
+            count[t.dtype.name if computes else "bfloat16"] += t.numel
+        return dtype(count.most_common(1)[0][0] if count else "bfloat16")
+
+    def become(self, kinds: Mapping[str, DType]) -> None:
+        """Load the tensors that `kinds` names as these types from now on (the others as stored)."""
+        self._kinds = {**self._kinds, **kinds}
+        self._plans.clear()
+
+    def kind(self, name: str) -> DType:
+        """What type a tensor is loaded as."""
+        return self._kinds.get(name) or self._kinds[self.tensors[name].key]
+
+    def made_of(self, canonical: Collection[str]) -> set[str]:
+        """The names of tensors that any of these canonical tensors is a part of."""
+        keys = {p.stored for p in self._target.placements.values() if p.canonical in canonical}
+        return {name for name, t in self.tensors.items() if t.key in keys}
+
+    def num_bytes(self, names: Iterable[str] | None = None) -> int:
+        """Bytes that tensors (all, by default) take once loaded."""
+        listed = self.tensors if names is None else names
+        return sum(numel(self.tensors[n].shape) * self.kind(n).itemsize for n in listed)
+
+    def load(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Tensors (all, by default) in memory of their own, on the CPU. For any thread.
+
+        Raises:
+            StorageError: a read failed, or there is no memory.
+            SourceChangedError: a source file changed since it was opened.
+        """
+        wanted = tuple(self.tensors if names is None else names)
+        if not wanted:
+            return {}
+        plan = self._plans.get(wanted)
+        if plan is None:
+            plan = self._plans[wanted] = self._plan(wanted)
+        total = plan.target.catalogue.num_bytes
+        tell = self._progress
+        with memory.MemoryStage() as stage:
+            copied = execute(
+                plan,
+                stage,
+                files=self._files,
+                threads=self._threads,
+                memory_bytes=self._memory_bytes,
+                digest=DigestMode.NONE,
+                progress=lambda n: tell("load", n, total),
+            )
+            if copied.overflowed:
+                _LOG.warning("%s", copied.overflows)
+            return stage.tensors(plan.target.catalogue)
+
+    def _plan(self, names: Sequence[str]) -> Plan:
+        side = local_side(
+            [self.tensors[n] for n in names],
+            self._side,
+            self._target,
+            dtypes={n: self.kind(n) for n in names},
+        )
+        held, copies = _each_once(side)
+        used = {p.stored for p in held.values()}
+        return build(
+            [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=held)],
+            memory.lay_out(side.tensors, group_of),
+            side.target,
+            fills=[_fill(f.placement, f.value) for f in side.fills],
+            copies=copies,
+        )
+
+
+def group_of(name: str) -> str:
+    """The layer a tensor belongs to (`decoder.layers.3`), else the first part of its name."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        return ".".join(parts[:3])
+    return parts[0] if parts[0] != "decoder" else ".".join(parts[:2])
+
+
+def decoder_of(source: Source) -> tuple[ModelConfig, Side]:
+    """The model of a checkpoint that is a whole decoder, and the side of its weights alone.
+
+    Optimizer state is left out, and so are layers that predict further tokens (said once).
+
+    Raises:
+        MappingError: no configuration, no decoder, or some of its tensors are missing.
+    """
+    side, config, where = source.side, source.config, source.catalogue.root
+    stored = [t.name for t in source.catalogue.tensors if not is_optimizer_state(t.name)]
+    if is_encoder_decoder(stored):
+        raise _no_decoder(
+            source.catalogue, stored[0], "an encoder and a decoder that attends to it"
+        )
+    if config is None or side.dialect == "identity":
+        raise MappingError(
+            "nothing says what model these tensors are, so it cannot be run",
+            file=where,
+            tensor=stored[0] if stored else None,
+            hint="--like HF_FOLDER gives a config.json; --family NAME says how to read it",
+        )
+    weights = {n: t for n, t in side.canonical.items() if ":" not in n}
+    if further := [n for n in weights if n.startswith("mtp.")]:
+        _LOG.info(
+            "%d tensors of %d layers of multi-token prediction are skipped: "
+            "a forward pass does not ask for them",
+            len(further),
+            config.num_mtp_layers,
+        )
+        weights = {n: t for n, t in weights.items() if not n.startswith("mtp.")}
+    config = replace(config, num_mtp_layers=0)
+    family = side.family
+    known = {**VOCABULARY, **(family.vocabulary if family else {})}
+    absent, flags = missing(weights, Model(config, known))
+    if absent:
+        raise MappingError(
+            f"{len(absent)} tensors of the model are not among those selected, or not there: "
+            f"{summarise(absent)}",
+            file=where,
+            tensor=absent[0],
+            hint="a model runs whole: select every layer, or make the ones wanted a model of "
+            "their own (`megtool reshard --layers 0-3`)",
+        )
+    config = replace(config, **flags)  # type: ignore[arg-type]
+    return config, replace(
+        side,
+        canonical=weights,
+        placements={n: side.placements[n] for n in weights},
+        config=config,
+        states={},
+    )
+
+
+def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
+    return MappingError(
+        f"the checkpoint is {what}, and only decoders are run",
+        file=catalogue.root,
+        tensor=name,
+        hint="BERT and T5 can be converted and inspected; choose a decoder's checkpoint to run",
+    )
+
+
+def _each_once(side: LocalSide) -> tuple[dict[str, Placement], dict[str, str]]:
+    """Where parts lie in the source, each place once; the others by the name it is read under.
+
+    A layer that was chosen twice stands in the model twice.
+    """
+    first: dict[object, str] = {}
+    held: dict[str, Placement] = {}
+    copies: dict[str, str] = {}
+    for name, p in side.source.items():
+        place = p.stored, p.base, p.shape, p.dims, p.mults
+        if (there := first.setdefault(place, name)) == name:
+            held[name] = p
+        else:
+            copies[name] = there
+    return held, copies
+
+
+def _fill(p: Placement, value: float) -> Fill:
+    hi = tuple(b + n for b, n in zip(p.base, p.shape, strict=True))
+    return Fill(stored=p.stored, lo=p.base, hi=hi, value=value)

@@ -1,0 +1,302 @@
+"""A checkpoint made to run: opened, checked, loaded on its ranks, with the tokenizer beside it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.console import Progress, format_bytes
+from megtool.errors import (
+    FormatError,
+    LayoutError,
+    MappingError,
+    MissingPackageError,
+    OutOfMemoryError,
+    UsageError,
+)
+from megtool.reshard.auxiliary_files import hugging_face_files, saved_tokenizer
+from megtool.reshard.source import Opened, open_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from megtool.data.tokenizer import Tokenizer
+    from megtool.inference.forward import Forward
+    from megtool.kernels.dispatch import Implementation
+    from megtool.parallel.process_groups import Groups
+
+_LOG = logging.getLogger(__name__)
+_ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
+
+LESS_MEMORY = "--dtype bfloat16, or more processes (torchrun, --tp)"
+"""What needs less memory whatever runs a model."""
+_TRIED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))", re.IGNORECASE)
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How models are run: where, in which type and layout, by which kernels.
+
+    `device` None is CUDA where there is one, else the CPU; `dtype` None is
+    the checkpoint's own on CUDA, and float32 on a CPU, where most types of 16 bits are many times
+    slower.
+    `on_demand` reads every layer when it is needed and frees it after.
+
+    Raises:
+        UsageError: no model runs in this type.
+    """
+
+    device: str | None = None
+    dtype: str | None = None
+    on_demand: bool = False
+    kernels: Implementation = "auto"
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    cp: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise UsageError(f"dtype {self.dtype!r}", hint=f"a model runs in {', '.join(_DTYPES)}")
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The layout; every size not given is 1."""
+        return ParallelConfig(
+            tp=self.tp or 1,
+            pp=self.pp or 1,
+            ep=self.ep or 1,
+            etp=self.etp or 0,
+            cp=self.cp or 1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint to run, and what the user says about it."""
+
+    path: Path
+    iteration: str | None = None
+    family: str | None = None
+    like: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runnable:
+    """An opened checkpoint of a decoder."""
+
+    opened: Opened
+    config: ModelConfig
+
+    @property
+    def family(self) -> str | None:
+        """The model's family, where it has one."""
+        return self.opened.family_name
+
+    @property
+    def format(self) -> str:
+        """The checkpoint's format."""
+        return self.opened.catalogue.format
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as they are stored."""
+        return sum(t.num_bytes for t in self.opened.side.canonical.values())
+
+    def tokenizer(self, folder: str | Path | None = None) -> Tokenizer:
+        """The tokenizer beside the checkpoint, or the one in `folder`.
+
+        Raises:
+            FormatError: there is none; the hint says what would do.
+            MappingError: it has tokens that the model does not know.
+        """
+        from megtool.data.tokenizer import Tokenizer
+
+        if folder is not None:
+            found = Tokenizer.from_folder(folder)
+        else:
+            files = hugging_face_files(self.opened, None) | saved_tokenizer(self.opened)
+            try:
+                found = Tokenizer.load(files)
+            except FormatError as e:
+                place = e.file or self.opened.path
+                raise FormatError(e.message, file=place, hint=e.hint) from e
+        found.check_vocabulary(self.config.vocab_size)
+        return found
+
+
+def open_runnable(source: Source) -> Runnable:
+    """Open a checkpoint of a decoder, from headers and small files alone.
+
+    Raises:
+        MegtoolError: it cannot be opened, its model is not known, or is no decoder.
+    """
+    opened = open_model(
+        source.path,
+        iteration=source.iteration,
+        family_name=source.family,
+        like=source.like,
+        optimizer=False,
+    )
+    return runnable_of(opened)
+
+
+def runnable_of(opened: Opened) -> Runnable:
+    """An open checkpoint as one of a decoder.
+
+    Raises:
+        MappingError: its model is not known, or is no decoder.
+    """
+    config = opened.side.config or (opened.model.config if opened.model else None)
+    if not opened.is_canonical or config is None:
+        why = f": {opened.reason.message}" if opened.reason else ""
+        raise MappingError(
+            f"no decoder of a known family{why}",
+            file=opened.path,
+            hint="--family NAME and --like HF_FOLDER say what model it is; " + _ENCODERS,
+        )
+    if config.num_token_types or config.position_embedding == "relative":
+        raise MappingError("an encoder, which generates no text", file=opened.path, hint=_ENCODERS)
+    if opened.model is not None and opened.model.assumed:
+        _LOG.warning(
+            "nothing in the checkpoint says %s: the family's defaults are taken, which may not be "
+            "this model's; --like HF_FOLDER says them",
+            ", ".join(opened.model.assumed),
+        )
+    return Runnable(opened=opened, config=config)
+
+
+@contextmanager
+def on_ranks(
+    manner: Manner,
+    layout: ParallelConfig | None = None,
+    *,
+    less: str = LESS_MEMORY,
+    alone: bool = False,
+) -> Iterator[Groups]:
+    """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
+
+    `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
+    the options that need less memory. `alone` is for one of the processes that torchrun started,
+    of which the others have nothing left to do.
+
+    Raises:
+        OutOfMemoryError: what the block does needs more memory than there is.
+        LayoutError: there are too few processes, or too many.
+        MissingPackageError: the device is not there, or the kernels.
+        UsageError: there is no such kind of device.
+    """
+    import torch
+
+    from megtool.kernels import transformer_engine
+    from megtool.kernels.dispatch import use
+    from megtool.parallel.process_groups import Groups
+
+    layout = manner.layout if layout is None else layout
+    if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        axes = ("tp", "pp", "ep", "cp", "dp")
+        said = " ".join(f"--{a} {n}" for a in axes if (n := getattr(layout, a)) > 1)
+        raise LayoutError(
+            f"{said} needs {layout.world_size} processes, and this is one",
+            hint=f"torchrun --nproc-per-node {layout.world_size} -m megtool VERB ...",
+        )
+    device = _device(manner.device)
+    if manner.threads:
+        torch.set_num_threads(manner.threads)
+    if manner.kernels == "te":
+        transformer_engine.require(device.type)
+        if os.environ.get("RANK", "0") == "0":
+            _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
+    groups = Groups.alone(device) if alone else Groups.start(layout, device=device)
+    try:
+        with use(manner.kernels):
+            yield groups
+    except (RuntimeError, MemoryError) as e:
+        if (needed := _lacking(e)) is None:
+            raise
+        raise OutOfMemoryError(f"{device} has no {needed} left", hint=less) from e
+    finally:
+        groups.stop()
+
+
+def load_forward(runnable: Runnable, manner: Manner, groups: Groups, progress: Progress) -> Forward:
+    """The model on this rank, its weights loaded (or ready to be, `on_demand`).
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+        UsageError: there is no such dtype.
+    """
+    from megtool.inference.forward import Forward
+    from megtool.inference.load import Source as Stored
+    from megtool.inference.load import find_nan, load
+
+    opened = runnable.opened
+    stored = Stored(catalogue=opened.catalogue, side=opened.side, config=runnable.config)
+    decoder = load(
+        stored,
+        groups=groups,
+        dtype=manner.dtype or ("float32" if groups.device.type == "cpu" else None),
+        device=groups.device,
+        on_demand=manner.on_demand,
+        threads=manner.threads,
+        progress=progress,
+    )
+    return Forward(decoder, groups, find_nan=find_nan)
+
+
+def _lacking(error: RuntimeError | MemoryError) -> str | None:
+    """How much memory was asked for in vain, where that is the error: torch's, or numpy's."""
+    import torch
+
+    said = str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not known and "can't allocate memory" not in said:
+        return None
+    match = _TRIED.search(said)
+    if match is None:
+        return "memory"
+    number, unit = match[1].split() if " " in match[1] else (match[1], "bytes")
+    return format_bytes(int(number)) if unit == "bytes" else match[1]
+
+
+def usual_device() -> str:
+    """The kind of device that a model runs on where none is named."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return torch.device(usual_device())
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise _no_device(name) from e
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise _no_device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = f"{count} CUDA devices" if count else "no CUDA device"
+        raise MissingPackageError(
+            f"device {name!r}, and there is {there}",
+            hint="--device cpu" if not count else f"--device cuda:0 to cuda:{count - 1}, or cpu",
+        )
+    return device
+
+
+def _no_device(name: str) -> UsageError:
+    return UsageError(f"device {name!r}", hint="cpu, cuda, or one of several: cuda:0")

@@ -1,0 +1,268 @@
+"""Latent attention: keys and values are projections of one small vector per token (MLA).
+
+Sources: DeepSeek-V2 (arXiv 2405.04434), megatron-core 0.16.1
+`transformer/multi_latent_attention.py`, and transformers' DeepSeek models.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.config import ModelConfig
+from megtool.errors import LayoutError
+from megtool.kernels.rotary import rotate
+from megtool.model.attention import attend_all
+from megtool.model.batch import Frame
+from megtool.model.hooks import CacheTap, Tap
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.norm import Norm
+from megtool.model.param_attributes import mark
+from megtool.model.rotary import Rotation
+from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
+from megtool.parallel.context_parallel import gather_tokens
+from megtool.parallel.process_groups import ALONE, Group, Groups
+
+
+class LatentAttention(nn.Module):
+    """Self-attention of one layer over latents; the norm before it belongs to the layer.
+
+    A token's keys and values, of all heads, are made of `kv_lora_rank` numbers (its latent), but
+    for `qk_rope_head_dim` elements of every key, which turn with the position and are the same in
+    all heads. Queries are projected directly, or through `q_lora_rank` numbers. Projections down
+    are the same on every tp rank, those up are cut by heads, N = num_heads / tp.
+
+    A cache keeps the latent after its norm, as the key of one head, and the part that turns, after
+    turning, as its value: `kv_lora_rank + qk_rope_head_dim` numbers a token on every rank. These,
+    `[B, S, 1, ...]`, are what `cache_tap` is handed, cache or none.
+
+    Raises:
+        LayoutError: the heads do not go evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        groups: Groups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        tp = groups.tp
+        if config.num_heads % tp.size:
+            raise LayoutError(
+                f"{config.num_heads} heads over tp={tp.size}", hint="tp divides the heads"
+            )
+        self.config, self.layer, self.tp = config, layer, tp
+        self.cache_tap: CacheTap | None = None
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.num_heads = config.num_heads // tp.size
+        self.scale = softmax_scale(config)
+        hidden, nope, rope = config.hidden_size, config.qk_nope_head_dim, config.qk_rope_head_dim
+        norm = Norm.of(config) if config.qk_norm else None
+
+        def up(size: int, heads_size: int, norm: Norm | None) -> ColumnLinear:
+            return ColumnLinear(
+                size,
+                config.num_heads * heads_size,
+                tp,
+                norm=norm,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                device=device,
+            )
+
+        def down(size: int) -> DownLinear:
+            return DownLinear(
+                hidden, size, tp, sequence_parallel=sequence_parallel, dtype=dtype, device=device
+            )
+
+        if config.q_lora_rank:
+            self.linear_q_down_proj = down(config.q_lora_rank)
+            self.linear_q_up_proj = up(config.q_lora_rank, nope + rope, norm)
+        else:
+            self.linear_q_proj = up(hidden, nope + rope, None)
+        self.linear_kv_down_proj = down(config.kv_lora_rank + rope)
+        self.linear_kv_up_proj = up(config.kv_lora_rank, nope + config.v_head_dim, norm)
+        self.linear_proj = RowLinear(
+            config.num_heads * config.v_head_dim,
+            hidden,
+            tp,
+            bias=config.attn_out_bias,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
+        """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
+        config, b, s = self.config, frame.num_rows, frame.num_tokens
+        turn = _pairs(frame.rotation(self.layer), config)
+        query = self._queries(x_TH).view(b, s, self.num_heads, -1)
+        nope, rope = torch.split(query, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+        latent, shared = torch.split(
+            self.linear_kv_down_proj(x_TH), [config.kv_lora_rank, config.qk_rope_head_dim], -1
+        )
+        # Every rank's heads use the shared part, so that its gradient is a sum over ranks.
+        of_all = gather_rows if self.sequence_parallel else copy_to
+        shared = of_all(shared, self.tp).view(b, s, 1, -1)
+        if turn is not None:
+            rope = rotate(rope, *turn, interleaved=True)
+            shared = rotate(shared, *turn, interleaved=True)
+        latent = self.linear_kv_up_proj.normalise(latent)
+        if self.cache_tap is not None:
+            latent, shared = self._tapped(latent, shared, self.cache_tap)
+        if frame.cache is None:
+            keys_values = self.linear_kv_up_proj.project(latent).view(b, s, self.num_heads, -1)
+            keys_values, shared = gather_tokens((keys_values, shared), frame.cp)
+            out = self._attend(nope, rope, keys_values, shared, frame)
+        else:
+            latent = of_all(latent, self.tp).view(b, s, 1, -1)
+            past = frame.cache.append(self.layer, latent.transpose(1, 2), shared.transpose(1, 2))
+            out = self._attend_cached(nope, rope, *past, frame)
+        result: Tensor = self.linear_proj(out.reshape(b * s, -1))
+        return result
+
+    def _tapped(
+        self, latent_TC: Tensor, shared_BS1R: Tensor, tap: CacheTap
+    ) -> tuple[Tensor, Tensor]:
+        """What the tap makes of all tokens' latents, of which this rank's rows, and of the rest."""
+        rows = gather_rows(latent_TC, self.tp) if self.sequence_parallel else latent_TC
+        latent, shared = tap(rows.view(*shared_BS1R.shape[:3], -1), shared_BS1R)
+        rows = latent.reshape(rows.shape)
+        return scatter_rows(rows, self.tp) if self.sequence_parallel else rows, shared
+
+    def _queries(self, x_TH: Tensor) -> Tensor:
+        if self.config.q_lora_rank:
+            out: Tensor = self.linear_q_up_proj(self.linear_q_down_proj(x_TH))
+        else:
+            out = self.linear_q_proj(x_TH)
+        return out
+
+    def _attend(
+        self,
+        nope_BSND: Tensor,
+        rope_BSNR: Tensor,
+        keys_values_BLND: Tensor,
+        shared_BL1R: Tensor,
+        frame: Frame,
+    ) -> Tensor:
+        """Attention over the heads' own keys and values, made of the latents: [B, S, N, D]."""
+        config = self.config
+        key, value = torch.split(keys_values_BLND, [config.qk_nope_head_dim, config.v_head_dim], -1)
+        shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
+        query = torch.cat((nope_BSND, rope_BSNR), -1).transpose(1, 2)
+        key = torch.cat((key, shared), -1).transpose(1, 2)
+        return attend_all(
+            query,
+            key,
+            value.transpose(1, 2),
+            frame,
+            self.layer,
+            scale=self.scale,
+            softcap=config.attn_softcap,
+        )
+
+    def _attend_cached(
+        self,
+        nope_BSND: Tensor,
+        rope_BSNR: Tensor,
+        latent_B1LC: Tensor,
+        shared_B1LR: Tensor,
+        frame: Frame,
+    ) -> Tensor:
+        """Attention over all latents so far: for few queries in the latents' own space.
+
+        There the up-projection of keys is applied to the queries and that of values to the result,
+        so that no key or value of a head is ever made; for many queries making them costs
+        less, and a tap of the up-projection is to see what is multiplied.
+        """
+        config = self.config
+        weight_OC = self._up_weight()
+        weight_NDC = weight_OC.view(self.num_heads, -1, config.kv_lora_rank)
+        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        key_NDC, value_NDC = torch.split(weight_NDC, sizes, 1)
+        made, rank = sum(sizes), config.kv_lora_rank
+        tap = self.linear_kv_up_proj.tap
+        if tap is not None or frame.num_tokens * (2 * rank - made) > rank * made:
+            latent_BLC = latent_B1LC.squeeze(1)
+            if tap is not None:
+                latent_BLC = tap(latent_BLC.flatten(0, 1)).view(latent_BLC.shape)
+            keys_values = F.linear(latent_BLC, weight_OC)
+            keys_values = keys_values.view(*keys_values.shape[:2], self.num_heads, -1)
+            shared = shared_B1LR.transpose(1, 2)
+            return self._attend(nope_BSND, rope_BSNR, keys_values, shared, frame)
+        within = torch.einsum("bsnd,ndc->bnsc", nope_BSND, key_NDC)
+        out_BSNC = attend_all(
+            torch.cat((within, rope_BSNR.transpose(1, 2)), -1),
+            torch.cat((latent_B1LC, shared_B1LR), -1),
+            latent_B1LC,
+            frame,
+            self.layer,
+            scale=self.scale,
+            softcap=config.attn_softcap,
+        )
+        return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
+
+    def _up_weight(self) -> Tensor:
+        """The up-projection of keys and values, with what an adapter adds to it."""
+        linear = self.linear_kv_up_proj
+        if linear.adapter is None:
+            return linear.weight
+        delta: Tensor = linear.adapter.delta()  # type: ignore[operator]
+        return (linear.weight.float() + delta).to(linear.weight.dtype)
+
+
+class DownLinear(nn.Module):
+    """`y = x W^T` with all of W on every rank of a group, which with `sequence_parallel` has a part
+    of the tokens each. What `adapter` makes of them is added (`megtool.model.lora`)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group = ALONE,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
+        self.tap: Tap | None = None
+        self.adapter: nn.Module | None = None
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = mark(nn.Parameter(weight), partial=self.sequence_parallel)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """The product of this rank's rows."""
+        if self.tap is not None:
+            x_TH = self.tap(x_TH)
+        y = F.linear(x_TH, self.weight)
+        return y if self.adapter is None else y + self.adapter(x_TH)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What scores are multiplied by: YaRN's temperature for all dimensions enters twice."""
+    if config.softmax_scale is not None:
+        return config.softmax_scale
+    scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    scaling = config.rope_scaling or {}
+    weight, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
+    if weight and factor and factor > 1:
+        scale *= (0.1 * weight * math.log(factor) + 1) ** 2
+    return scale
+
+
+def _pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
+    """A rotation of neighbours, which are what latent attention turns in every model."""
+    if turn is None or config.rope_interleaved:
+        return turn
+    cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in turn)
+    return Rotation(cos, sin)

@@ -1,0 +1,90 @@
+"""Decode: a box of a packed tensor from windows of its parts, whatever its number format.
+
+The formula is the same for all: `(code - zero) * scale`, computed in float32, where `scale` may
+itself be a product; what differs is how codes lie in bytes, and that is each format's own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import FormatError
+from megtool.number_formats import fp8, int4, int8, mxfp4, nvfp4
+from megtool.number_formats.packed_parts import Index, Part, factors, scale, trimmed
+
+CODES = "codes"
+ZEROS = "zeros"
+SCALE = "scale"
+SCALE_2 = "scale_2"
+DIVISOR = "divisor"
+COLUMNS = "columns"
+ROLES = (CODES, ZEROS, SCALE, SCALE_2, DIVISOR, COLUMNS)
+"""The parts a tensor may have. `scale` is multiplied by `scale_2`, or divided by `divisor`, before
+it multiplies the codes; `columns` multiplies what comes of it."""
+
+Codes = Callable[[NDArray[Any], Part], NDArray[np.float32]]
+
+FORMATS: Mapping[str, Codes] = {
+    "fp8": fp8.codes,
+    "mxfp8": fp8.codes,
+    "int8": int8.codes,
+    "int4": int4.codes,
+    "int8words": int4.codes,
+    "int4rows": int4.codes_of_row_pairs,
+    "mxfp4": mxfp4.codes,
+    "nvfp4": nvfp4.codes,
+}
+"""Number formats by the first word of a packing (`fp8:128x128`)."""
+
+
+def decode(
+    packing: str,
+    parts: Sequence[Part],
+    windows: Mapping[str, NDArray[Any]],
+    lo: Index,
+    hi: Index,
+) -> NDArray[np.float32]:
+    """The elements `lo:hi` of a tensor, float32 of that shape (any strides).
+
+    `windows` holds, by role, what `Part.window(lo, hi)` delimits of each part, in `DType.view`.
+
+    Raises:
+        FormatError: no such number format.
+    """
+    name = packing.partition(":")[0]
+    if name not in FORMATS:
+        raise FormatError(f"unknown packing {packing!r}", hint=f"known: {', '.join(FORMATS)}")
+    by_role = {p.role: p for p in parts}
+    order = by_role[CODES].order
+    out = trimmed(FORMATS[name](windows[CODES], by_role[CODES]), by_role[CODES], lo, hi)
+    out = np.ascontiguousarray(out)
+    if zeros := by_role.get(ZEROS):
+        values, per = _zeros(windows[ZEROS], zeros, lo, hi, order)
+        scale(out, values, per, shift=True)
+    if SCALE in by_role:
+        by, per = factors(windows[SCALE], by_role[SCALE], lo, hi, order)
+        for role, divides in ((SCALE_2, False), (DIVISOR, True)):
+            if role in by_role:
+                more, spread = factors(windows[role], by_role[role], lo, hi, order)
+                if spread:
+                    raise FormatError(f"{role} has a value for every {spread} columns")
+                by = by / more if divides else by * more
+        scale(out, by, per)
+    if COLUMNS in by_role:
+        by, per = factors(windows[COLUMNS], by_role[COLUMNS], lo, hi, order)
+        scale(out, by, per)
+    return out.transpose(np.argsort(order))
+
+
+def _zeros(
+    values: NDArray[Any], part: Part, lo: Index, hi: Index, order: Index
+) -> tuple[NDArray[np.float32], int]:
+    """Zero points lined up with the box; those in 32-bit words are packed along the rows."""
+    if part.dtype != "int32":
+        return factors(values, part, lo, hi, order)
+    rows, plain = int4.unpacked_zeros(values, part, lo, hi)
+    return factors(rows, plain, lo, hi, order)

@@ -1,0 +1,262 @@
+"""Encode: a box of elements to windows of a packed tensor's parts, whatever its number format.
+
+The opposite of `megtool.number_formats.decode`, by the same parts: `codes = round(value / scale)`, the
+quotient in float32. Scales are given, or computed from the box where it holds all that is under
+them. Boxes are cut to slabs, whose passes need little memory besides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.dtypes import dtype as dtype_of
+from megtool.errors import FormatError, UsageError
+from megtool.number_formats import fp8, int4, int8, mxfp4, nvfp4
+from megtool.number_formats.amax import amax
+from megtool.number_formats.chunks import divided, slabs
+from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
+from megtool.number_formats.fp8_bits import cast_to_powers
+from megtool.number_formats.layout import MX_BLOCK, Style
+from megtool.number_formats.mxfp4_from_bf16 import encoded as mx_encoded
+from megtool.number_formats.packed_parts import WHOLE, Index, Part, Span
+from megtool.number_formats.rounding import rounded
+from megtool.number_formats.scales import RULES
+from megtool.number_formats.small_floats import E2M1, SMALL, single
+from megtool.number_formats.thread_buffers import look_up
+
+Encoder = Callable[[NDArray[np.float32], Part, NDArray[Any]], None]
+
+FORMATS: Mapping[str, Encoder] = {
+    "fp8": fp8.encoded,
+    "mxfp8": fp8.encoded,
+    "int8": int8.encoded,
+    "int4": int4.encoded,
+    "int8words": int4.encoded,
+    "int4rows": int4.encoded_row_pairs,
+    "mxfp4": mxfp4.encoded,
+    "nvfp4": nvfp4.encoded,
+}
+"""Number formats by the first word of a packing: from quotients, which are given up, to codes."""
+
+_SHORT = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Types of which all values fit a table, with the bits of infinity."""
+
+_LARGEST = {"int8": 127.0, "int8words": 127.0, "int4": 7.0, "int4rows": 7.0}
+
+
+def encode(
+    packing: str,
+    parts: Sequence[Part],
+    values: NDArray[Any],
+    dtype: str,
+    lo: Index,
+    hi: Index,
+    *,
+    scales: Mapping[str, NDArray[Any]] | None = None,
+    style: Style = "modelopt",
+    twice: bool = False,
+    room: NDArray[Any] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """The windows of all `parts` (of `megtool.number_formats.layout.layout`) for the elements `lo:hi`.
+
+    `values` are these elements, of type `dtype` (float32, bfloat16 or float16), as `DType.view`
+    holds them; they are not changed. `scales` are windows by role of those scales that are known;
+    any other is computed by the rules of `style`, from the box alone. `style` also decides, as in
+    its project, MXFP4's ties. Quotients are rounded once; `twice` first rounds them to the type in
+    which torch divides there (`quotient_dtype`), which gives that project's very bytes. `room` is
+    where codes go, if it has their shape and is contiguous: an earlier box's that are done with.
+
+    Raises:
+        FormatError: no such packing, or the elements hold NaN or infinity.
+        UsageError: the box cuts blocks, pairs or words, or a scale to be computed is of more than
+            the box.
+    """
+    name = packing.partition(":")[0]
+    if name not in FORMATS:
+        raise FormatError(f"unknown packing {packing!r}", hint=f"known: {', '.join(FORMATS)}")
+    by_role = {p.role: p for p in parts}
+    codes, scale = by_role[CODES], by_role[SCALE]
+    for part in parts:
+        _check_borders(part, lo, hi)
+    first, end = codes.window(lo, hi)
+    window = tuple(b - a for a, b in zip(first, end, strict=True))
+    stored = room
+    if stored is None or stored.shape != window or not stored.flags.c_contiguous:
+        stored = np.empty(window, dtype_of(codes.dtype).view)
+    if (
+        name == "mxfp8"
+        and (dtype, style) == ("bfloat16", "modelopt")
+        and stored.size
+        and not scales
+    ):
+        of, into = (a.reshape(-1, window[-1]) for a in (values, stored))
+        powers = cast_to_powers(of, MX_BLOCK, SMALL[codes.dtype], into)
+        if powers is not None:
+            return {CODES: stored, SCALE: powers.reshape(*window[:-1], -1)}
+    out = _scales(name, by_role, values, dtype, lo, hi, scales or {}, style)
+    if not stored.size:
+        return {CODES: stored, **out}
+    by = _factor(by_role, out)
+    quotient = quotient_dtype(name, dtype, scale, style) if twice else "float32"
+    # A quotient may overflow to infinity, which is saturated; zero is never divided by.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if by.size == 1 and dtype in _SHORT and name in ("fp8", "int8"):
+            table = _table(name, codes.dtype, dtype, by.item(), quotient)
+            _look_up(name, table, values, dtype, stored)
+        else:
+            half_down = name == "mxfp4" and style == "modelopt"
+            encoder = mxfp4.encoded_half_down if half_down else FORMATS[name]
+            by_bits = dtype == "bfloat16" and name == "mxfp4"
+            shape = _lined_up(scale, values.shape)
+            by = (out[SCALE] if by_bits else by).reshape(shape)
+            for box, under, into in slabs(values, by, codes, stored):
+                if by_bits:
+                    sure = SCALE not in (scales or {})
+                    if mx_encoded(box, under, into, half_down=half_down, sure=sure):
+                        continue
+                    under = single(under, scale.dtype)
+                encoder(rounded(divided(box, dtype, under), quotient), codes, into)
+    return {CODES: stored, **out}
+
+
+def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
+    """What a project rounds a quotient to before it encodes it.
+
+    torch divides elements by a scale of the same type in that type, and by a tensor without
+    dimensions in the type of the elements: so modelopt's FP8 per tensor, of bfloat16, is rounded
+    twice, and so is all that compressed-tensors makes with scales in the weight's own type. In FP8
+    of a bfloat16 weight that moves 4% of the codes to the farther neighbour.
+    """
+    if style == "modelopt":
+        return dtype if name == "fp8" and scale.shape == () else "float32"
+    return dtype if scale.dtype == dtype else "float32"
+
+
+def _scales(
+    name: str,
+    parts: Mapping[str, Part],
+    values: NDArray[Any],
+    dtype: str,
+    lo: Index,
+    hi: Index,
+    given: Mapping[str, NDArray[Any]],
+    style: Style,
+) -> dict[str, NDArray[Any]]:
+    """The windows of all scales: those given, the others from the box."""
+    out = {role: given[role] for role in parts if role in given}
+    rules = RULES[style]
+    for role in (SCALE_2, DIVISOR):
+        if role in parts and role not in out:
+            out[role] = rules.second(_found(parts, role, values, dtype, lo, hi))
+    if SCALE in out:
+        return out
+    scale = parts[SCALE]
+    found = _found(parts, SCALE, values, dtype, lo, hi)
+    if name == "nvfp4":
+        second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
+        out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
+    elif scale.dtype == "float8_e8m0fnu":
+        out[SCALE] = rules.exponent(found, SMALL.get(parts[CODES].dtype, E2M1))
+    else:
+        largest = _LARGEST.get(name) or SMALL[parts[CODES].dtype].largest
+        out[SCALE] = _stored(rules.scale(found, largest, scale.dtype), scale.dtype)
+    return out
+
+
+def _found(
+    parts: Mapping[str, Part],
+    role: str,
+    values: NDArray[Any],
+    dtype: str,
+    lo: Index,
+    hi: Index,
+) -> NDArray[np.float32]:
+    part, codes = parts[role], parts[CODES]
+    served = {s.dim for s in part.spans}
+    first, end = codes.window(lo, hi)
+    for axis, span in enumerate(codes.spans):
+        if span.dim not in served and (first[axis], end[axis]) != (0, codes.shape[axis]):
+            raise UsageError(
+                f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
+                hint="gather amax over all boxes first, and give the scale",
+            )
+    found = amax(values, dtype, part, lo, hi)
+    if not np.isfinite(found).all():
+        raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+    return found
+
+
+def _stored(scale: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """Scales as they lie in files."""
+    if dtype == "bfloat16":
+        return (scale.view(np.uint32) >> 16).astype("<u2")
+    return scale.astype(dtype_of(dtype).view)
+
+
+def _check_borders(part: Part, lo: Index, hi: Index) -> None:
+    for n, s in zip(part.shape, part.spans, strict=True):
+        if s.dim == WHOLE or s.per == 1:
+            continue
+        if lo[s.dim] % s.per or (hi[s.dim] % s.per and -(-hi[s.dim] // s.per) != n):
+            raise UsageError(
+                f"a box {list(lo)} to {list(hi)} cuts {part.role} of {s.per} in dimension {s.dim}",
+                hint=f"begin and end it at multiples of {s.per}",
+            )
+
+
+def _factor(parts: Mapping[str, Part], scales: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """What elements are divided by, in the shape of the scale's window."""
+    out = single(np.asarray(scales[SCALE]), parts[SCALE].dtype)
+    for role, divides in ((SCALE_2, False), (DIVISOR, True)):
+        if role in parts:
+            more = single(np.asarray(scales[role]), parts[role].dtype).reshape(())
+            out = out / more if divides else out * more
+    return out
+
+
+def _lined_up(scale: Part, shape: Index) -> Index:
+    """The shape in which a window of `scale` has an axis for every dimension of a box."""
+    named = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
+    return tuple(n // named[d] if d in named else 1 for d, n in enumerate(shape))
+
+
+@functools.lru_cache(maxsize=16)
+def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArray[np.uint8]:
+    """The codes of all elements of 16 bits, by their bits, where one scale serves them all."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    x = single(bits.view(np.float16) if dtype == "float16" else bits, dtype)
+    if name == "int8":
+        x = np.nan_to_num(x)  # NaN is looked for in the elements themselves
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = rounded(x / np.float32(by), quotient)
+    part = Part(role=CODES, dtype=codes, shape=bits.shape, spans=(Span(0),))
+    out = np.empty(bits.shape, dtype_of(codes).view)
+    FORMATS[name](scaled, part, out)
+    return out.view(np.uint8)
+
+
+def _look_up(
+    name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str, out: NDArray[Any]
+) -> None:
+    """Put to `out` (contiguous) the codes of all `values`, by their bits."""
+    one = np.zeros((1,) * values.ndim, np.float32)
+    bits = values.view(np.uint16)
+    codes = Part(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
+    for box, _, into in slabs(bits, one, codes, out.view(np.uint8)):
+        if name == "int8" and not is_number(box, _SHORT[dtype]):
+            raise FormatError("elements are NaN", hint="they cannot be quantised")
+        look_up(table, box, into)
+
+
+def _plain(ndim: int) -> tuple[Span, ...]:
+    return tuple(Span(d) for d in range(ndim))
+
+
+def is_number(bits: NDArray[np.uint16], infinity: int) -> bool:
+    """Whether no element is NaN: both signs' largest bits are at most those of infinity."""
+    return int(bits.max()) <= infinity | 0x8000 and int(bits.view(np.int16).max()) <= infinity

@@ -1,0 +1,270 @@
+"""HybridOptimizer: a part of the optimizer's state is kept on the host, and updated there.
+
+    optimizer = HybridOptimizer(PlainOptimizer(named, settings, groups))
+
+`settings.offload_fraction` says how large a part. Main parameters and states of that part lie in
+(on CUDA pinned) host memory; gradients come to them chunk by chunk, and updated parameters go back,
+while the chunk between is updated. Checkpoints, norms and clipping do not know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megtool.errors import UsageError
+from megtool.optim.distributed import DistributedOptimizer, Shard
+from megtool.optim.offload_streams import (
+    ALIGNED,
+    Lanes,
+    SharedSegment,
+    cut,
+    stored_values,
+    write_parameters,
+)
+from megtool.optim.optimizer import Optimizer
+from megtool.optim.replicated import PlainOptimizer
+from megtool.optim.segments import Segment
+from megtool.optim.update_rules import Muon, Update, update_segments
+
+CHUNK_BYTES = 32 * 2**20
+
+
+class HybridOptimizer(Optimizer):
+    """An optimizer that keeps and updates `settings.offload_fraction` of its state on the CPU.
+
+    Takes the `inner` optimizer over: from then on, this one is used instead. Of a
+    DistributedOptimizer the fraction is met to 64 elements, of a PlainOptimizer by whole
+    parameters, as many as fit. What Muon updates stays on the device. With the same kernels (a
+    device that is a CPU too) results do not depend on the fraction by a bit: everything is cut at
+    multiples of 64 elements, since torch rounds what is left behind its last whole vector in
+    another way. CUDA's kernels round differently from the CPU's.
+
+    `chunk_bytes` of fp32 gradient are under way at once; there are two such buffers each way.
+
+    Raises:
+        UsageError: the inner optimizer is of another kind, or has been wrapped already.
+    """
+
+    def __init__(
+        self, inner: PlainOptimizer | DistributedOptimizer, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        if not isinstance(inner, PlainOptimizer | DistributedOptimizer):
+            raise UsageError(
+                f"the state of a {type(inner).__name__} cannot be offloaded",
+                hint="wrap each plain or distributed optimizer, and chain those",
+            )
+        if any(isinstance(s, SharedSegment) for s in inner.segments):
+            raise UsageError("the state of this optimizer is offloaded already")
+        self.inner = inner
+        self.settings, self.groups, self.facts = inner.settings, inner.groups, inner.facts
+        self.param_groups, self.group_of = inner.param_groups, inner.group_of
+        self._facts_by_name = inner._facts_by_name
+        self.updates, self.scaler, self.num_steps = inner.updates, inner.scaler, inner.num_steps
+        self._num_labels, self._rates = None, {}
+        movable = sum(s.numel for s in inner.segments if self._may_move(s))
+        self._left = round(self.settings.offload_fraction * movable)
+        if isinstance(inner, DistributedOptimizer):
+            inner.shards = [self._place_shard(shard) for shard in inner.shards]
+            inner.segments = [s for shard in inner.shards for _, s in shard.segments]
+        else:
+            inner.segments = [self._place_whole(s) for s in inner.segments]
+        self.segments = inner.segments
+        self._lanes = Lanes(self.shared_segments, chunk_bytes // 4)
+        self._is_written = True
+
+    @property
+    def shared_segments(self) -> list[SharedSegment]:
+        """What is kept on the host, wholly or in part."""
+        return [s for s in self.segments if isinstance(s, SharedSegment)]
+
+    @property
+    def stored(self) -> list[Segment]:
+        """The parts that main parameters and states lie in."""
+        out: list[Segment] = []
+        for s in self.segments:
+            parts = (s.host, s.rest) if isinstance(s, SharedSegment) else (s,)
+            out += [part for part in parts if part is not None]
+        return out
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of main parameters (that are not parameters) and states on the device."""
+        on_host = {id(s.host) for s in self.shared_segments}
+        parameters = {f.parameter.untyped_storage().data_ptr() for f in self.facts}
+        return _bytes([s for s in self.stored if id(s) not in on_host], parameters)
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of main parameters and states on the host."""
+        return _bytes([s.host for s in self.shared_segments], set())
+
+    @property
+    def bucket_size(self) -> int | None:
+        """See `Optimizer.bucket_size`."""
+        return self.inner.bucket_size
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """See `Optimizer.sums_in_fp32`."""
+        return self.inner.sums_in_fp32
+
+    def zero_grad(self) -> None:
+        """See `Optimizer.zero_grad`."""
+        self.inner.zero_grad()
+
+    def begin(self, num_microbatches: int) -> None:
+        """See `Optimizer.begin`."""
+        self.inner.begin(num_microbatches)
+
+    def sum_in_place(self) -> None:
+        """See `Optimizer.sum_in_place`."""
+        self.inner.sum_in_place()
+
+    def reduce_gradients(self) -> None:
+        """See `Optimizer.reduce_gradients`."""
+        self.inner.reduce_gradients()
+
+    def update_segments(self, segments: list[Segment]) -> None:
+        """See `Optimizer.update_segments`; parameters of shared segments are written as well.
+
+        The device's part goes first: on CUDA it runs while the host works.
+        """
+        inner, shared = self.inner, [s for s in segments if isinstance(s, SharedSegment)]
+        inner.num_steps, inner._rates = self.num_steps, self._rates
+        self._lanes.open(shared)
+        inner.update_segments([s for s in segments if not isinstance(s, SharedSegment)])
+        for segment in shared:
+            if segment.rest is not None and segment.grad is not None:
+                segment.rest.grad = segment.grad[segment.host.numel :]
+                self._update(segment.rest)
+                write_parameters(segment.rest, stored_values(segment.rest))
+                segment.rest.grad = None
+        self._lanes.run(shared, self._update)
+        self._is_written = True
+
+    def publish(self) -> None:
+        """See `Optimizer.publish`."""
+        if not self._is_written:
+            for segment in self.shared_segments:
+                for part in (segment.host, segment.rest):
+                    if part is not None:
+                        write_parameters(part, stored_values(part))
+            self._is_written = True
+        self.inner.publish()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are those of the last step."""
+        if isinstance(self.inner, DistributedOptimizer):
+            self.inner.wait_for_parameters()
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str], Tensor]) -> None:
+        """See `Optimizer.load`."""
+        self.wait_for_parameters()
+        self._is_written = False
+        super().load(read)
+
+    @torch.no_grad()
+    def reload_parameters(self) -> None:
+        """See `Optimizer.reload_parameters`."""
+        if isinstance(self.inner, DistributedOptimizer):
+            self.inner.adopt_parameters()
+        super().reload_parameters()
+
+    def close(self) -> None:
+        """Take the inner optimizer's hooks off."""
+        if isinstance(self.inner, DistributedOptimizer):
+            self.inner.close()
+
+    def _update(self, part: Segment) -> None:
+        """Update a part of a segment, whose gradient lies where it does."""
+        lr, weight_decay = self.rates(part.group)
+        update: Update = self.updates[part.group.update]
+        update_segments(update, [part], lr=lr, weight_decay=weight_decay, step=self.num_steps)
+
+    # Placement.
+
+    def _may_move(self, segment: Segment) -> bool:
+        return not isinstance(self.updates[segment.group.update], Muon)
+
+    def _place_shard(self, shard: Shard) -> Shard:
+        placed = []
+        for at, segment in shard.segments:
+            count = min(self._left, segment.numel)
+            if count < segment.numel:
+                count -= count % ALIGNED
+            placed.append((at, self._place(segment, count)))
+        # Segments of a bucket share a storage: what stays is copied, to let go of the rest.
+        if any(isinstance(s, SharedSegment) for _, s in placed):
+            for _, segment in placed:
+                _own(segment.rest if isinstance(segment, SharedSegment) else segment)
+        return replace(shard, segments=tuple(placed))
+
+    def _place_whole(self, segment: Segment) -> Segment:
+        return self._place(segment, segment.numel if segment.numel <= self._left else 0)
+
+    def _place(self, segment: Segment, count: int) -> Segment:
+        """A segment with its first `count` elements on the host."""
+        device = segment.device
+        if not count or not self._may_move(segment):
+            _make_states(segment)
+            return segment
+        self._left -= count
+        rest = cut(segment, count, segment.numel) if count < segment.numel else None
+        if rest is not None:
+            _make_states(rest)
+        return SharedSegment(
+            group=segment.group,
+            spans=segment.spans,
+            replicated=segment.replicated,
+            host=_on_host(cut(segment, 0, count)),
+            rest=rest,
+            where=device,
+        )
+
+
+def _make_states(segment: Segment) -> None:
+    """Give a segment the states (zeros) that were only announced."""
+    for name, held in segment.states.items():
+        if held.is_meta:
+            segment.states[name] = torch.zeros_like(held, device=segment.device)
+
+
+def _own(segment: Segment | None) -> None:
+    """Copy what shares its storage with other segments, and is not the parameter itself."""
+    if segment is None or not segment.spans:
+        return
+    if segment.main is not None and segment.spans[0].facts.parameter.dtype != torch.float32:
+        segment.main = segment.main.clone()
+    if segment.low is not None:
+        segment.low = segment.low.clone()
+
+
+def _on_host(part: Segment) -> Segment:
+    """A copy of a part of a segment in host memory, pinned where the device is CUDA."""
+    is_pinned = part.device.type == "cuda"
+
+    def copied(held: Tensor) -> Tensor:
+        kept = torch.empty(held.shape, dtype=held.dtype, pin_memory=is_pinned)
+        return kept.zero_() if held.is_meta else kept.copy_(held)
+
+    return Segment(
+        group=part.group,
+        spans=part.spans,
+        main=None if part.main is None else copied(part.main),
+        high=None if part.high is None else copied(part.high),
+        low=None if part.low is None else copied(part.low),
+        replicated=part.replicated,
+        states={name: copied(held) for name, held in part.states.items()},
+    )
+
+
+def _bytes(segments: list[Segment], without: set[int]) -> int:
+    """Bytes of the storages that segments hold, each once."""
+    held = [t for s in segments for t in (s.main, s.high, s.low, *s.states.values())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held if t is not None}
+    return sum(s.nbytes() for at, s in storages.items() if at not in without)

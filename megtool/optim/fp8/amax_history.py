@@ -1,0 +1,92 @@
+"""History: the largest magnitudes that linear layers have seen, and the scales they give.
+
+Kept as Transformer Engine keeps it (`megtool.number_formats.delayed_scaling`): row 0 is the step under way, the
+others run from the oldest to the newest, and `scale = fp8_max / amax / 2^margin`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megtool.number_formats.delayed_scaling import KINDS
+from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.segments import copy_parts
+from megtool.parallel.collectives import all_max
+from megtool.parallel.process_groups import Groups
+
+_MOST = torch.finfo(torch.float32).max
+
+
+class Histories:
+    """The delayed scaling state of `num_modules` linear layers, updated once for each step.
+
+    A module has columns for input, weight and output (`fwd`), and for two gradients (`bwd`); the
+    output and the gradient of the input are never quantised. Transformer Engine ends its step with
+    every pass; here a step is the optimizer's, so that scales do not depend on how its rows are cut
+    into micro batches, and are the same where activations are computed again.
+
+    A module that has seen nothing yet is fresh: its scales do not mean anything.
+    """
+
+    def __init__(
+        self, num_modules: int, settings: Fp8Settings, device: torch.device | str = "cpu"
+    ) -> None:
+        self.settings, length = settings, settings.amax_history_len
+        self.is_fresh = [True] * num_modules
+        self.history = {
+            d: torch.zeros(length, num_modules, n, device=device) for d, n in KINDS.items()
+        }
+        self.scale = {d: torch.ones(num_modules, n, device=device) for d, n in KINDS.items()}
+
+    def record(self, module: int, direction: str, column: int, amax: Tensor) -> None:
+        """Note the largest magnitude of a tensor in the step under way."""
+        seen = self.history[direction][0, module, column]
+        torch.maximum(seen, amax, out=seen)
+
+    def end_step(self, groups: Groups) -> None:
+        """The step is over: magnitudes of all ranks become scales, and histories move on.
+
+        Every rank that has these modules calls it: those of the tp group and all replicas.
+        """
+        parts = [self.history[d][0] for d in KINDS]
+        newest = torch.cat([p.flatten() for p in parts])
+        newest = all_max(all_max(newest, groups.tp), groups.replicas)
+        copy_parts(newest, [p.view(-1) for p in parts])
+        for d, fp8_max in zip(KINDS, self.settings.largest, strict=True):
+            history = self.history[d]
+            is_max = self.settings.amax_compute_algo == "max"
+            amax = history.amax(0) if is_max else history[0].clone()
+            self.scale[d].copy_(scales(amax, self.scale[d], fp8_max, self.settings.margin))
+            if len(history) > 1:
+                history.copy_(history.roll(-1, 0))
+            history[0].zero_()
+        self.is_fresh = [False] * len(self.is_fresh)
+
+    def state(self, module: int) -> dict[str, Tensor]:
+        """A module's state under Transformer Engine's names, copied to the CPU."""
+        out = {}
+        for d in KINDS:
+            out[f"scale_{d}"] = self.scale[d][module].cpu()
+            out[f"amax_history_{d}"] = self.history[d][:, module].cpu()
+        return {name: held.clone() for name, held in out.items()}
+
+    def load(self, module: int, state: Mapping[str, Tensor]) -> None:
+        """Take a module's state, whose histories have this one's length."""
+        for d in KINDS:
+            self.scale[d][module].copy_(state[f"scale_{d}"])
+            self.history[d][:, module].copy_(state[f"amax_history_{d}"])
+        self.is_fresh[module] = not any(state[f"amax_history_{d}"].any() for d in KINDS)
+
+
+def scales(amax: Tensor, previous: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite.
+
+    Source: `_default_sf_compute` in Transformer Engine 2.20, `pytorch/quantization.py`.
+    """
+    # A number over a tensor would be its reciprocal times the number, rounded twice.
+    found = (torch.full_like(amax, fp8_max) / amax) / 2.0**margin
+    found = torch.where((amax > 0) & amax.isfinite(), found, previous)
+    return torch.where(found.isinf(), torch.full_like(found, _MOST), found)

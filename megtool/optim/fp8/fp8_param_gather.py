@@ -1,0 +1,160 @@
+"""Gather: parameters from the shards of replicas, those that are used in FP8 as FP8's bytes.
+
+A weight gets one scale from the largest magnitude of its main parameter on all replicas, so every
+rank has the bytes that quantising the whole main parameter would give. Other parameters of the
+bucket come along in their own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megtool.kernels.fp8 import (
+    DTYPES,
+    Kind,
+    Quantized,
+    amax,
+    cast_fp8,
+    dequantize,
+    scale_from_amax,
+)
+from megtool.optim.buffers import Bucket, Member
+from megtool.optim.flat_shards import Pending, part, start_gather
+from megtool.parallel.collectives import all_max
+
+_KIND: Kind = "e4m3"
+_MARK = "gathered_as_fp8"
+_HELD = "held_as_fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """A weight as it was gathered: in FP8, with the largest magnitude of its main parameter."""
+
+    values: Quantized
+    amax: Tensor
+
+
+def mark_for_gather(weight: nn.Parameter) -> None:
+    """Say that a weight is used in FP8 with one scale, so that it may be gathered as such."""
+    setattr(weight, _MARK, True)
+
+
+def is_marked(weight: Tensor) -> bool:
+    """The weight may be gathered as FP8."""
+    return getattr(weight, _MARK, False)
+
+
+def gathered(weight: Tensor) -> Gathered | None:
+    """What was gathered of a weight, if it was and is still what the weight holds."""
+    held: Gathered | None = getattr(weight, _HELD, None)
+    return held
+
+
+def forget(weight: Tensor) -> None:
+    """The weight is set to something else than was gathered."""
+    if hasattr(weight, _HELD):
+        delattr(weight, _HELD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements of a bucket that one rank sends of one member; `at` counts bytes of its message."""
+
+    member: Member
+    start: int  # in the bucket
+    stop: int
+    at: int
+    nbytes: int
+
+    @property
+    def is_fp8(self) -> bool:
+        return is_marked(self.member.facts.parameter)
+
+
+def _runs(bucket: Bucket, rank: int) -> Iterator[_Run]:
+    """What a rank sends, one after the other; FP8's bytes first, so that all lie aligned."""
+    each = bucket.params.numel() // bucket.group.size
+    at, width = 0, bucket.params.element_size()
+    for fp8 in (True, False):
+        at = -(-at // width) * width
+        for member in bucket.members:
+            start, stop = max(member.start, rank * each), min(member.stop, (rank + 1) * each)
+            if start < stop and is_marked(member.facts.parameter) is fp8:
+                nbytes = (stop - start) * (1 if fp8 else width)
+                yield _Run(member, start, stop, at, nbytes)
+                at += nbytes
+
+
+def gather_quantised(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag: int) -> Pending:
+    """Give every replica the parameters of a bucket, marked weights as FP8, under way.
+
+    `mains` are runs of this rank's shard as fp32, each with the element of the shard it begins at;
+    other parameters are sent as the shard has them. After `wait()` the parameters hold the FP8
+    values, rounded to their type, on the rank that owns them too, and `gathered` gives the bytes.
+    """
+    group = bucket.group
+    runs = [list(_runs(bucket, rank)) for rank in range(group.size)]
+    marked = [m for m in bucket.members if is_marked(m.facts.parameter)]
+    places = {id(m): i for i, m in enumerate(marked)}
+    low = bucket.shard_range[0]
+    mine: dict[int, Tensor] = {
+        i: _values(mains, run.start - low, run.stop - low)
+        for i, run in enumerate(runs[group.rank])
+        if run.is_fp8
+    }
+    amaxes = torch.zeros(len(marked), device=bucket.params.device)
+    for i, values in mine.items():
+        amaxes[places[id(runs[group.rank][i].member)]] = amax(values)
+    amaxes = all_max(amaxes, group)
+    scales = scale_from_amax(amaxes, _KIND)
+    width = bucket.params.element_size()
+    size = max((r[-1].at + r[-1].nbytes for r in runs if r), default=0)
+    size = -(-size // width) * width
+    message = torch.zeros(group.size * size, dtype=torch.uint8, device=bucket.params.device)
+    own = part(message, group)
+    for i, run in enumerate(runs[group.rank]):
+        if run.is_fp8:
+            data, _ = cast_fp8(mine[i], scales[places[id(run.member)]], _KIND)
+            own[run.at : run.at + run.nbytes].copy_(data.view(torch.uint8))
+        else:
+            values = bucket.params[run.start : run.stop].view(torch.uint8)
+            own[run.at : run.at + run.nbytes].copy_(values)
+    pending = start_gather(message, group, tag=tag) if group.size > 1 and size else None
+
+    @torch.no_grad()
+    def unpack() -> Tensor:
+        if pending is not None:
+            pending.wait()
+        whole = [torch.empty_like(m.param, dtype=DTYPES[_KIND]) for m in marked]
+        for rank, sent in enumerate(runs):
+            bytes_ = part(message, group, rank)
+            for run in sent:
+                data = bytes_[run.at : run.at + run.nbytes]
+                first = run.start - run.member.start
+                if run.is_fp8:
+                    flat = whole[places[id(run.member)]].view(-1).view(torch.uint8)
+                    flat[first : first + run.nbytes].copy_(data)
+                elif rank != group.rank:
+                    bucket.params[run.start : run.stop].copy_(data.view(bucket.params.dtype))
+        for i, member in enumerate(marked):
+            values = Quantized(data=whole[i], scale_inv=scales[i].reciprocal())
+            member.param.copy_(dequantize(values, member.param.dtype))
+            setattr(member.facts.parameter, _HELD, Gathered(values=values, amax=amaxes[i]))
+        return bucket.params
+
+    return Pending([], unpack)
+
+
+def _values(mains: Sequence[tuple[int, Tensor]], start: int, stop: int) -> Tensor:
+    """Elements of the shard out of the runs of it; they may go over several."""
+    parts = []
+    for at, main in mains:
+        first, last = max(start, at), min(stop, at + main.numel())
+        if first < last:
+            parts.append(main[first - at : last - at])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

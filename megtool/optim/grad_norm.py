@@ -1,0 +1,136 @@
+"""Norms: the norm of the whole gradient, zeros in it, and whether it is finite, over all ranks.
+
+Megatron's filter: tied embeddings are counted on the first stage, what all tp ranks hold alike on
+the first of them, experts over their own ranks. Here each element is counted by exactly one process
+of the world, so one sum over the world gives the joint norm of dense parameters and experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megtool.optim.param_groups import Facts
+from megtool.optim.segments import Segment
+from megtool.parallel.process_groups import Groups
+
+
+def counts_here(facts: Facts, groups: Groups, *, replicated: bool) -> bool:
+    """Is this process the one that counts what it holds of a parameter?"""
+    if facts.is_shared_copy:
+        return False
+    tp = groups.etp if facts.is_expert else groups.tp
+    replicas = groups.expert_dp if facts.is_expert else groups.replicas
+    first_of_tp = not facts.is_tp_duplicate or tp.is_first
+    return first_of_tp and (not replicated or replicas.is_first)
+
+
+def local_statistics(
+    segments: Sequence[Segment], groups: Groups, *, count_zeros: bool = False
+) -> Tensor:
+    """What this process adds to the sums over the world: three float64 numbers on its device.
+
+    Is some gradient not finite (0 or 1, of all segments), the sum of squares, the number of zeros
+    (0 unless asked for).
+    """
+    counted: list[Tensor] = []
+    others: list[Tensor] = []
+    zeros: list[Tensor] = []
+    for segment in segments:
+        if segment.grad is None:
+            continue
+        for start, stop, here in _runs(segment, groups):
+            (counted if here else others).append(segment.grad[start:stop])
+        if count_zeros:
+            zeros += [
+                span.stop - span.start - torch.count_nonzero(segment.grad[span.at : span.end])
+                for span in segment.spans
+                if counts_here(span.facts, groups, replicated=segment.replicated)
+            ]
+    device = groups.device
+    out = torch.zeros(3, dtype=torch.float64, device=device)
+    norm = _norm(counted)
+    if norm is not None:
+        out[0] += ~norm.isfinite()
+        out[1] = norm.to(device).double().square()
+    rest = _norm(others)
+    if rest is not None:
+        out[0] += ~rest.isfinite()
+    if zeros:
+        out[2] = torch.stack([z.to(device) for z in zeros]).sum()
+    return out
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What to multiply a gradient with: max_norm / (norm + 1e-6) in fp32, at most 1."""
+    return float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))
+
+
+def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
+    """Of `names` (in the order of the forward pass) the last whose gradient has no finite norm: the
+    first that the backward pass came to. None if there is none."""
+    bad = {
+        span.facts.name
+        for s in segments
+        if s.grad is not None
+        for span in s.spans
+        if not torch.linalg.vector_norm(s.grad[span.at : span.end]).isfinite()
+    }
+    return next((name for name in reversed(names) if name in bad), None)
+
+
+def first_of_ranks(mine: str | None, names: Sequence[str], groups: Groups) -> str | None:
+    """Of what each rank found among its `names`, what the backward pass came to first, with its
+    rank: that of the last stage. Every rank calls it."""
+    world = groups.world
+    if world.handle is None:
+        return mine
+    told = None if mine is None else (groups.pp.rank, names.index(mine), mine)
+    all_ranks: list[tuple[int, int, str] | None] = [None] * world.size
+    dist.all_gather_object(all_ranks, told, group=world.handle)
+    found = [(at[:2], -rank, at[2]) for rank, at in enumerate(all_ranks) if at is not None]
+    if not found:
+        return None
+    _, rank, name = max(found)
+    return f"{name} (rank {-rank})"
+
+
+def _runs(segment: Segment, groups: Groups) -> list[tuple[int, int, bool]]:
+    """Neighbouring spans that are counted here, or are not, as one; padding is zeros."""
+    runs: list[tuple[int, int, bool]] = []
+    for span in segment.spans:
+        here = counts_here(span.facts, groups, replicated=segment.replicated)
+        if runs and runs[-1][2] == here and span.at >= runs[-1][1]:
+            runs[-1] = (runs[-1][0], span.end, here)
+        else:
+            runs.append((span.at, span.end, here))
+    return runs
+
+
+def _norm(grads: list[Tensor]) -> Tensor | None:
+    """The fp32 norm of tensors taken together; not finite where one of them is not.
+
+    On a CPU torch adds all squares of a tensor one after the other in fp32, which loses digits by
+    the million (0.2 % of the norm of 40 million numbers), so long tensors are taken in rows.
+    """
+    if not grads:
+        return None
+    short: list[Tensor] = []
+    norms: list[Tensor] = []
+    for g in grads:
+        rows = g.numel() // _ROW if g.device.type == "cpu" and g.numel() > _ROW else 0
+        if rows:
+            norms.append(torch.linalg.vector_norm(g[: rows * _ROW].view(rows, _ROW), dim=1))
+        if g.numel() > rows * _ROW:
+            short.append(g[rows * _ROW :])
+    if short:
+        norms.append(torch.stack(torch._foreach_norm(short, 2.0)))
+    device = norms[0].device
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([n.to(device) for n in norms]))
+    return norm
+
+
+_ROW = 2**16

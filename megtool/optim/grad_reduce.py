@@ -1,0 +1,190 @@
+"""Reduction: gradients on their way from autograd through buckets to the shards of replicas."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from megtool.errors import UsageError
+from megtool.optim.buffers import Bucket, Member
+from megtool.optim.flat_shards import Pending, new_tag, start_sum
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Arrival:
+    """What is known of a parameter's gradient in this step.
+
+    `empty`: nothing came yet, so what the buffer holds is of the step before. `per_pass`: how often
+    it came in a backward pass of the first step, 1 but where a pass is made of several.
+    """
+
+    member: Member
+    of: _Progress
+    empty: bool = True
+    count: int = 0
+    per_pass: int | None = None
+    wanted: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Progress:
+    """A bucket in this step: its parameters, how many are still to come, and its sum."""
+
+    bucket: Bucket
+    queue: list[_Progress]
+    tag: int
+    arrivals: list[_Arrival] = field(default_factory=list)
+    missing: int = 0
+    pending: Pending | None = None
+
+
+class Reduction:
+    """Adds gradients up over microbatches, in the buffers, and over replicas, bucket by bucket.
+
+    A hook takes every gradient as soon as autograd has it, and `parameter.grad` stays None. With
+    `overlap` a bucket is sent when all of its gradients are there, of as many backward passes as
+    `begin` was told, and all buckets before it in the queue are on their way: all replicas send in
+    the same order, whatever order their gradients come in. How often a parameter's gradient comes
+    in a pass is counted in the first step, which therefore sends at its end. What then has not come
+    is zero, or complete as it is: a parameter that a step does not use costs overlap and nothing
+    else. Without `overlap` everything is sent at the end; the result has the same bits.
+
+    After `sum_in_place` a gradient is added in one way, be it the first of a step or not.
+
+    `buckets` come in the order in which backward passes fill them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, overlap: bool, in_fp32: bool) -> None:
+        self.overlap, self.in_fp32 = overlap, in_fp32
+        self.sent: list[Bucket] = []
+        """What is on its way or has come in this step, in the order of sending."""
+        self._passes = 1
+        self._in_place = False
+        self._handles: list[RemovableHandle] = []
+        self._all: list[_Progress] = []
+        queues: dict[int, list[_Progress]] = {}  # one for each communicator
+        for bucket in buckets:
+            queue = queues.setdefault(id(bucket.group.handle), [])
+            progress = _Progress(bucket=bucket, queue=queue, tag=new_tag())
+            for member in bucket.members:
+                arrival = _Arrival(member=member, of=progress)
+                progress.arrivals.append(arrival)
+                self._handles.append(self._hook(arrival))
+            queue.append(progress)
+            self._all.append(progress)
+
+    def sum_in_place(self) -> None:
+        """From now on buffers begin a step with zeros, and nothing is sent before its end.
+
+        Raises:
+            UsageError: passes are to send.
+        """
+        if self.overlap:
+            raise UsageError("gradients that passes send cannot be part of a graph")
+        self._in_place = True
+        self.clear()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._end()
+        self.sent = []
+        for progress in self._all:
+            if self._in_place:
+                progress.bucket.grads.zero_()
+            for arrival in progress.arrivals:
+                arrival.empty, arrival.count = not self._in_place, 0
+                arrival.member.facts.parameter.grad = None
+
+    def begin(self, num_passes: int) -> None:
+        """A step of so many backward passes."""
+        self._passes = num_passes
+        for progress in self._all:
+            for arrival in progress.arrivals:
+                known = self.overlap and arrival.per_pass is not None
+                arrival.wanted = num_passes * (arrival.per_pass or 1) if known else None
+            progress.missing = len(progress.arrivals)
+
+    @torch.no_grad()
+    def finish(self) -> dict[Bucket, Tensor]:
+        """Each bucket's shard of the sum (fp32), after the last backward pass."""
+        under_way: list[tuple[Bucket, Pending]] = []
+        for progress in self._all:
+            under_way.append((progress.bucket, progress.pending or self._send(progress)))
+            for arrival in progress.arrivals:
+                if arrival.per_pass is None:
+                    arrival.per_pass = max(1, math.ceil(arrival.count / self._passes))
+        return {bucket: pending.wait().float() for bucket, pending in under_way}
+
+    def close(self) -> None:
+        """Leave the parameters alone: gradients stay in `parameter.grad` from now on."""
+        self._end()
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, arrival: _Arrival) -> RemovableHandle:
+        # A model does not keep an optimizer alive that nobody else holds.
+        reduction = weakref.ref(self)
+
+        def take(parameter: Tensor) -> None:
+            if (alive := reduction()) is not None:
+                alive._take(arrival, parameter)
+
+        parameter = arrival.member.facts.parameter
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        return handle
+
+    @torch.no_grad()
+    def _take(self, arrival: _Arrival, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        progress = arrival.of
+        if grad is None:
+            return
+        if progress.pending is not None:
+            raise UsageError(
+                f"a gradient of {arrival.member.facts.name} came after its bucket was sent",
+                hint="zero_grad and begin come before the first backward pass of a step, and begin "
+                f"says how many there are; this step began with {self._passes}",
+            )
+        if arrival.empty:
+            arrival.member.grad.copy_(grad)
+        else:
+            arrival.member.grad.add_(grad)
+        arrival.empty = False
+        arrival.count += 1
+        if arrival.count == arrival.wanted:
+            progress.missing -= 1
+            if not progress.missing:
+                self._send_ready(progress.queue)
+
+    def _send_ready(self, queue: list[_Progress]) -> None:
+        """Send the buckets that are complete, up to the first that is not."""
+        for progress in queue:
+            if progress.pending is None:
+                if progress.missing:
+                    return
+                self._send(progress)
+
+    def _send(self, progress: _Progress) -> Pending:
+        for arrival in progress.arrivals:
+            if arrival.empty:
+                arrival.member.grad.zero_()
+        bucket = progress.bucket
+        progress.pending = start_sum(
+            bucket.grads, bucket.group, in_fp32=self.in_fp32, tag=progress.tag
+        )
+        self.sent.append(bucket)
+        return progress.pending
+
+    def _end(self) -> None:
+        """Wait for what is under way: other ranks have sent their part of it."""
+        for progress in self._all:
+            if progress.pending is not None:
+                progress.pending.wait()
+                progress.pending = None

@@ -1,0 +1,179 @@
+"""Lanes: segments that lie on the host in part, and the copies that keep their update busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megtool.optim.segments import Segment, Span
+
+ALIGNED = 64  # elements: whole vectors, and whole lines of the cache, of any CPU
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SharedSegment(Segment):
+    """A segment that is kept on the host up to some element, and on the device from there on.
+
+    What is updated at once stays one segment to norms and reductions, whose sums so do not depend
+    on where it is cut; it has the gradient, and its two parts have all else.
+    """
+
+    host: Segment
+    rest: Segment | None
+    where: torch.device
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.host.numel + (0 if self.rest is None else self.rest.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradient is."""
+        return self.where
+
+
+def cut(segment: Segment, start: int, stop: int) -> Segment:
+    """A part of a segment, of the same storage; its spans are those that lie in it."""
+
+    def part(held: Tensor | None) -> Tensor | None:
+        return None if held is None else held[start:stop]
+
+    spans = []
+    for span in segment.spans:
+        low, high = max(span.at, start), min(span.end, stop)
+        if low < high:
+            first = span.start + low - span.at
+            spans.append(
+                Span(facts=span.facts, start=first, stop=first + high - low, at=low - start)
+            )
+    return Segment(
+        group=segment.group,
+        spans=tuple(spans),
+        main=part(segment.main),
+        high=part(segment.high),
+        low=part(segment.low),
+        grad=part(segment.grad),
+        replicated=segment.replicated,
+        states={name: held[start:stop] for name, held in segment.states.items()},
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """One of two buffers each way, and (on CUDA) what tells that each has been read."""
+
+    grad: Tensor
+    out: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    has_grad: torch.cuda.Event | None = None
+    is_out: torch.cuda.Event | None = None
+
+    def staged(self, values: Tensor) -> Tensor:
+        """Values in a pinned buffer, which nobody may write until `is_out`."""
+        if values.dtype not in self.out:
+            numel = self.grad.numel()
+            self.out[values.dtype] = torch.empty(numel, dtype=values.dtype, pin_memory=True)
+        return self.out[values.dtype][: values.numel()].copy_(values)
+
+
+class Lanes:
+    """Gradients to the host, the update there, and parameters back: three things at a time.
+
+    On a device that is the CPU the same runs one after the other.
+    """
+
+    def __init__(self, segments: list[SharedSegment], numel: int) -> None:
+        largest = max((s.host.numel for s in segments), default=0)
+        whole = -(-largest // ALIGNED)
+        self.numel = ALIGNED * max(1, min(numel // ALIGNED, whole))
+        self._lanes: list[_Lane] = []
+        self._is_cuda = False
+        self._down: torch.cuda.Stream | None = None
+        self._up: torch.cuda.Stream | None = None
+
+    def open(self, segments: list[SharedSegment]) -> None:
+        """Let copies wait for what the device has been told so far: gradients that are whole."""
+        device = segments[0].where if segments else torch.device("cpu")
+        if device.type != "cuda":
+            return
+        if self._down is None:
+            self._is_cuda = True
+            self._down, self._up = (
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+        for stream in (self._down, self._up):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run(self, segments: list[SharedSegment], update: Callable[[Segment], None]) -> None:
+        """Update all segments, and write their parameters."""
+        work = [(s, *ends) for s in segments for ends in _chunks(s.host, self.numel)]
+        if not work:
+            return
+        if not self._lanes:
+            self._lanes = [
+                _Lane(grad=torch.empty(self.numel, pin_memory=self._is_cuda)) for _ in range(2)
+            ]
+        self._fetch(self._lanes[0], *work[0])
+        for i, (segment, start, stop) in enumerate(work):
+            lane = self._lanes[i % 2]
+            if i + 1 < len(work):
+                self._fetch(self._lanes[(i + 1) % 2], *work[i + 1])
+            if lane.has_grad is not None:
+                lane.has_grad.synchronize()
+            part = cut(segment.host, start, stop)
+            part.grad = lane.grad[: stop - start]
+            update(part)
+            self._send(lane, part)
+        if self._up is not None:
+            torch.cuda.current_stream(self._up.device).wait_stream(self._up)
+
+    def _fetch(self, lane: _Lane, segment: SharedSegment, start: int, stop: int) -> None:
+        if segment.grad is None:
+            raise RuntimeError("an update before gradients were reduced")
+        with _on(self._down):
+            lane.grad[: stop - start].copy_(segment.grad[start:stop], non_blocking=True)
+            if self._down is not None:
+                lane.has_grad = self._down.record_event()
+
+    def _send(self, lane: _Lane, part: Segment) -> None:
+        values = stored_values(part)
+        if self._up is None:
+            write_parameters(part, values)
+            return
+        if lane.is_out is not None:
+            lane.is_out.synchronize()
+        with _on(self._up):
+            write_parameters(part, lane.staged(values))
+            lane.is_out = self._up.record_event()
+
+
+def _chunks(segment: Segment, numel: int) -> Iterator[tuple[int, int]]:
+    """A segment's elements, cut into runs of `numel`."""
+    for start in range(0, segment.numel, numel):
+        yield start, min(start + numel, segment.numel)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def stored_values(part: Segment) -> Tensor:
+    """What parameters become of a part of a segment, in their type (all are of one)."""
+    if part.main is None:
+        return part.halves[0]
+    return part.main.to(part.spans[0].facts.parameter.dtype) if part.spans else part.main
+
+
+def write_parameters(part: Segment, values: Tensor) -> None:
+    """Copy values of a part of a segment into its parameters, where they are not those already."""
+    for span in part.spans:
+        place = span.facts.parameter.detach().view(-1)[span.start : span.stop]
+        new = values[span.at : span.end]
+        if place.data_ptr() != new.data_ptr():
+            place.copy_(new, non_blocking=True)

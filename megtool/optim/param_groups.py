@@ -1,0 +1,190 @@
+"""Parameter groups: what a parameter is to other ranks, and the settings it is updated with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from megtool.errors import MappingError, UsageError
+from megtool.parallel.process_groups import ALONE, Group
+
+if TYPE_CHECKING:
+    from megtool.optim.settings import OptimizerSettings
+
+_Kind = Literal["adam", "sgd", "muon"]
+
+# Muon is for the matrices between the embedding and the output.
+_NOT_HIDDEN = ("*embedding*", "*output_layer*")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """What parameters whose Megatron name matches `glob` are updated with; the first match holds.
+
+    `lr_mult` multiplies the learning rate; `wd_mult` replaces the factor of weight decay (None:
+    0 for biases and 1-D parameters, 1 for others); `max_lr` and `min_lr` replace the ends of the
+    schedule.
+    """
+
+    glob: str
+    lr_mult: float = 1.0
+    wd_mult: float | None = None
+    max_lr: float | None = None
+    min_lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Facts:
+    """A parameter that is trained, and what makes its gradient whole.
+
+    `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank holds the
+    same, so norms count it on one. `is_partial`: each tp rank has a part of its gradient.
+    `is_tied`: the first and the last stage both have a part of it; `is_shared_copy`: it is the last
+    stage's, which norms skip. `row_parts`: the whole matrix is several in one, in groups of so many
+    rows of each.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    is_expert: bool = False
+    is_tp_duplicate: bool = False
+    is_shared_copy: bool = False
+    is_tied: bool = False
+    is_partial: bool = False
+    row_parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """Parameters that are updated with the same settings; `names` are this rank's, maybe none.
+
+    `max_lr` and `min_lr` are None where the schedule's own hold.
+    """
+
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    max_lr: float | None = None
+    min_lr: float | None = None
+    is_expert: bool = False
+    update: _Kind = "adam"
+    names: tuple[str, ...] = ()
+
+
+# What tells groups from each other, the first of them first.
+_Key = tuple[bool, float, float, float | None, float | None, _Kind]
+
+
+def facts_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Facts]:
+    """Facts of the parameters that are trained (`requires_grad`), from their marks.
+
+    A parameter without marks is one that every tp rank holds alike.
+
+    Raises:
+        MappingError: a name or a parameter comes twice.
+    """
+    out: list[Facts] = []
+    names: set[str] = set()
+    seen: dict[int, str] = {}
+    for name, p in named_parameters:
+        if name in names or id(p) in seen:
+            raise MappingError(
+                f"parameter {name!r} comes twice in the optimizer"
+                + (f", as {seen[id(p)]!r} too" if id(p) in seen else ""),
+                tensor=name,
+                hint="one name for each parameter, with the stage in it where there are several",
+            )
+        names.add(name)
+        seen[id(p)] = name
+        if not p.requires_grad:
+            continue
+        out.append(
+            Facts(
+                name=name,
+                parameter=p,
+                is_expert=not getattr(p, "allreduce", True),
+                is_tp_duplicate=not getattr(p, "tensor_model_parallel", False),
+                is_shared_copy=bool(getattr(p, "shared", False)),
+                is_tied=bool(getattr(p, "shared_embedding", False)),
+                is_partial=bool(getattr(p, "sequence_parallel", False)),
+                row_parts=tuple(getattr(p, "row_parts", ())),
+            )
+        )
+    return out
+
+
+def group_parameters(
+    facts: Sequence[Facts],
+    settings: OptimizerSettings,
+    world: Group = ALONE,
+    *,
+    part: bool = False,
+) -> list[ParamGroup]:
+    """Groups in Megatron's order: dense before experts, those without overrides first.
+
+    Every rank of `world` gets the same groups in the same order, as checkpoints want, so some may
+    be empty here. Biases and 1-D parameters have no weight decay. Every rank has to call this.
+    With `part`, other optimizers have the other parameters, and rules may be for those.
+
+    Raises:
+        UsageError: a rule's glob matches no parameter of any rank.
+    """
+    mine: dict[_Key, list[str]] = {}
+    used: set[int] = set()
+    for f in facts:
+        which = next((i for i, r in enumerate(settings.rules) if fnmatchcase(f.name, r.glob)), None)
+        if which is not None:
+            used.add(which)
+        rule = GroupRule("*") if which is None else settings.rules[which]
+        mine.setdefault(_key(f, rule, settings), []).append(f.name)
+    everyone: list[Any] = [(list(mine), used)]
+    if world.handle is not None:
+        everyone = [None] * world.size
+        dist.all_gather_object(everyone, (list(mine), used), group=world.handle)
+    matched = {i for _, seen in everyone for i in seen}
+    idle = [rule.glob for i, rule in enumerate(settings.rules) if i not in matched]
+    if idle and not part:
+        raise UsageError(
+            f"the rule for {idle[0]!r} is of no parameter",
+            hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight; an earlier rule "
+            "may have taken them",
+        )
+    keys = {key for keys, _ in everyone for key in keys}
+    return [
+        ParamGroup(
+            is_expert=key[0],
+            wd_mult=key[1],
+            lr_mult=key[2],
+            max_lr=key[3],
+            min_lr=key[4],
+            update=key[5],
+            names=tuple(mine.get(key, ())),
+        )
+        for key in sorted(keys, key=_order)
+    ]
+
+
+def _key(facts: Facts, rule: GroupRule, settings: OptimizerSettings) -> _Key:
+    shape = facts.parameter.shape
+    plain = 0.0 if len(shape) == 1 or facts.name.endswith("bias") else 1.0
+    decay = plain if rule.wd_mult is None else rule.wd_mult
+    update = settings.optimizer
+    if update == "muon":
+        # Of stacked experts each has a matrix; their biases, stacked, are none.
+        is_matrix = len(shape) == 2 or (len(shape) == 3 and facts.is_expert)
+        is_matrix = is_matrix and not facts.name.endswith("bias")
+        if not is_matrix or any(fnmatchcase(facts.name, glob) for glob in _NOT_HIDDEN):
+            update = "adam"
+    return facts.is_expert, decay, rule.lr_mult, rule.max_lr, rule.min_lr, update
+
+
+def _order(key: _Key) -> tuple[Any, ...]:
+    """Dense first, and what has no override before what has one."""
+    is_expert, decay, mult, max_lr, min_lr, update = key
+    overridden = (decay, mult, max_lr, min_lr) != (1.0, 1.0, None, None)
+    ends = (max_lr is not None, max_lr or 0.0, min_lr is not None, min_lr or 0.0)
+    return is_expert, overridden, ends, mult, decay, update

@@ -1,0 +1,173 @@
+"""PlainOptimizer: nothing is sharded; every replica holds and updates all of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megtool.errors import MappingError
+from megtool.optim.optimizer import Optimizer
+from megtool.optim.segments import Segment, Span, copy_parts
+from megtool.optim.settings import OptimizerSettings
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.process_groups import Group, Groups
+
+# Elements that are summed over replicas by one collective.
+_REDUCED_NUMEL = 16 * 2**20
+
+
+class PlainOptimizer(Optimizer):
+    """Gradients are added up over replicas, and each replica does the same update.
+
+    fp32 parameters are their own main parameters, and their `grad` is used as it is. Gradients of
+    bf16 and fp16 parameters are added up in fp32, microbatch by microbatch, and `grad` is dropped.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSettings,
+        groups: Groups,
+        *,
+        part: bool = False,
+    ) -> None:
+        super().__init__(named_parameters, settings, groups, part=part)
+        self._flat: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}
+        self._begun: set[int] = set()
+        self._in_place = False
+        handles: list[RemovableHandle] = []
+        segments = []
+        for f in self.facts:
+            if not f.parameter.is_contiguous():
+                raise MappingError(
+                    f"parameter {f.name!r} is not contiguous",
+                    tensor=f.name,
+                    hint="replace it by parameter.contiguous() before making the optimizer",
+                )
+            flat = f.parameter.detach().view(-1)
+            span = Span(facts=f, start=0, stop=flat.numel(), at=0)
+            segment = Segment(group=self.group_of[f.name], spans=(span,), replicated=True)
+            if flat.dtype == torch.bfloat16 and settings.main_params == "remainder":
+                segment.high = flat
+                segment.low = torch.zeros_like(flat, dtype=torch.int16)
+            else:
+                segment.main = flat.float()  # the parameter itself where it is fp32
+            if flat.dtype != torch.float32:
+                hook = _summing(self._sums, self._begun)
+                handles.append(_register(f.parameter, hook))
+            self._flat.append(flat)
+            segments.append(segment)
+        self.hold(segments)
+        # Hooks of an optimizer that is gone would take the gradients from the next one.
+        weakref.finalize(self, _remove, handles)
+
+    @torch.no_grad()
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for segment in self.segments:
+            segment.grad = None
+        if self._in_place:
+            if self.facts:
+                torch._foreach_zero_(self._places())
+            return
+        self._begun.clear()
+        for f in self.facts:
+            f.parameter.grad = None
+
+    @torch.no_grad()
+    def sum_in_place(self) -> None:
+        """See `Optimizer.sum_in_place`."""
+        self._in_place = True
+        for f in self.facts:
+            p = f.parameter
+            if p.dtype == torch.float32:
+                p.grad = torch.zeros_like(p)
+            else:
+                p.grad = None
+                self._sums[id(p)] = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+                self._begun.add(id(p))
+
+    def _places(self) -> list[Tensor]:
+        """What gradients are added to in place."""
+        grads = [p.grad for p in (f.parameter for f in self.facts) if p.grad is not None]
+        return [*grads, *self._sums.values()]
+
+    def begin(self, num_microbatches: int) -> None:
+        """Nothing to start: gradients are added up when all are there."""
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Add up over replicas, dense parameters and experts each over their own."""
+        for f, segment in zip(self.facts, self.segments, strict=True):
+            p = f.parameter
+            if p.dtype == torch.float32:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                segment.grad = p.grad.reshape(-1)
+            elif id(p) in self._begun:
+                segment.grad = self._sums[id(p)]
+            else:
+                segment.grad = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+        for is_expert, group in ((False, self.groups.replicas), (True, self.groups.expert_dp)):
+            grads = [s.grad for s in self.segments if s.grad is not None]
+            same = [g.is_expert is is_expert for g in (s.group for s in self.segments)]
+            _sum_in_place([g for g, mine in zip(grads, same, strict=True) if mine], group)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the main parameters to the parameters' type, where they are not the same."""
+        pairs = [
+            (flat, s.main)
+            for flat, s in zip(self._flat, self.segments, strict=True)
+            if s.main is not None and s.main is not flat
+        ]
+        if pairs:
+            torch._foreach_copy_([flat for flat, _ in pairs], [main for _, main in pairs])
+
+
+def _summing(sums: dict[int, Tensor], begun: set[int]) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to its fp32 sum, and drops it."""
+
+    def add(p: Tensor) -> None:
+        if p.grad is None:
+            return
+        flat = p.grad.detach().reshape(-1)
+        if id(p) not in begun:
+            begun.add(id(p))
+            if id(p) in sums:
+                sums[id(p)].copy_(flat)
+            else:
+                sums[id(p)] = flat.float()
+        else:
+            sums[id(p)].add_(flat)
+        p.grad = None
+
+    return add
+
+
+def _register(p: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _sum_in_place(grads: list[Tensor], group: Group) -> None:
+    """Add up fp32 tensors over a group, many at a time."""
+    if group.size == 1:
+        return
+    batch: list[Tensor] = []
+    for i, grad in enumerate(grads):
+        batch.append(grad)
+        if sum(g.numel() for g in batch) >= _REDUCED_NUMEL or i == len(grads) - 1:
+            total = all_sum(torch.cat(batch), group)
+            copy_parts(total, batch)
+            batch = []

@@ -1,0 +1,107 @@
+"""Segments: runs of elements that are updated together, and the pieces of state that are saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megtool.optim.bf16_remainder import join, split
+from megtool.optim.param_groups import Facts, ParamGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Elements `start` to `stop` of a flattened local parameter, from element `at` of a segment."""
+
+    facts: Facts
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        """The segment's element after the last one."""
+        return self.at + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePiece:
+    """Elements `start` to `stop` of one state of a flattened local parameter.
+
+    `state` is "main" (of an fp32 parameter: that itself), "exp_avg", "exp_avg_sq" or
+    "momentum_buffer". `tensor` is 1-D: the live
+    storage in fp32 or the moments' dtype, but a copy where the main parameter is kept as a bf16
+    parameter and its remainder.
+    """
+
+    state: str
+    parameter: str
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Segment:
+    """A 1-D run of elements of one group, which this process updates.
+
+    The fp32 main parameter is `main`, or, where that is None, `high` (the bf16 parameter itself)
+    with `low` (int16, the other half of the bits: `optim.remainders`). `grad` (fp32, as long) is
+    there from `Optimizer.reduce_gradients` on. `spans` say which parameters lie where; between them
+    is padding, whose gradient is zero. `replicated`: every replica holds and updates the same
+    elements, so that sums over processes count them on one replica alone.
+    """
+
+    group: ParamGroup
+    spans: tuple[Span, ...]
+    main: Tensor | None = None
+    high: Tensor | None = None
+    low: Tensor | None = None
+    grad: Tensor | None = None
+    replicated: bool = False
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        held = self.high if self.main is None else self.main
+        return 0 if held is None else held.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the main parameter lies."""
+        held = self.high if self.main is None else self.main
+        return torch.device("cpu") if held is None else held.device
+
+    @property
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """`high` and `low`, of a segment that keeps remainders."""
+        if self.high is None or self.low is None:
+            raise RuntimeError("a segment without main parameters, and without remainders")
+        return self.high, self.low
+
+    def read_main(self, start: int, stop: int) -> Tensor:
+        """fp32 values of the main parameter: a view, but a copy where remainders are kept."""
+        if self.main is not None:
+            return self.main[start:stop]
+        high, low = self.halves
+        return join(high[start:stop], low[start:stop])
+
+    def write_main(self, start: int, stop: int, values: Tensor) -> None:
+        """Set the main parameter (and with remainders the parameter) to fp32 values."""
+        if self.main is not None:
+            self.main[start:stop].copy_(values)
+            return
+        high, low = self.halves
+        split(values, high=high[start:stop], low=low[start:stop])
+
+
+def copy_parts(flat: Tensor, parts: list[Tensor]) -> None:
+    """Write one 1-D tensor into several, one after the other."""
+    ends = list(accumulate(p.numel() for p in parts))
+    torch._foreach_copy_(
+        parts, [flat[end - p.numel() : end] for p, end in zip(parts, ends, strict=True)]
+    )

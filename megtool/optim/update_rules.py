@@ -1,0 +1,236 @@
+"""Updates: how main parameters and states change, given whole and clipped gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megtool.optim.segments import Segment
+from megtool.optim.settings import OptimizerSettings
+
+# Elements at a time where states or main parameters have to be turned to fp32 and back: on a CPU
+# what its caches hold, on a GPU what keeps it busy.
+_STAGED_NUMEL_CPU = 2**17
+_STAGED_NUMEL = 2**24
+
+
+class Update(Protocol):
+    """A rule for fp32 main parameters, each element by itself.
+
+    `states` are the names of what it remembers; all start as zeros. `facts` is what Megatron saves
+    of it in a parameter group.
+    """
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the states."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's parameter groups say of the update."""
+
+    def apply(
+        self,
+        mains: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update fp32 tensors in place, which lie on one device; `step` counts from 1."""
+
+
+class Adam:
+    """AdamW by torch's fused kernel: bit by bit `torch.optim.AdamW(fused=True)`."""
+
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, *, beta1: float, beta2: float, eps: float) -> None:
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.eps = eps
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's parameter groups say of the update."""
+        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "bias_correction": True}
+
+    def apply(
+        self,
+        mains: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update in place."""
+        if not mains:
+            return
+        steps = [torch.full((), float(step), device=mains[0].device)] * len(mains)
+        torch._fused_adamw_(
+            mains,
+            grads,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            [],
+            steps,
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class Sgd:
+    """SGD with momentum and coupled weight decay: bit by bit `torch.optim.SGD(fused=True)`."""
+
+    def __init__(self, *, momentum: float) -> None:
+        self.momentum = momentum
+        self.states: tuple[str, ...] = ("momentum_buffer",) if momentum else ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's parameter groups say of the update."""
+        return {"momentum": self.momentum, "dampening": 0, "nesterov": False}
+
+    def apply(
+        self,
+        mains: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update in place."""
+        if not mains:
+            return
+        torch._fused_sgd_(
+            mains,
+            grads,
+            states.get("momentum_buffer", []),
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+class Muon:
+    """Momentum made orthogonal by Newton-Schulz steps, for whole matrices.
+
+    As `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw`: updates have the size of
+    Adam's, so that both take the same learning rate. Its `apply` is the part that goes by elements
+    (momentum); `optim.muon` gathers the matrices and does the rest.
+    Source: K. Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982.
+    """
+
+    states: tuple[str, ...] = ("momentum_buffer",)
+
+    def __init__(self, *, momentum: float, steps: int) -> None:
+        self.momentum = momentum
+        self.steps = steps
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint's parameter groups say of the update."""
+        return {"momentum": self.momentum, "nesterov": True, "ns_steps": self.steps}
+
+    def apply(
+        self,
+        mains: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Turn the gradients into what has to be made orthogonal, and decay the parameters."""
+        for main, grad, momentum in zip(mains, grads, states["momentum_buffer"], strict=True):
+            momentum.lerp_(grad, 1 - self.momentum)
+            grad.lerp_(momentum, self.momentum)
+            main.mul_(1 - lr * weight_decay)
+
+    def direction(self, matrix: Tensor) -> tuple[Tensor, float]:
+        """What to go against (bf16), and the factor of its size, for a whole 2-D tensor."""
+        factor = 0.2 * math.sqrt(max(matrix.shape))
+        return newton_schulz(matrix, self.steps), factor
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Nearly the nearest orthogonal matrix, in bf16: singular values go to about 0.7 to 1.2."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def make_update(kind: str, settings: OptimizerSettings) -> Update:
+    """The update called `kind`: adam, sgd or muon."""
+    if kind == "muon":
+        return Muon(momentum=settings.muon_momentum, steps=settings.muon_steps)
+    if kind == "sgd":
+        return Sgd(momentum=settings.sgd_momentum)
+    return Adam(beta1=settings.adam_beta1, beta2=settings.adam_beta2, eps=settings.adam_eps)
+
+
+def update_segments(
+    update: Update, segments: list[Segment], *, lr: float, weight_decay: float, step: int
+) -> None:
+    """Update segments of one group, in fp32 whatever their states are stored in.
+
+    Main parameters and states that are fp32 already are updated where they lie, all at once; others
+    pass through fp32 copies, part by part.
+    """
+    straight = [s for s in segments if _is_float32(s)]
+    mains = [s.read_main(0, s.numel) for s in straight]
+    grads = [s.grad for s in straight if s.grad is not None]
+    states = {name: [s.states[name] for s in straight] for name in update.states}
+    update.apply(mains, grads, states, lr=lr, weight_decay=weight_decay, step=step)
+    for s in segments:
+        if _is_float32(s) or s.grad is None:
+            continue
+        each = _STAGED_NUMEL_CPU if s.device.type == "cpu" else _STAGED_NUMEL
+        for start in range(0, s.numel, each):
+            stop = min(start + each, s.numel)
+            main = s.read_main(start, stop)
+            staged = {name: [s.states[name][start:stop].float()] for name in update.states}
+            update.apply(
+                [main],
+                [s.grad[start:stop]],
+                staged,
+                lr=lr,
+                weight_decay=weight_decay,
+                step=step,
+            )
+            for name, (values,) in staged.items():
+                if s.states[name].dtype != torch.float32:
+                    s.states[name][start:stop].copy_(values)
+            if s.main is None:
+                s.write_main(start, stop, main)
+
+
+def _is_float32(segment: Segment) -> bool:
+    held = [*segment.states.values()]
+    return segment.main is not None and all(t.dtype == torch.float32 for t in held)

@@ -1,0 +1,119 @@
+"""SmoothQuant: outliers of inputs moved into weights, by how much being searched.
+
+Guangxuan Xiao and others, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
+Language Models" (2023): inputs are divided, and weights multiplied, by
+`inputs ** alpha / weight ** (1 - alpha)` of largest magnitudes by column. Here alpha is found for
+each point by trying, with the sample of its inputs: the error of the output, that of the inputs'
+rounding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megtool.quant.algorithms.weight_grid import Grid, input_largest, rounded_inputs
+from megtool.quant.recipes.formats import Format
+
+LEAST, MOST = 1e-4, 1e4
+CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+_EPSILON = 2.0**-31
+
+
+def factors(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) -> Tensor:
+    """What inputs are divided by; 1 for columns that are always zero.
+
+    Source: modelopt 0.47 `model_calib.py` smoothquant, its limits too.
+    """
+    top = torch.stack([w.abs().amax(dim=0) for w in weights_OI]).amax(dim=0)
+    by = top.pow(1 - alpha) / amax_I.pow(alpha)
+    by = torch.where((amax_I <= _EPSILON) | (top <= _EPSILON), 1.0, by)
+    return 1 / by.clamp(LEAST, MOST)
+
+
+def measures(amax_I: Tensor, rms_I: Tensor, *, robust: bool) -> tuple[Tensor, ...]:
+    """The sizes of inputs, by column, that factors come from: their largest magnitudes, and their
+    root mean squares; `robust`: these alone.
+
+    Factors from largest magnitudes bring as many columns as they can up to the same one, which
+    looks best on the tokens that said so. Every one of them then has to be above none of its own
+    in other text, and of a thousand some always are, and are cut off. By root mean squares, the
+    one scale of all inputs is that of the largest outlier, beside its column's usual size, of all
+    columns: what all of them have to go by was seen in all of them.
+    """
+    return (rms_I,) if robust else (amax_I, rms_I)
+
+
+def candidates(
+    amaxes: Sequence[Tensor], weights_OI: Sequence[Tensor], step: float
+) -> Iterator[Tensor]:
+    """What is tried: nothing, and alphas up to 1 with each measure of the inputs."""
+    yield torch.ones_like(amaxes[0])
+    steps = round(1 / step)
+    for of in amaxes:
+        for i in range(1, steps + 1):
+            yield factors(of, weights_OI, i / steps)
+
+
+class Trial:
+    """What becomes of the outputs of a point's weights, by its sampled inputs.
+
+    Errors of a row count for less the larger its output is: beside a residual stream that is as
+    large, they matter less.
+    """
+
+    def __init__(self, sample_TI: Tensor, amax_I: Tensor, weights_OI: Sequence[Tensor]) -> None:
+        self.sample, self.amax, self.weights = sample_TI, amax_I, weights_OI
+        self.outputs = [sample_TI @ w.T for w in weights_OI]
+        size_T = torch.stack([y.square().sum(dim=1) for y in self.outputs]).sum(dim=0)
+        self.share_T1 = (1 / (size_T + size_T.mean() + _EPSILON))[:, None]
+        self.norms_I = torch.stack([w.square().sum(dim=0) for w in weights_OI]).sum(dim=0)
+
+    def input_amax(
+        self, columns_I: Tensor, format: Format, clips: Sequence[float] = CLIPS
+    ) -> float:
+        """The inputs' amax, after columns, of the shares `clips` of the largest magnitude the one
+        that loses least. Columns count by the weights that multiply them."""
+        top = float((self.amax / columns_I).max())
+        if not input_largest(format) or len(clips) == 1:
+            return top
+        x = self.sample / columns_I
+        weight_I = self.norms_I * columns_I.square()
+        best, least = top, float("inf")
+        for clip in clips:
+            left = rounded_inputs(x, format, top * clip) - x
+            lost = float((left.square_() * self.share_T1 * weight_I).sum(dtype=torch.float64))
+            if lost < least:
+                best, least = top * clip, lost
+        return best
+
+    def error(
+        self, columns_I: Tensor, rounded_OI: Sequence[Tensor], format: Format, input_amax: float
+    ) -> float:
+        """The error of the outputs with weights (after columns) that have been rounded."""
+        x = rounded_inputs(self.sample / columns_I, format, input_amax)
+        lost = 0.0
+        for w, y in zip(rounded_OI, self.outputs, strict=True):
+            lost += float(((x @ w.T - y).square_() * self.share_T1).sum(dtype=torch.float64))
+        return lost
+
+
+def searched(
+    trial: Trial,
+    format: Format,
+    grid: Grid,
+    tried: Iterator[Tensor],
+    clips: Sequence[float] = CLIPS,
+) -> tuple[Tensor, float]:
+    """Of the factors that are tried those of least error, and the inputs' amax under them."""
+    ones = torch.ones(trial.sample.shape[1])
+    best, least = (ones, trial.input_amax(ones, format, clips)), float("inf")
+    for columns in tried:
+        amax = trial.input_amax(columns, format, clips)
+        rounded = [grid.rounded(w * columns) for w in trial.weights]
+        lost = trial.error(columns, rounded, format, amax)
+        if lost < least:
+            best, least = (columns, amax), lost
+    return best

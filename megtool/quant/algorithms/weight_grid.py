@@ -1,0 +1,151 @@
+"""Grids: what weights and inputs become when they are rounded, as fast as searches need it.
+
+The same numbers as `megtool.number_formats` makes, in torch and without bytes: float32 throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megtool.quant.fake_quant.fake_quantize import second_scale
+from megtool.quant.fake_quant.rounding_torch import (
+    E2M1_LARGEST,
+    E4M3_LARGEST,
+    block_scale,
+    plain_scale,
+    power_scale,
+    to_e2m1,
+    to_e4m3,
+    to_integers,
+)
+from megtool.quant.qparams import INPUTS, packing_of
+from megtool.quant.recipes.formats import Format
+
+_INTEGERS = {"int8": 127.0, "int4rows": 7.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How a weight `[out, in]` is rounded: `kind` (the packing's first word) with a scale for what
+    `rows` and `columns` are together (0: all of them); `second` as well, of all, in FP8 or NVFP4.
+    """
+
+    algo: str
+    kind: str
+    rows: int
+    columns: int
+    second: bool = False
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes may be chosen one by one."""
+        return self.kind in _INTEGERS
+
+    @property
+    def largest(self) -> float:
+        """The largest code."""
+        return _INTEGERS.get(self.kind, E2M1_LARGEST if "fp4" in self.kind else E4M3_LARGEST)
+
+    def amax(self, weight_OI: Tensor) -> Tensor:
+        """Largest magnitudes, in the shape that a treatment's `amax` has."""
+        size = weight_OI.abs()
+        if not self.rows and not self.columns:
+            return size.amax()
+        if not self.columns:
+            return size.amax(dim=1)
+        out, width = size.shape
+        size = size.reshape(out, width // self.columns, self.columns).amax(dim=2)
+        if self.rows > 1:
+            size = size.reshape(out // self.rows, self.rows, -1).amax(dim=1)
+        return size
+
+    def spread(self, amax: Tensor) -> Tensor:
+        """Numbers of groups, blocks, rows or the tensor, in a shape that its elements' fits."""
+        if amax.dim() == 0:
+            return amax
+        if amax.dim() == 1:
+            return amax[:, None]
+        if self.rows > 1:
+            amax = amax.repeat_interleave(self.rows, dim=0)
+        return amax.repeat_interleave(self.columns, dim=1)
+
+    def scale(self, amax: Tensor, second_amax: float | None = None) -> Tensor:
+        """What weights are divided by, from largest magnitudes; 1 for zeros."""
+        if self.kind.startswith("mx"):
+            return power_scale(amax, self.largest)
+        if self.kind == "nvfp4":
+            by = float(second_scale(self.algo, second_amax or 0.0))
+            return block_scale(amax, by) * by
+        return plain_scale(amax, self.largest)
+
+    def rounded(
+        self, weight_OI: Tensor, amax: Tensor | None = None, second_amax: float | None = None
+    ) -> Tensor:
+        """What a weight is after packing; both scales are its own where they are not given."""
+        amax = self.amax(weight_OI) if amax is None else amax
+        if self.second and second_amax is None:
+            second_amax = float(weight_OI.abs().max())
+        scale = self.spread(self.scale(amax, second_amax))
+        values = weight_OI / scale
+        if self.is_integer:
+            values = self.integers(values).mul_(scale)
+            return self.again(values, second_amax)
+        if "fp4" in self.kind:
+            return to_e2m1(values, half_down=self.kind == "mxfp4").mul_(scale)
+        return to_e4m3(values).mul_(scale)
+
+    def integers(self, values: Tensor) -> Tensor:
+        """The nearest codes; overwrites `values`."""
+        return to_integers(values, -int(self.largest) - 1, int(self.largest))
+
+    def again(self, values: Tensor, second_amax: float | None) -> Tensor:
+        """Scaled integers as an engine multiplies them: rounded to FP8 where it does so."""
+        if not self.second or second_amax is None or not self.is_integer:
+            return values
+        by = plain_scale(torch.tensor(second_amax), E4M3_LARGEST)
+        return to_e4m3(values / by).mul_(by)
+
+
+def grid_of(format: Format) -> Grid:
+    """The grid of a format's weights."""
+    kind, _, how = packing_of(format).partition(":")
+    if how == "tensor":
+        return Grid(algo=format.algo, kind=kind, rows=0, columns=0)
+    if how == "channel":
+        return Grid(algo=format.algo, kind=kind, rows=1, columns=0)
+    if "x" in how:
+        rows, columns = map(int, how.split("x"))
+        return Grid(algo=format.algo, kind=kind, rows=rows, columns=columns)
+    second = kind == "nvfp4" or format.algo == "W4A8_AWQ"
+    return Grid(algo=format.algo, kind=kind, rows=1, columns=int(how), second=second)
+
+
+def input_largest(format: Format) -> float:
+    """The largest code of a format's inputs under one calibrated scale (0: there is none)."""
+    kind = INPUTS.get(format.algo, "")
+    if not format.number.calibrates:
+        return 0.0
+    return {"fp8:tensor": E4M3_LARGEST, "int8:tensor": 127.0}.get(kind, E4M3_LARGEST * E2M1_LARGEST)
+
+
+def rounded_inputs(x_TI: Tensor, format: Format, amax: float = 0.0) -> Tensor:
+    """What inputs (after columns) are in an engine, with `amax` where they have a scale from it."""
+    kind, _, how = INPUTS.get(format.algo, "none:").partition(":")
+    if kind == "none":
+        return x_TI
+    if kind == "nvfp4":
+        return Grid(algo=format.algo, kind=kind, rows=1, columns=16, second=True).rounded(
+            x_TI, None, amax or None
+        )
+    if how not in ("tensor", "token"):
+        return Grid(algo=format.algo, kind=kind, rows=1, columns=int(how)).rounded(x_TI)
+    if how == "tensor" and amax:
+        top = torch.tensor(amax)
+        grid = Grid(algo=format.algo, kind=kind, rows=0, columns=0)
+        return grid.rounded(x_TI, top)
+    return Grid(algo=format.algo, kind=kind, rows=0 if how == "tensor" else 1, columns=0).rounded(
+        x_TI
+    )

@@ -1,0 +1,189 @@
+"""Statistics and settlements as named arrays and plain facts, and back, with suspicion."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from megtool.quant.calibration.calibration_file_io import Array, Arrays
+from megtool.quant.calibration.statistics import BINS, Statistics
+from megtool.quant.qparams import Cache, Settlement, Treatment
+from megtool.quant.recipes.formats import FORMATS, KV_BITS, Format
+
+_SUMS = (("amax", "float32"), ("abs_sum", "float64"), ("square_sum", "float64"))
+
+
+def statistics_facts(
+    statistics: Mapping[str, Statistics], arrays: dict[str, Array]
+) -> dict[str, Any]:
+    """Facts of statistics by point; their arrays go into `arrays`.
+
+    Of a histogram the bins between the first and the last that counted anything are kept. Products
+    of inputs and samples of them are not.
+    """
+    out = {}
+    for name, s in statistics.items():
+        for key, _ in _SUMS:
+            arrays[f"statistics/{name}/{key}"] = getattr(s, key)
+        used = np.flatnonzero(s.histogram[1:])
+        low, high = (int(used[0]) + 1, int(used[-1]) + 2) if len(used) else (1, 1)
+        arrays[f"statistics/{name}/histogram"] = s.histogram[low:high]
+        out[name] = {"num_tokens": s.num_tokens, "low": low, "zeros": int(s.histogram[0])}
+    return out
+
+
+def statistics_of(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Statistics]:
+    """The statistics that facts and arrays say.
+
+    Raises:
+        KeyError, TypeError, ValueError: they cannot be.
+    """
+    out = {}
+    for name, said in facts.items():
+        found = {k: _array(arrays, f"statistics/{name}/{k}", kind) for k, kind in _SUMS}
+        part = _array(arrays, f"statistics/{name}/histogram", "int64")
+        low, tokens = _count(said["low"]), _count(said["num_tokens"])
+        if part.ndim != 1 or not 1 <= low <= BINS - len(part) or (part < 0).any():
+            raise ValueError(f"the histogram of {name!r} is none")
+        for key, array in found.items():
+            if array.ndim != 1 or array.shape != found["amax"].shape:
+                raise ValueError(f"{key} of {name!r} has shape {list(array.shape)}")
+            if not (np.isfinite(array).all() and (array >= 0).all()):
+                raise ValueError(f"{key} of {name!r} holds what is no magnitude")
+        histogram = np.zeros(BINS, np.int64)
+        histogram[0], histogram[low : low + len(part)] = _count(said["zeros"]), part
+        # Small, and to be computed with: not left in the file.
+        out[name] = Statistics(
+            num_tokens=tokens, histogram=histogram, **{k: np.array(a) for k, a in found.items()}
+        )
+    return out
+
+
+def settlement_facts(settlement: Settlement, arrays: dict[str, Array]) -> dict[str, Any]:
+    """Facts of a settlement; its arrays go into `arrays`."""
+    formats: dict[Format, int] = {}
+    treatments, caches = {}, {}
+    for name, t in settlement.treatments.items():
+        for key in ("columns", "amax", "codes"):
+            if (array := getattr(t, key)) is not None:
+                arrays[f"treatments/{name}/{key}"] = array
+        treatments[name] = {
+            "format": formats.setdefault(t.format, len(formats)),
+            "stores_columns": bool(t.stores_columns),
+            "second_amax": float(t.second_amax),
+            "input_amax": float(t.input_amax),
+        }
+    for name, c in settlement.caches.items():
+        caches[name] = {
+            "format": formats.setdefault(c.format, len(formats)),
+            "key_amax": float(c.key_amax),
+            "value_amax": float(c.value_amax),
+        }
+    for name, factors in settlement.norms.items():
+        arrays[f"norms/{name}"] = factors
+    return {
+        "formats": [_plain(f) for f in formats],
+        "treatments": treatments,
+        "caches": caches,
+        "norms": sorted(settlement.norms),
+        "notes": list(settlement.notes),
+    }
+
+
+def settlement_of(facts: Mapping[str, Any], arrays: Arrays) -> Settlement:
+    """The settlement that facts and arrays say.
+
+    Raises:
+        KeyError, TypeError, ValueError, IndexError: they cannot be.
+    """
+    formats = [_format(f) for f in facts["formats"]]
+    out = Settlement(notes=[str(n) for n in facts["notes"]])
+    for name, said in facts["treatments"].items():
+        at = f"treatments/{name}"
+        codes = _array(arrays, f"{at}/codes", "int8", least=None)
+        columns = _array(arrays, f"{at}/columns", "float32")
+        if columns is not None and (columns.ndim != 1 or not (columns > 0).all()):
+            raise ValueError(f"columns of {name!r} are no factors")
+        if codes is not None and codes.ndim != 2:
+            raise ValueError(f"codes of {name!r} have shape {list(codes.shape)}")
+        out.treatments[name] = Treatment(
+            module=name,
+            format=formats[_count(said["format"])],
+            columns=columns,
+            stores_columns=said["stores_columns"] is True,
+            amax=_array(arrays, f"{at}/amax", "float32"),
+            second_amax=_magnitude(said["second_amax"]),
+            codes=codes,
+            input_amax=_magnitude(said["input_amax"]),
+        )
+    for name, said in facts["caches"].items():
+        out.caches[name] = Cache(
+            module=name,
+            format=formats[_count(said["format"])],
+            key_amax=_magnitude(said["key_amax"]),
+            value_amax=_magnitude(said["value_amax"]),
+        )
+    for name in facts["norms"]:
+        factors = arrays[f"norms/{name}"]
+        if factors.ndim != 1 or not (np.isfinite(factors).all() and (factors > 0).all()):
+            raise ValueError(f"factors of {name!r} are none")
+        out.norms[name] = np.array(factors, np.float32)
+    return out
+
+
+def _plain(found: Format) -> dict[str, Any]:
+    values = {f.name: getattr(found, f.name) for f in fields(Format)}
+    return values | {"choose": list(found.choose)}
+
+
+def _format(said: Mapping[str, Any]) -> Format:
+    for key, kind in (("name", str), ("algo", str), ("kv_algo", str), ("method", str)):
+        if not isinstance(said[key], kind):
+            raise TypeError(f"{key} of a format is {said[key]!r}")
+    if bool(said["algo"]) == bool(said["kv_algo"]):
+        raise ValueError("a format is for modules or for the KV cache")
+    if said["algo"] not in {"", *FORMATS} or said["kv_algo"] not in {"", *KV_BITS}:
+        raise ValueError(f"unknown format {said['algo'] or said['kv_algo']!r}")
+    return Format(
+        name=said["name"],
+        algo=said["algo"],
+        kv_algo=said["kv_algo"],
+        choose=tuple(str(c) for c in said["choose"]),
+        group_size=_count(said["group_size"]),
+        bits=_magnitude(said["bits"]),
+        constant=said["constant"] is True,
+        input_amax=_magnitude(said["input_amax"]),
+        method=said["method"],
+        round_twice=said["round_twice"] is True,
+        line=_count(said["line"]),
+    )
+
+
+def _array(arrays: Arrays, name: str, kind: str, *, least: float | None = 0) -> Any:
+    """An array of a type, finite and not less than `least`; None where there is none."""
+    found = arrays.get(name)
+    if found is None:
+        if name.startswith("statistics/"):
+            raise KeyError(name)
+        return None
+    if found.dtype.name != kind:
+        raise TypeError(f"{name!r} is of {found.dtype.name}")
+    if least is not None and not (np.isfinite(found).all() and (found >= least).all()):
+        raise ValueError(f"{name!r} holds what is no magnitude")
+    return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _magnitude(value: Any) -> float:
+    if type(value) not in (float, int) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{value!r} is no magnitude")
+    return float(value)

@@ -1,0 +1,176 @@
+"""Layers: a decoder run one layer at a time over many pieces, its weights there while needed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megtool.errors import GraphRuleError
+from megtool.inference.layer_streaming import on_demand_of
+from megtool.kernels.cuda_graphs import Function, Graphs, graphed
+from megtool.model.batch import Batch, Frame
+from megtool.model.decoder import Decoder
+from megtool.model.moe import MoeMlp
+from megtool.quant.calibration.micro_batches import Piece, moved
+
+_LOG = logging.getLogger(__name__)
+
+AHEAD_BYTES = 256 << 20
+"""Units of weights up to this size are read while the one before is used; larger ones are not,
+since they are used for longer than reading takes, and two of them in memory are too many."""
+
+FEWEST_REPEATS = 8
+"""A graph is worth its capture, for which a layer runs four times, from so many pieces on."""
+
+
+class Layers:
+    """Runs the layers of a stage. With `rehearsed` graphs are rehearsed on a CPU, for tests."""
+
+    def __init__(
+        self, decoder: Decoder, pieces: Sequence[Piece], *, rehearsed: bool = False
+    ) -> None:
+        self.decoder, self.device = decoder, decoder.groups.device
+        self.pieces = [moved(p, self.device) for p in pieces]
+        self.num_replays = 0
+        self._frames: dict[tuple[int, int], Frame] = {}
+        self._graphs_serve = self.device.type == "cuda" or rehearsed
+        self._pool: object = None
+        self._keeper = on_demand_of(decoder)
+        if self._keeper is not None:
+            held = decoder.state_dict()
+            sizes = [
+                sum(held[n].numel() * held[n].element_size() for n in names)
+                for names in self._keeper.units.values()
+            ]
+            self._keeper.reads_ahead = max(sizes) <= AHEAD_BYTES or self.device.type == "cuda"
+
+    @torch.no_grad()
+    def embed(self) -> Iterator[Tensor]:
+        """What enters the first layer, piece by piece."""
+        for piece in self.pieces:
+            yield self.decoder.embed(piece.batch, self._frame(piece))
+        self.release()
+
+    @torch.no_grad()
+    def run(self, layer: int, number: int, x_TH: Tensor) -> Tensor:
+        """What a layer makes of a piece."""
+        out: Tensor = self.decoder.decoder.layers[str(layer)](
+            x_TH, self._frame(self.pieces[number])
+        )
+        return out
+
+    @torch.no_grad()
+    def finish(self, x_TH: Tensor) -> Tensor:
+        """What enters the head, of which nothing but the norm is loaded."""
+        return self.decoder.finish(x_TH)
+
+    @contextlib.contextmanager
+    def norm_alone(self) -> Iterator[None]:
+        """Within it, `finish` loads no more than it needs."""
+        if self._keeper is None:
+            yield
+            return
+        names = [n for n in self._keeper.units["head"] if n.startswith("decoder.final_layernorm.")]
+        with self._keeper.holding(names):
+            yield
+
+    def release(self) -> None:
+        """Let go of the weights in memory, where they come on demand."""
+        if self._keeper is not None:
+            self._keeper.release()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._frames.clear()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def replayed(self, layer: int, state: Sequence[Tensor], *, graphable: bool) -> Replayed | None:
+        """The layer as graphs, one for each shape of which there are enough pieces.
+
+        None where there are none to be: on a CPU, or where a pass waits for the host.
+        """
+        if not (self._graphs_serve and graphable) or self.decoder.groups.world.size > 1:
+            return None
+        module = self.decoder.decoder.layers[str(layer)]
+        if not all(m.is_graphable for m in module.modules() if isinstance(m, MoeMlp)):
+            return None
+        shapes: dict[tuple[int, int], int] = {}
+        for p in self.pieces:
+            if p.is_plain:
+                shapes[p.batch.shape] = shapes.get(p.batch.shape, 0) + 1
+        often = {s for s, n in shapes.items() if n >= FEWEST_REPEATS}
+        return Replayed(self, layer, often, state) if often else None
+
+    def graphs(self, function: Function, state: Sequence[Tensor]) -> Graphs:
+        """Graphs of a function; all of them take turns in one pool of memory."""
+        more = {} if self._pool is None else {"pool": self._pool}
+        made = graphed(function, self.device, state=state, copies=True, **more)
+        if self.device.type == "cuda":
+            self._pool = made.pool
+        return made
+
+    def _frame(self, piece: Piece) -> Frame:
+        """Positions and masks of a piece: the same ones for all plain pieces of a shape."""
+        if not piece.is_plain:
+            return self.decoder.frame(piece.batch)
+        shape = piece.batch.shape
+        if shape not in self._frames:
+            self._frames[shape] = self.decoder.frame(piece.batch)
+        return self._frames[shape]
+
+
+class Replayed:
+    """One layer, captured once a shape and replayed; as it is once a capture has failed."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        layer: int,
+        shapes: set[tuple[int, int]],
+        state: Sequence[Tensor],
+    ) -> None:
+        self._layers, self._layer, self._state = layers, layer, list(state)
+        self._shapes = shapes
+        self._graphs: dict[tuple[int, int], Graphs] = {}
+
+    def __call__(self, number: int, x_TH: Tensor) -> Tensor:
+        """What the layer makes of a piece."""
+        layers, piece = self._layers, self._layers.pieces[number]
+        shape = piece.batch.shape
+        if not piece.is_plain or shape not in self._shapes:
+            return layers.run(self._layer, number, x_TH)
+        if shape not in self._graphs:
+
+            def function(x: Tensor) -> Tensor:
+                out = layers.run(self._layer, number, x)
+                layers.decoder.rotary.forget()
+                return out
+
+            self._graphs[shape] = layers.graphs(function, self._state)
+        graphs = self._graphs[shape]
+        captured = len(graphs.captured)
+        try:
+            with torch.no_grad():
+                out: Tensor = graphs(x_TH)
+        except GraphRuleError as error:
+            if len(graphs.captured) > captured:
+                raise  # captured, and replayed otherwise: the results could be wrong
+            _LOG.info("layer %d runs without CUDA graphs: %s", self._layer, error.message)
+            self._shapes.discard(shape)
+            return layers.run(self._layer, number, x_TH)
+        layers.num_replays += 1
+        return out
+
+
+def one_batch(piece: Piece) -> Batch:
+    """What is to be seen of a piece: of one that does not count, no token."""
+    valid_T = piece.valid_T
+    if valid_T is None or piece.counts:
+        return piece.batch
+    b = piece.batch
+    return Batch(tokens_BS=b.tokens_BS, valid_BS=valid_T.view(b.shape))

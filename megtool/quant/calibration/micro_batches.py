@@ -1,0 +1,125 @@
+"""Pieces: calibration data in parts small enough for a layer, shared out over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import CalibrationError
+from megtool.model.batch import Batch
+from megtool.parallel.process_groups import Group
+
+MOST_TOKENS = 4096
+MOST_BYTES = 160 << 20
+"""Of what a layer makes of a piece on its way, in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some rows of a batch, the first of which is the data's row `first`.
+
+    One that does not `count` is run for the sake of other ranks, which wait for each other.
+    """
+
+    batch: Batch
+    first: int
+    counts: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, padding included."""
+        return self.batch.tokens_BS.numel()
+
+    @property
+    def valid_T(self) -> Tensor | None:
+        """What is to be seen of the piece; None for all of it."""
+        if not self.counts:
+            return torch.zeros(
+                self.num_tokens, dtype=torch.bool, device=self.batch.tokens_BS.device
+            )
+        return None if self.batch.valid_BS is None else self.batch.valid_BS.flatten()
+
+    @property
+    def is_plain(self) -> bool:
+        """It has nothing but tokens, so that its shape decides about positions and masks."""
+        b = self.batch
+        return b.positions_BS is None and b.valid_BS is None and b.documents_BS is None
+
+
+def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
+    """Batches in pieces of whole rows, of about as many tokens as a layer can hold the middle of.
+
+    The same for every layout, so that sums are.
+
+    Raises:
+        CalibrationError: there is nothing to see.
+    """
+    most, out, first = tokens_at_once(config), [], 0
+    for batch in batches:
+        rows, width = batch.shape
+        step = max(1, most // width)
+        for start in range(0, rows, step):
+            some = slice(start, start + step)
+            out.append(Piece(batch=rows_of(batch, some, rows), first=first + start))
+        first += rows
+    if not any(_num_valid(p.batch) for p in out):
+        raise CalibrationError(
+            "the data has no tokens, so there is nothing to calibrate on",
+            hint="--data FILE with text in it; --field names the field that holds it",
+        )
+    return out
+
+
+def share(pieces: Sequence[Piece], dp: Group) -> list[Piece]:
+    """The pieces of a data-parallel rank: as many on each, some of them for the others' sake."""
+    own = list(pieces[dp.rank :: dp.size])
+    if len(own) < -(-len(pieces) // dp.size):
+        own.append(replace(pieces[-1], counts=False))
+    return own
+
+
+def tokens_at_once(config: ModelConfig) -> int:
+    """How many tokens a layer takes: a power of two, so that rows of usual lengths fill it."""
+    halves = 1 + config.gated
+    inner = config.ffn_hidden_size * (halves + 1)
+    if config.num_experts:
+        inner = max(inner, config.moe_ffn_hidden_size * config.num_experts_per_token * (halves + 1))
+    fits = MOST_BYTES // (4 * (inner + 4 * config.hidden_size))
+    return max(1, min(MOST_TOKENS, 1 << max(fits, 1).bit_length() - 1))
+
+
+def num_valid(pieces: Sequence[Piece]) -> int:
+    """Tokens that are no padding."""
+    return sum(_num_valid(p.batch) for p in pieces if p.counts)
+
+
+def moved(piece: Piece, device: torch.device) -> Piece:
+    """The piece where it is computed."""
+    b = piece.batch
+    values = {
+        n: None if (t := getattr(b, n)) is None else t.to(device)
+        for n in ("tokens_BS", "positions_BS", "valid_BS", "documents_BS")
+    }
+    return replace(piece, batch=Batch(**values))  # type: ignore[arg-type]
+
+
+def _num_valid(batch: Batch) -> int:
+    return batch.tokens_BS.numel() if batch.valid_BS is None else int(batch.valid_BS.sum())
+
+
+def rows_of(batch: Batch, some: slice, rows: int) -> Batch:
+    """Some of the `rows` of a batch."""
+
+    def part(t: Tensor | None) -> Tensor | None:
+        return t if t is None or (t.shape[0] == 1 and rows != 1) else t[some]
+
+    return Batch(
+        tokens_BS=batch.tokens_BS[some],
+        positions_BS=part(batch.positions_BS),
+        valid_BS=part(batch.valid_BS),
+        documents_BS=part(batch.documents_BS),
+    )

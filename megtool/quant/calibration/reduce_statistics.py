@@ -1,0 +1,132 @@
+"""Reduction: what each rank saw of an activation, made into the statistics of all of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megtool.model.hooks import Place
+from megtool.parallel.collectives import all_max, all_sum, gather_columns, gather_rows
+from megtool.parallel.process_groups import Group, Groups
+from megtool.quant.calibration.running_statistics import Tally
+from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics, thinned
+
+
+def reduced(
+    tally: Tally | None,
+    place: Place,
+    width: int,
+    groups: Groups,
+    *,
+    gram: bool = False,
+    sample: bool = False,
+) -> Statistics:
+    """The statistics of `[all rows, width]`, the same on every rank of the stage.
+
+    Columns of ranks are put side by side, rows add up, and experts come from the rank that has
+    them; `tally` is None on the others.
+    """
+    device = groups.device
+    here = _own(tally, place, width, device)
+    product = _gram(tally, place, width, device) if gram else None
+    rows = _rows(tally, place, width, device) if sample else None
+    is_expert = place.expert is not None
+    for group in (place.rows, groups.expert_dp if is_expert else groups.replicas):
+        if rows is not None:
+            rows = _sampled(rows, here, group)
+        here = here.summed(group)
+        product = None if product is None else all_sum(product, group)
+    if is_expert:  # one rank of the ep group has it, and nothing adds nothing
+        here = here.summed(groups.ep)
+        product = None if product is None else all_sum(product, groups.ep)
+        if rows is not None:
+            padded = rows.new_zeros(SAMPLE, width)
+            padded[: len(rows)] = rows
+            num_rows = int(all_sum(torch.tensor(len(rows), device=device), groups.ep))
+            rows = all_sum(padded, groups.ep)[:num_rows]
+    return here.statistics(product, rows)
+
+
+class _Sums:
+    """What adds up, in one tensor: sums by column, counts by bin, tokens; and what does not."""
+
+    def __init__(self, sums: Tensor, amax: Tensor) -> None:
+        self.sums, self.amax = sums, amax
+
+    def summed(self, group: Group) -> _Sums:
+        """Of all ranks of the group."""
+        return _Sums(all_sum(self.sums, group), all_max(self.amax, group))
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows."""
+        return int(self.sums[-1])
+
+    def statistics(self, gram: Tensor | None, sample: Tensor | None) -> Statistics:
+        """On the host."""
+        width = len(self.amax)
+        sums = self.sums.cpu().numpy()
+        return Statistics(
+            num_tokens=int(sums[-1]),
+            amax=_array(self.amax),
+            abs_sum=sums[:width].copy(),
+            square_sum=sums[width : 2 * width].copy(),
+            histogram=sums[2 * width : 2 * width + BINS].astype(np.int64),
+            gram=None if gram is None else _array(gram),
+            sample=None if sample is None else _array(sample),
+        )
+
+
+def _own(tally: Tally | None, place: Place, width: int, device: torch.device) -> _Sums:
+    """This rank's rows, all columns. Counts below 2^53 are whole in float64."""
+    if tally is None:
+        sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
+        return _Sums(sums, torch.zeros(width, device=device))
+    columns = torch.stack((tally.abs_sum, tally.square_sum, tally.amax.double()))
+    columns = _side_by_side(columns, place)
+    counts = torch.cat((tally.histogram, tally.num_tokens.view(1)))
+    counts = torch.cat((all_sum(counts[:-1], place.columns) // place.repeats, counts[-1:]))
+    sums = torch.cat((columns[0], columns[1], counts.double()))
+    return _Sums(sums, columns[2].float())
+
+
+def _side_by_side(x: Tensor, place: Place) -> Tensor:
+    """`[..., this rank's columns]` as `[..., all columns]`."""
+    if place.columns.size == 1:
+        return x
+    every = gather_columns(x, place.columns)
+    every = every.view(*x.shape[:-1], place.columns.size, place.parts, -1)
+    return every[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
+
+
+def _gram(tally: Tally | None, place: Place, width: int, device: torch.device) -> Tensor:
+    if tally is None or tally.gram is None:
+        return torch.zeros(width, width, device=device)
+    return gather_rows(tally.gram, place.columns)
+
+
+def _rows(tally: Tally | None, place: Place, width: int, device: torch.device) -> Tensor:
+    """All columns of the rows this rank has kept, the same of which other columns' ranks have."""
+    sampled = None if tally is None else tally.sampled
+    if sampled is None:
+        return torch.zeros(0, width, device=device)
+    return _side_by_side(sampled, place)
+
+
+def _sampled(rows: Tensor, here: _Sums, group: Group) -> Tensor:
+    """A sample of all ranks' rows."""
+    if group.size == 1:
+        return rows
+    sizes = torch.tensor([[len(rows), here.num_tokens]], device=rows.device)
+    sizes = gather_rows(sizes, group)
+    padded = rows.new_zeros(1, SAMPLE, rows.shape[1])
+    padded[0, : len(rows)] = rows
+    every = gather_rows(padded, group).cpu().numpy()
+    found = thinned([(every[i, :held], tokens) for i, (held, tokens) in enumerate(sizes.tolist())])
+    return rows[:0] if found is None else torch.from_numpy(found).to(rows.device)
+
+
+def _array(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    out: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = x.float().cpu().numpy()
+    return out

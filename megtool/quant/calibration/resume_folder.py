@@ -1,0 +1,178 @@
+"""Work: what a calibration has finished, in a folder from which a killed run goes on.
+
+There is a file for every finished unit (a layer, or the head), with its statistics and what was
+settled, and files of the activations that enter the next one, of every data-parallel rank. All of
+them appear under their names when they are whole, and hold digests: a run goes on behind the last
+unit that is sound, with what enters it. On several hosts the folder is on storage they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.storage.lock import Lock
+from megtool.errors import CalibrationError
+from megtool.quant.calibration import calibration_file_io
+from megtool.quant.calibration.calibration_file_parts import (
+    settlement_facts,
+    settlement_of,
+    statistics_facts,
+    statistics_of,
+)
+from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.qparams import Settlement
+
+_LOG = logging.getLogger(__name__)
+
+CHOOSING = "choosing"
+"""The folder in it of what was measured before, to choose formats by."""
+
+_ABOUT = "calibration.json"
+_MOST = 1 << 20
+
+
+class Work:
+    """The folder of one calibration. `settings` are those that change its numbers.
+
+    `leads` is the process that locks the folder and says whose it is; every process reads it. Use
+    `claim` before anything else.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: Fingerprint,
+        settings: Mapping[str, Any],
+        leads: bool = True,
+        files: Files | None = None,
+    ) -> None:
+        self.folder, self.leads = folder, leads
+        self.files = Files() if files is None else files
+        self._about = {"fingerprint": asdict(fingerprint), "settings": dict(settings)}
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the folder, which is made where it is missing.
+
+        Raises:
+            CalibrationError: it belongs to another calibration; says what is different.
+            DestinationError: another run works in it, or it cannot be written.
+            StorageError: the system refuses.
+        """
+        if not self.leads:
+            yield
+            return
+
+        def make() -> None:
+            missing = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+            for path in reversed(missing):
+                self.files.mkdir(path)
+
+        lock = Lock(self.files, self.folder / "lock", make)
+        try:
+            self._check()
+            yield
+        finally:
+            lock.release()
+
+    def _check(self) -> None:
+        path = self.folder / _ABOUT
+        data = self.files.read_whole(path, at_most=_MOST)
+        if data is None:
+            strange = [n for n in self.files.names(self.folder) if n not in ("lock", CHOOSING)]
+            if strange:
+                raise CalibrationError(
+                    f"the folder for work holds {strange[0]!r}, which no calibration made",
+                    file=self.folder,
+                    hint="--work NAME: an empty folder, or one that does not exist yet",
+                )
+            place = path.with_name(f".{_ABOUT}.tmp")
+            text = json.dumps(self._about, indent=1, sort_keys=True).encode()
+            fd = self.files.open_write(place)
+            try:
+                self.files.truncate(fd, 0)
+                self.files.pwrite_all(fd, text, 0)
+            finally:
+                self.files.close(fd)
+            self.files.fsync(place)
+            self.files.rename(place, path)
+            return
+        try:
+            said = json.loads(data)
+            apart = [
+                key
+                for part, values in self._about.items()
+                for key, value in values.items()
+                if said[part][key] != value
+            ]
+        except (ValueError, KeyError, TypeError):
+            apart = ["kind"]
+        if apart:
+            raise CalibrationError(
+                "the folder for work belongs to another calibration: not the same "
+                + " and ".join(apart),
+                file=self.folder,
+                hint="remove the folder, or choose another (--work NAME)",
+            )
+
+    # ---- units
+
+    def record(
+        self, unit: int, statistics: Mapping[str, Statistics], settlement: Settlement
+    ) -> None:
+        """Keep what came of a unit.
+
+        Raises:
+            StorageError: the disk is full, or refuses otherwise.
+        """
+        arrays: dict[str, calibration_file_io.Array] = {}
+        facts = {
+            "unit": unit,
+            "statistics": statistics_facts(statistics, arrays),
+            "settlement": settlement_facts(settlement, arrays),
+        }
+        calibration_file_io.write(self._unit(unit), arrays, facts, self.files)
+
+    def recorded(self, unit: int) -> tuple[dict[str, Statistics], Settlement] | None:
+        """What came of a unit; None where it is not finished, or its file is damaged."""
+        path = self._unit(unit)
+        if self.files.stat(path) is None:
+            return None
+        try:
+            facts, arrays = calibration_file_io.read(path)
+            if facts["unit"] != unit:
+                raise ValueError(f"it is of unit {facts['unit']}")
+            found = statistics_of(facts["statistics"], arrays)
+            return found, settlement_of(facts["settlement"], arrays)
+        except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
+            _LOG.warning("%s is damaged, and is made again: %s", path, e)
+            return None
+
+    def num_finished(self, num_units: int) -> int:
+        """How many units are finished, from the first on."""
+        for unit in range(num_units):
+            if self.recorded(unit) is None:
+                return unit
+        return num_units
+
+    # ---- activations
+
+    def entering(self, unit: int, part: int) -> Path:
+        """The file of what enters a unit on a data-parallel rank."""
+        return self.folder / f"into-{unit:05d}-{part:04d}.bin"
+
+    def forget(self, unit: int, part: int) -> None:
+        """Remove what entered a unit."""
+        self.files.remove(self.entering(unit, part))
+
+    def _unit(self, unit: int) -> Path:
+        return self.folder / f"unit-{unit:05d}.safetensors"

@@ -1,0 +1,199 @@
+"""Recipe report: rules and the modules they decide about, as data and as a person reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megtool.console import format_bytes
+from megtool.quant.recipes.match import Decision
+from megtool.reports import columns, count, fold_names, shown
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
+_MOST_NOTES = 8
+
+
+def target_told(target: str, doubt: str) -> str:
+    """What is said of the engine that is to load the result."""
+    return f"{target} loads these formats, but {doubt}" if doubt else f"{target} loads it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleLine:
+    """One rule: how many modules it matches, and which of them it decides about."""
+
+    number: int
+    label: str
+    format: str
+    matches: int
+    decides: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleLine:
+    """Modules that differ in layer or expert alone and are decided alike.
+
+    `num_bytes` is that of all of them, `bits` are per weight with scales; `source_bytes` is what
+    they weigh now. `rules` are numbers from 1.
+    """
+
+    name: str
+    kind: str
+    roles: tuple[str, ...]
+    count: int
+    shape: tuple[int, ...]
+    format: str
+    group_size: int
+    bits: float
+    num_bytes: int
+    source_bytes: int
+    rules: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatLine:
+    """All weights of one format: modules, elements and bytes with scales."""
+
+    format: str
+    modules: int
+    weights: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainReport:
+    """What a recipe makes of a model.
+
+    `source_bytes` is what all weights of the model take now, `other_bytes` those of biases and the
+    like, which no rule is about; `kv_bytes` and `kv_source_bytes` are of the KV cache of one token
+    (two bytes an element today). `doubt` is what speaks against the target's running the model,
+    though it loads the formats. `is_estimate` says that formats are still to be chosen within a
+    budget.
+    """
+
+    path: str
+    format: str
+    family: str | None
+    recipe: str
+    dialect: str
+    first_match_wins: bool
+    algorithm: Mapping[str, Any]
+    target: str | None
+    doubt: str
+    rules: tuple[RuleLine, ...]
+    modules: tuple[ModuleLine, ...]
+    formats: tuple[FormatLine, ...]
+    source_bytes: int
+    other_bytes: int
+    kv_bytes: int
+    kv_source_bytes: int
+    is_estimate: bool
+    notes: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights after it, with scales, biases and what is kept."""
+        return sum(f.num_bytes for f in self.formats) + self.other_bytes
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight over all modules."""
+        weights = sum(f.weights for f in self.formats)
+        return 8 * sum(f.num_bytes for f in self.formats) / max(weights, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        out: dict[str, Any] = {n: getattr(self, n) for n in self.__dataclass_fields__}
+        for name in ("rules", "modules", "formats"):
+            out[name] = [asdict(one) for one in getattr(self, name)]
+        out["algorithm"] = dict(self.algorithm)
+        return out | {"num_bytes": self.num_bytes, "bits": self.bits}
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        yield f"{self.path} ({self.format}) by recipe {self.recipe}"
+        options = [f"{k} {v}" for k, v in self.algorithm.items() if k != "method"]
+        yield f"  family      {self.family or 'unknown'}"
+        yield f"  algorithm   {', '.join([str(self.algorithm.get('method', 'none')), *options])}"
+        order = "first" if self.first_match_wins else "last"
+        yield f"  dialect     {self.dialect}: the {order} rule that matches decides"
+        if self.target:
+            yield f"  target      {target_told(self.target, self.doubt)}"
+        yield from (f"  note        {note}" for note in self.notes[:_MOST_NOTES])
+        if len(self.notes) > _MOST_NOTES:
+            yield f"  note        and {len(self.notes) - _MOST_NOTES} more (--json lists them)"
+        yield ""
+        yield from self._rules()
+        yield ""
+        yield from self._modules()
+        yield ""
+        yield from self._formats()
+
+    def _rules(self) -> Iterator[str]:
+        rows = [("rule", "", "format", "matches", "decides")]
+        for r in self.rules:
+            if r.matches or self.dialect == "megtool":
+                rows.append((str(r.number), r.label, r.format, str(r.matches), str(r.decides)))
+        yield from columns(rows, left=3)
+
+    def _modules(self) -> Iterator[str]:
+        rows = [("module", "shape", "format", "rule", "bits", "bytes")]
+        for m in self.modules:
+            rules = ", ".join(map(str, m.rules)) or "none"
+            cache = m.kind == "kv_cache"
+            size = f"{format_bytes(m.num_bytes)}{' a token' if cache else ''}"
+            rows.append((m.name, shown(m.shape), m.format, rules, f"{m.bits:.2f}", size))
+        yield from columns(rows, left=4)
+
+    def _formats(self) -> Iterator[str]:
+        rows = [("format", "modules", "weights", "bits", "bytes")]
+        for f in self.formats:
+            bits = f"{8 * f.num_bytes / max(f.weights, 1):.2f}"
+            rows.append(
+                (f.format, str(f.modules), count(f.weights), bits, format_bytes(f.num_bytes))
+            )
+        if self.other_bytes:
+            rows.append(("biases and the like", "", "", "", format_bytes(self.other_bytes)))
+        yield from columns(rows, left=1)
+        about = "about " if self.is_estimate else ""
+        share = self.num_bytes / max(self.source_bytes, 1)
+        yield (
+            f"in all {about}{format_bytes(self.num_bytes)} of {format_bytes(self.source_bytes)} "
+            f"({100 * share:.1f} %), {about}{self.bits:.2f} bits per weight"
+        )
+        if self.kv_bytes != self.kv_source_bytes:
+            yield (
+                f"KV cache {format_bytes(self.kv_bytes)} a token, "
+                f"{format_bytes(self.kv_source_bytes)} in 16 bits"
+            )
+
+
+def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
+    """Decisions that differ in numbers alone as one line, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[Decision]] = {}
+    for d in decisions:
+        pattern = _NUMBERS.sub("#", d.module.name)
+        group = d.format.group_size if d.format else 0
+        groups.setdefault((pattern, d.module.shape, d.label, group, d.rules), []).append(d)
+    for some in groups.values():
+        first = some[0]
+        (name, number), *_ = fold_names(d.module.name for d in some)
+        total = sum(d.num_bytes for d in some)
+        yield ModuleLine(
+            name=name,
+            kind=first.module.kind,
+            roles=tuple(sorted(first.module.roles)),
+            count=number,
+            shape=first.module.shape,
+            format=first.label,
+            group_size=first.format.group_size if first.format else 0,
+            bits=8 * total / max(sum(d.module.numel for d in some), 1),
+            num_bytes=total,
+            source_bytes=sum(d.module.num_bytes for d in some),
+            rules=tuple(i + 1 for i in first.rules),
+            why=first.why,
+        )

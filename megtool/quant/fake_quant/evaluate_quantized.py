@@ -1,0 +1,85 @@
+"""Evaluate: a quantised model beside the one it was made of, on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megtool.inference.compare import Comparison, compare
+from megtool.inference.forward import Forward
+from megtool.inference.windows import Document
+from megtool.quant.fake_quant.fake_quant_model import Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What quantisation cost, over `num_tokens` predictions.
+
+    Perplexities before and after; KL(before || after) in nats, its mean and its largest value;
+    `agreement`, the share of tokens whose likeliest token is the same. `comparison` has the rest.
+    """
+
+    num_tokens: int
+    perplexity_before: float
+    perplexity_after: float
+    kl_mean: float
+    kl_max: float
+    agreement: float
+    comparison: Comparison
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """How many times as large perplexity has become."""
+        return self.perplexity_after / self.perplexity_before
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Quality:
+        """From the comparison of the source, first, with the quantised model."""
+        return cls(
+            num_tokens=comparison.ours.num_tokens,
+            perplexity_before=comparison.ours.perplexity,
+            perplexity_after=comparison.theirs.perplexity,
+            kl_mean=comparison.kl_mean,
+            kl_max=comparison.kl_max,
+            agreement=comparison.agreement,
+            comparison=comparison,
+        )
+
+
+def compare_quantised(
+    source: Forward,
+    quantised: Forward,
+    simulation: Simulation | None,
+    documents: Sequence[Document],
+    *,
+    window: int,
+    stride: int,
+    batch_size: int = 1,
+    counted: Callable[[int], None] = lambda n: None,
+) -> Quality:
+    """Run both models over all documents, the quantised one as its engine computes.
+
+    `quantised` is loaded from the written checkpoint, with a `simulation` of its inputs and caches
+    (`weights=False`), or is another decoder of the source with one of its weights too (None: inputs
+    stay as they are). The two may be on demand. Every rank gets the same result.
+
+    Raises:
+        UsageError: nothing to predict, or vocabularies differ.
+        CheckpointError: logits hold a NaN.
+    """
+
+    def run() -> Comparison:
+        return compare(
+            source,
+            quantised,
+            documents,
+            window=window,
+            stride=stride,
+            batch_size=batch_size,
+            counted=counted,
+        )
+
+    if simulation is None:
+        return Quality.of(run())
+    with simulation:
+        return Quality.of(run())

@@ -1,0 +1,372 @@
+"""Simulation: a loaded decoder that computes, for a while, as the engine will."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megtool.errors import UsageError
+from megtool.inference.layer_streaming import on_demand_of, replaced, restored
+from megtool.model.decoder import Decoder
+from megtool.model.hooks import Place, places
+from megtool.parallel.collectives import all_max
+from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.fake_quant.fake_quantize import (
+    fake_cache,
+    fake_weight,
+    input_scale,
+    needs_scale,
+    rounded_input,
+    run_weight,
+    tensor_amax,
+)
+from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rounding:
+    """What becomes of one input: its kind (of `treatment.INPUTS`), scale and columns' factors."""
+
+    kind: str
+    scale: float
+    columns: Tensor | None
+
+    def equals(self, other: Rounding | None) -> bool:
+        """The same becomes of another one."""
+        if other is None or (self.kind, self.scale) != (other.kind, other.scale):
+            return False
+        if self.columns is None or other.columns is None:
+            return self.columns is other.columns
+        return torch.equal(self.columns, other.columns)
+
+
+class Simulation:
+    """A decoder with inputs and caches rounded as `settlement` says; in `with`, or by `start`.
+
+    With `weights`, for a decoder of the model before quantisation, weights are rounded too, and
+    inputs are smoothed by all factors of columns. Without, it is for a decoder loaded from the
+    written checkpoint: its weights are rounded already, and the norms before them carry the factors
+    that were folded, so that inputs are divided by stored ones alone; what is left to do with
+    weights is W4A8_AWQ's second step (`simulate.run_weight`).
+
+    Weights that come on demand are rounded whenever their layer is there. `dtype` is the type they
+    are stored in (see `simulate.fake_weight`). Every rank makes the same calls.
+
+    Modules in FP8 that a Hugging Face folder stores in one tensor have its one scale. Not
+    simulated: engines that give fused siblings in FP8 the larger of their scales.
+
+    Raises:
+        UsageError: modules that multiply the same input would round it in different ways.
+        CalibrationError: an input's scale has to come from calibration and did not.
+        MappingError: a point is not in this decoder.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        points: Iterable[Point],
+        settlement: Settlement,
+        *,
+        weights: bool,
+        dtype: str = "float32",
+    ) -> None:
+        self._decoder, self._settlement, self._dtype = decoder, settlement, dtype
+        self._folded = not weights
+        stage = decoder.stage
+        here = [
+            p for p in points if (p.layer in stage.layers if p.layer is not None else stage.head)
+        ]
+        self._taps: list[tuple[Place, Callable[..., Any]]] = []
+        self._before: list[tuple[Place, Any]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._made: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._asked: Callable[[], None] | None = None
+        self._modules: dict[int | None, list[str]] = defaultdict(list)
+        self._together = [(p.layer, names) for p in here for names in p.together]
+        self._find_taps(here)
+        named = {
+            m: p.layer
+            for p in here
+            for m in p.modules
+            if (t := settlement.treatments.get(m)) is not None
+            and (weights or t.format.algo == "W4A8_AWQ")
+        }
+        if named:
+            self._views = WeightViews(decoder, named)
+            for module, layer in named.items():
+                if module in self._views.parts:
+                    self._modules[layer].append(module)
+
+    def start(self) -> Simulation:
+        """Compute as the engine does from now on."""
+        decoder = self._decoder
+        try:
+            if on_demand_of(decoder) is None:
+                for layer in self._modules:
+                    self._round_weights(layer)
+            else:
+                self._hook()
+        except BaseException:
+            self.stop()
+            raise
+        for place, tap in self._taps:
+            self._before.append((place, getattr(place.module, place.attribute)))
+            place.set(tap)
+        return self
+
+    def stop(self) -> None:
+        """Compute as the decoder's own weights do again."""
+        for place, tap in reversed(self._before):
+            place.set(tap)
+        for hook in self._hooks:
+            hook.remove()
+        if self._asked is not None:
+            self._decoder.before_head = self._asked
+        for name, (made, own) in self._made.items():
+            if self._decoder.get_parameter(name) is made:
+                restored(self._decoder, name, own)
+        self._before, self._hooks, self._asked = [], [], None
+        self._made.clear()
+
+    def __enter__(self) -> Simulation:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _hook(self) -> None:
+        """Round the weights of a layer once they are read: their hook was there before."""
+        layers = self._decoder.decoder.layers
+        for layer in self._modules:
+            if layer is not None:
+                hook = layers[str(layer)].register_forward_pre_hook(
+                    lambda *_, layer=layer: self._round_weights(layer)
+                )
+                self._hooks.append(hook)
+        read = self._decoder.before_head
+        if None in self._modules and read is not None:
+
+            def ask() -> None:
+                read()
+                self._round_weights(None)
+
+            self._asked = read
+            self._decoder.before_head = ask
+
+    @torch.no_grad()
+    def _round_weights(self, layer: int | None) -> None:
+        """Put rounded weights in the place of a layer's own, unless they are there."""
+        decoder, modules = self._decoder, self._modules[layer]
+        names = self._views.parameters(modules)
+        if all(n in self._made and decoder.get_parameter(n) is self._made[n][0] for n in names):
+            return
+        for name in [n for n in self._made if decoder.get_parameter(n) is not self._made[n][0]]:
+            del self._made[name]  # let go of by who loads on demand
+        own = {name: decoder.get_parameter(name) for name in names}
+        rounded = self.rounded(layer)
+        for name in names:
+            replaced(decoder, name, rounded[name])
+            self._made[name] = decoder.get_parameter(name), own[name]
+
+    @property
+    def taps(self) -> Sequence[tuple[Place, Callable[..., Any]]]:
+        """What rounds inputs and caches, and where."""
+        return self._taps
+
+    @property
+    def layers(self) -> tuple[int | None, ...]:
+        """The layers whose weights are rounded; None is the head."""
+        return tuple(self._modules)
+
+    @torch.no_grad()
+    def rounded(self, layer: int | None) -> dict[str, Tensor]:
+        """The parameters of a layer that hold rounded weights, as they are with them; the decoder
+        has to hold its own."""
+        modules = self._modules[layer]
+        treatments = self._settlement.treatments | self._with_one_scale(layer)
+        out = {
+            name: self._decoder.get_parameter(name).detach().clone()
+            for name in self._views.parameters(modules)
+        }
+        for module in modules:
+            held, treatment = self._views.read(module), treatments[module]
+            if self._folded:
+                weight = run_weight(held, treatment)
+            else:
+                weight = fake_weight(held, treatment, dtype=self._dtype, as_run=True)
+            self._views.write(module, weight, out)
+        return out
+
+    def _with_one_scale(self, layer: int | None) -> dict[str, Treatment]:
+        """The treatments of a layer's modules that have one scale because they are stored as one:
+        that of the largest."""
+        if self._folded:
+            return {}
+        out: dict[str, Treatment] = {}
+        for at, names in self._together:
+            held = [
+                t
+                for m in names
+                if at == layer and m in self._views.parts
+                if (t := self._settlement.treatments[m]).format.algo == "FP8"
+            ]
+            if len(held) > 1:
+                tops = [tensor_amax(self._views.read(t.module), t) for t in held]
+                one = np.asarray(max(tops), np.float32)
+                out |= {t.module: replace(t, amax=one) for t in held}
+        return out
+
+    def weight(self, module: str) -> Tensor | None:
+        """A module's whole weight, as the decoder holds it; None where it is another rank's."""
+        has = hasattr(self, "_views") and module in self._views.parts
+        return self._views.read(module) if has else None
+
+    def _find_taps(self, points: Sequence[Point]) -> None:
+        inputs: dict[tuple[int, str], list[tuple[Place, Rounding]]] = defaultdict(list)
+        for point in points:
+            if point.what == "kv_cache":
+                for cache in (self._settlement.caches.get(m) for m in point.modules):
+                    if cache is not None:
+                        self._taps += [(p, _cache_tap(cache)) for p in self._places(point)]
+                continue
+            if point.name.endswith(".shared.router"):  # a gate, which no engine quantises
+                continue
+            rounding = self._rounding(point)
+            if rounding is None:
+                continue
+            for place in self._places(point):
+                if place.is_here:
+                    inputs[id(place.module), place.attribute].append((place, rounding))
+        for found in inputs.values():
+            place, rounding = found[0]
+            if place.expert is not None:
+                num_experts = place.module.get_parameter("weight").shape[0]
+                by_expert = {p.expert: self._own(r, p) for p, r in found if p.expert is not None}
+                tap: Callable[..., Any] = _expert_tap(
+                    by_expert, num_experts, place, self._decoder.groups.device
+                )
+            else:
+                tap = _input_tap(self._own(rounding, place), place)
+            self._taps.append((place, tap))
+
+    def _places(self, point: Point) -> tuple[Place, ...]:
+        return places(self._decoder, point.name)
+
+    def _rounding(self, point: Point) -> Rounding | None:
+        """What becomes of a point's input; None where it stays as it is."""
+        found = {m: self._rounding_for(m) for m in point.modules}
+        first_name, first = next(iter(found.items()))
+        for name, other in found.items():
+            same = other is None if first is None else first.equals(other)
+            if not same:
+                raise UsageError(
+                    f"{first_name} and {name} multiply the same input, rounded in different ways",
+                    hint="engines run them as one: let one rule of the recipe decide about both",
+                )
+        return first
+
+    def _rounding_for(self, module: str) -> Rounding | None:
+        treatment = self._settlement.treatments.get(module)
+        kind = None if treatment is None else INPUTS.get(treatment.format.algo)
+        if treatment is None or kind is None:
+            return None
+        return Rounding(
+            kind=kind,
+            scale=float(input_scale(treatment)) if needs_scale(treatment) else 0.0,
+            columns=self._columns(treatment),
+        )
+
+    def _columns(self, treatment: Treatment) -> Tensor | None:
+        if treatment.columns is None or (self._folded and not treatment.stores_columns):
+            return None
+        return torch.from_numpy(np.array(treatment.columns, np.float32))
+
+    def _own(self, rounding: Rounding, place: Place) -> Rounding:
+        """For this rank's columns, on its device."""
+        columns, group = rounding.columns, place.columns
+        if columns is not None:
+            width = len(columns) // group.size
+            columns = columns[group.rank * width :][:width].to(self._decoder.groups.device)
+        return Rounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
+
+
+def _cache_tap(cache: Cache) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return lambda key, value: fake_cache(key, value, cache)
+
+
+def _input_tap(rounding: Rounding, place: Place) -> Callable[[Tensor], Tensor]:
+    group = place.columns
+
+    def tap(x_TI: Tensor) -> Tensor:
+        return rounded_input(
+            x_TI,
+            rounding.kind,
+            scale=rounding.scale,
+            columns=rounding.columns,
+            largest=lambda top: all_max(top, group),
+        )
+
+    return tap
+
+
+def _expert_tap(
+    by_expert: Mapping[int, Rounding], num_experts: int, place: Place, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Rows sorted by expert, each as its expert has it, without a loop over experts.
+
+    Scales and factors are picked by row; those of other experts are ones, and where experts differ
+    in kind, each kind is computed of all rows.
+    """
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for expert, rounding in by_expert.items():
+        kinds[rounding.kind].append(expert)
+        tables = []
+    for kind, experts in kinds.items():
+        scales_E = torch.ones(num_experts, device=device)
+        scales_E[experts] = torch.tensor([by_expert[e].scale for e in experts], device=device)
+        columns_EI = None
+        smoothed = [e for e in experts if by_expert[e].columns is not None]
+        if smoothed:
+            width = len(by_expert[smoothed[0]].columns)  # type: ignore[arg-type]
+            columns_EI = torch.ones(num_experts, width, device=device)
+            for e in smoothed:
+                columns_EI[e] = by_expert[e].columns  # type: ignore[assignment]
+        here_E = torch.zeros(num_experts, dtype=torch.bool, device=device)
+        here_E[experts] = True
+        tables.append((kind, scales_E, columns_EI, here_E))
+
+    def tap(rows_RI: Tensor, counts_E: Tensor) -> Tensor:
+        ids_R = torch.arange(num_experts, device=rows_RI.device).repeat_interleave(
+            counts_E, output_size=len(rows_RI)
+        )
+        out = rows_RI
+        for kind, scales_E, columns_EI, here_E in tables:
+            scale = scales_E[ids_R].unsqueeze(1)
+            columns = None if columns_EI is None else columns_EI[ids_R]
+            rounded = rounded_input(
+                rows_RI,
+                kind,
+                scale=scale,
+                columns=columns,
+                largest=lambda top: all_max(top, place.columns),
+            )
+            if len(by_expert) == num_experts and len(tables) == 1:
+                return rounded
+            out = torch.where(here_E[ids_R].unsqueeze(1), rounded, out)
+        return out
+
+    return tap

@@ -1,0 +1,367 @@
+"""Simulate: weights, inputs and caches as an engine computes with them, in ordinary numbers.
+
+`fake_weight` gives what a packed weight means, `fake_input` and `fake_cache` what becomes of what
+is multiplied and cached. All take and give numbers as the source model has them: factors of columns
+are applied, and taken off again. Nothing waits for the host but `fake_weight`'s look for NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megtool.errors import CalibrationError, FormatError
+from megtool.number_formats.layout import layout
+from megtool.quant.fake_quant.rounding_torch import (
+    E2M1_LARGEST,
+    E4M3_LARGEST,
+    block_scale,
+    group_amax,
+    plain_scale,
+    power_scale,
+    round_e2m1_,
+    round_e4m3_,
+    to_e2m1,
+    to_e4m3,
+    to_integers,
+)
+from megtool.quant.qparams import INPUTS, Cache, Treatment, packing_of
+
+CHUNK = 1 << 22
+"""Elements of a weight that are rounded at a time."""
+
+CHUNK_INPUT = 1 << 16
+"""Elements of inputs that are, on a CPU."""
+
+SECOND_LARGEST = {"W4A8_NVFP4_FP8": E4M3_LARGEST}
+"""What the amax of a whole tensor is divided by under formats with two levels, where that is not
+NVFP4's 6 * 448: engines make FP8 numbers of these codes, so that 6 times the largest scale of a
+block is to be 448 (modelopt `export/quant_utils.py` get_weight_scaling_factor_2)."""
+
+_INTEGERS = {"int8": (-128, 127, 127.0), "int4rows": (-8, 7, 7.0)}
+_CACHE_BLOCK = 16
+
+
+def second_scale(algo: str, amax: float) -> np.float32:
+    """The scale of a whole tensor under formats with two levels, as it is stored."""
+    largest = SECOND_LARGEST.get(algo, E2M1_LARGEST * E4M3_LARGEST)
+    return np.float32(amax) / np.float32(largest) or np.float32(1)
+
+
+def input_scale(treatment: Treatment) -> np.float32:
+    """The scale of inputs that comes from calibration, as it is stored (`input_scale`).
+
+    Raises:
+        CalibrationError: the format has one, and nothing is known about inputs.
+    """
+    kind = INPUTS[treatment.format.algo]
+    if not treatment.input_amax:
+        raise CalibrationError(
+            f"{treatment.format.algo} scales the inputs of {treatment.module} by a number that "
+            "calibration has to find, and it has found none",
+            hint="calibrate with data, or choose a format that scales inputs as they come",
+        )
+    if kind.startswith("nvfp4"):
+        return second_scale(treatment.format.algo, treatment.input_amax)
+    largest = 127.0 if kind.startswith("int8") else E4M3_LARGEST
+    return np.float32(treatment.input_amax) / np.float32(largest)
+
+
+def fake_weight(
+    weight_OI: Tensor, treatment: Treatment, *, dtype: str = "float32", as_run: bool = False
+) -> Tensor:
+    """What the packed weight means, divided by the columns' factors again: float32 `[out, in]`.
+
+    Before that division it equals, bit for bit, what `megtool.number_formats` decodes of what it encoded
+    (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
+    from, its stored one (`bfloat16`, whatever `weight_OI` itself is): FP8 with a scale a tensor
+    that is to be rounded twice is rounded to it first. With `columns` the product is
+    float32, and `dtype` says nothing. `codes` of float formats are the bits of each number.
+
+    `as_run` goes one step further where engines do: under W4A8_AWQ they round the weight that INT4
+    means to FP8, by `weight_scale_2` = amax / 448 of the whole weight, which is stored beside the
+    scales of groups and does not change codes.
+
+    Raises:
+        FormatError: the weight holds NaN or infinity.
+        UsageError: groups do not divide it.
+    """
+    algo = treatment.format.algo
+    packing = packing_of(treatment.format)
+    layout(packing, tuple(weight_OI.shape))  # says what does not divide
+    name, _, how = packing.partition(":")
+    device = weight_OI.device
+    columns = _on(treatment.columns, device)
+    top = _whole_amax(weight_OI, columns) if how == "tensor" or name == "nvfp4" or as_run else None
+    codes = None if treatment.codes is None else torch.from_numpy(treatment.codes)
+    amax = _on(treatment.amax, device)
+    if amax is not None and how == "tensor":
+        amax = amax.reshape(1, 1)
+    second = None
+    if name == "nvfp4" and top is not None:
+        second_amax = treatment.second_amax or float(top)
+        second = float(second_scale(algo, second_amax))
+    quotient = dtype if columns is None and treatment.format.round_twice else "float32"
+    run = None
+    if as_run and algo == "W4A8_AWQ" and top is not None:
+        run = plain_scale(torch.tensor(treatment.second_amax or float(top)), E4M3_LARGEST)
+    out = torch.empty(weight_OI.shape, dtype=torch.float32, device=device)
+    rows, width = weight_OI.shape
+    most = CHUNK if device.type != "cpu" else CHUNK_INPUT
+    step = max(128, most // max(width, 1) // 128 * 128)
+    for begin in range(0, rows, step):
+        part = slice(begin, min(begin + step, rows))
+        x = weight_OI[part].float()
+        x = x if columns is None else x * columns
+        view = _blocks(x, how)
+        dims = _reduced(how)
+        if amax is None:
+            found = top.reshape(1, 1) if how == "tensor" and top is not None else None
+            if found is None and dims == (2,):
+                found = group_amax(x, view.shape[2])
+            elif found is None:
+                found = view.abs().amax(dims, keepdim=True)
+        else:
+            found = _part(amax, how, part).reshape(
+                [1 if d in dims else n for d, n in enumerate(view.shape)]
+            )
+        scale = _scale(name, found, second)
+        if codes is None:
+            view = _rounded(name, view / scale, quotient)
+        else:
+            view = _meaning(name, _blocks(codes[part].to(device), how))
+        result = (view * scale).reshape(x.shape)
+        if run is not None:
+            result = to_e4m3(result / run) * run
+        out[part] = result if columns is None else result / columns
+    if not bool(torch.isfinite(out).all()):
+        raise FormatError(
+            f"the weight of {treatment.module} is NaN or infinite in places",
+            tensor=treatment.module,
+            hint="it cannot be quantised",
+        )
+    return out
+
+
+def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
+    """What engines make of a weight of W4A8_AWQ that was read from the written checkpoint.
+
+    `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
+    rounded to FP8 as `fake_weight` does `as_run`.
+    """
+    stored = treatment.columns if treatment.stores_columns else None
+    columns = _on(stored, weight_OI.device)
+    top = treatment.second_amax or float(_whole_amax(weight_OI, columns))
+    run = plain_scale(torch.tensor(top), E4M3_LARGEST)
+    scaled = weight_OI.float() if columns is None else weight_OI * columns
+    rounded = to_e4m3(scaled / run) * run
+    return rounded if columns is None else rounded / columns
+
+
+def tensor_amax(weight_OI: Tensor, treatment: Treatment) -> float:
+    """What a weight's one scale is for: the amax that was settled, or that of all its elements."""
+    if treatment.amax is not None:
+        return float(treatment.amax.max())
+    return float(_whole_amax(weight_OI, _on(treatment.columns, weight_OI.device)))
+
+
+def _on(values: Any, device: torch.device) -> Tensor | None:
+    return None if values is None else torch.as_tensor(values, dtype=torch.float32, device=device)
+
+
+def _whole_amax(weight_OI: Tensor, columns: Tensor | None) -> Tensor:
+    """The largest magnitude of a weight times its columns' factors."""
+    if columns is None:
+        low, high = torch.aminmax(weight_OI)
+        return torch.maximum(-low, high).float()
+    low, high = torch.aminmax(weight_OI, dim=0)
+    return (torch.maximum(-low, high).float() * columns).max()
+
+
+def _blocks(x: Tensor, how: str) -> Tensor:
+    """`[out, in]` with dimensions of their own for what one scale serves."""
+    if how in ("tensor", "channel"):
+        return x
+    sizes = [int(n) for n in how.split("x")]
+    rows, width = x.shape
+    if len(sizes) == 1:
+        return x.view(rows, width // sizes[0], sizes[0])
+    return x.view(rows // sizes[0], sizes[0], width // sizes[1], sizes[1])
+
+
+def _reduced(how: str) -> tuple[int, ...]:
+    """Those of `_blocks` that one scale serves."""
+    if how in ("tensor", "channel"):
+        return (0, 1) if how == "tensor" else (1,)
+    return (1, 3) if "x" in how else (2,)
+
+
+def _part(amax: Tensor, how: str, rows: slice) -> Tensor:
+    """The amax of some rows."""
+    if how == "tensor":
+        return amax
+    per = int(how.split("x")[0]) if "x" in how else 1
+    return amax[rows.start // per : -(-rows.stop // per)]
+
+
+def _scale(name: str, amax: Tensor, second: float | None) -> Tensor:
+    """What elements are divided by, and codes multiplied by."""
+    if name == "nvfp4":
+        return block_scale(amax, second or 1.0) * (second or 1.0)
+    if name.startswith("mx"):
+        return power_scale(amax, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
+    return plain_scale(amax, _INTEGERS[name][2] if name in _INTEGERS else E4M3_LARGEST)
+
+
+def _rounded(name: str, x: Tensor, quotient: str) -> Tensor:
+    """What codes of quotients mean before they are scaled; overwrites `x`."""
+    if name in _INTEGERS:
+        return to_integers(x, *_INTEGERS[name][:2])
+    if name in ("nvfp4", "mxfp4"):
+        return to_e2m1(x, half_down=name == "mxfp4")
+    if quotient != "float32":
+        x = x.to(getattr(torch, quotient)).float()
+    return to_e4m3(x)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _meaning(name: str, codes: Tensor) -> Tensor:
+    """What chosen codes mean."""
+    if name in _INTEGERS:
+        return codes.float()
+    if name in ("nvfp4", "mxfp4"):
+        values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+        return values[codes.long() & 15]
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def fake_input(
+    x_TI: Tensor,
+    treatment: Treatment,
+    *,
+    columns: Tensor | None = None,
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Inputs as the engine multiplies them, in their own type; as they are where it takes those.
+
+    Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
+    row, or each group of columns, of which a last one may be short. Inputs are divided by the
+    treatment's `columns` and multiplied by them again (`columns` replaces them, on the device and
+    of as many columns as `x_TI` has). `largest` merges largest magnitudes `[T, 1]` of rows of which
+    other ranks have more columns.
+
+    Raises:
+        CalibrationError: a scale has to come from calibration and did not.
+    """
+    kind = INPUTS.get(treatment.format.algo)
+    if kind is None:
+        return x_TI
+    if columns is None:
+        columns = _on(treatment.columns, x_TI.device)
+    scale = float(input_scale(treatment)) if needs_scale(treatment) else 0.0
+    return rounded_input(x_TI, kind, scale=scale, columns=columns, largest=largest)
+
+
+def needs_scale(treatment: Treatment) -> bool:
+    """Inputs are rounded by a scale that comes from calibration."""
+    kind = INPUTS.get(treatment.format.algo, "")
+    return kind.endswith(":tensor") or kind.startswith("nvfp4")
+
+
+def rounded_input(
+    x_TI: Tensor,
+    kind: str,
+    *,
+    scale: Tensor | float = 0.0,
+    columns: Tensor | None = None,
+    largest: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Rows rounded as `kind` of `treatment.INPUTS` says.
+
+    `scale`, where the kind has one from calibration, and `columns` may differ from row to row:
+    `[T, 1]` and `[T, in]`.
+    """
+    together = largest is not None and kind.endswith(":token")
+    if x_TI.device.type != "cpu" or together or x_TI.numel() <= 2 * CHUNK_INPUT:
+        return _rounded_rows(x_TI, kind, scale, columns, largest)
+    # In parts that stay in the processor's cache.
+    flat = x_TI.reshape(-1, x_TI.shape[-1])
+    step = max(1, CHUNK_INPUT // flat.shape[1])
+    out = torch.empty_like(flat)
+    for begin in range(0, len(flat), step):
+        rows = slice(begin, begin + step)
+        by = scale[rows] if isinstance(scale, Tensor) else scale
+        factors = columns[rows] if columns is not None and columns.ndim > 1 else columns
+        out[rows] = _rounded_rows(flat[rows], kind, by, factors, None)
+    return out.view(x_TI.shape)
+
+
+def _rounded_rows(
+    x_TI: Tensor,
+    kind: str,
+    scale: Tensor | float,
+    columns: Tensor | None,
+    largest: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    x = x_TI.float()
+    x = x / columns if columns is not None else x
+    name, _, how = kind.partition(":")
+    if how == "tensor":
+        # Engines multiply by the reciprocal.
+        inverse = 1 / scale if isinstance(scale, Tensor) else float(np.float32(1) / scale)
+        x = x * inverse
+        x = to_integers(x, -128, 127) if name == "int8" else round_e4m3_(x)
+        x.mul_(scale)
+    elif how == "token":
+        top = x.abs().amax(-1, keepdim=True)
+        each = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
+        x = round_e4m3_(x / each).mul_(each)
+    else:
+        x = _rounded_groups(x, name, int(how), scale)
+    if columns is not None:
+        x.mul_(columns)
+    return x.to(x_TI.dtype)
+
+
+def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -> Tensor:
+    """Rows in groups of columns with scales of their own; what a last one lacks is zero."""
+    width = x_TI.shape[-1]
+    over = -width % per
+    x = torch.nn.functional.pad(x_TI, (0, over)) if over else x_TI.contiguous()
+    top = group_amax(x, per)
+    if name == "nvfp4":
+        second = second.unsqueeze(-1) if isinstance(second, Tensor) else second
+        scale = block_scale(top, second) * second
+    else:
+        scale = power_scale(top, E4M3_LARGEST if name == "mxfp8" else E2M1_LARGEST)
+    x = x.view(*x.shape[:-1], x.shape[-1] // per, per) / scale
+    x = (round_e4m3_(x) if name == "mxfp8" else round_e2m1_(x)).mul_(scale)
+    return x.flatten(-2)[..., :width]
+
+
+def fake_cache(key: Tensor, value: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+    """Keys (after rotation) and values as the engine caches them, `[..., head size]` each, in
+    their own type: FP8 by one scale each, or NVFP4 in groups of 16 along a head.
+
+    Raises:
+        CalibrationError: largest magnitudes are not known.
+    """
+    return _cached(key, cache, cache.key_amax), _cached(value, cache, cache.value_amax)
+
+
+def _cached(x: Tensor, cache: Cache, amax: float) -> Tensor:
+    if not amax > 0:
+        raise CalibrationError(
+            f"nothing is known about what {cache.module} holds", hint="calibrate with data"
+        )
+    if cache.format.kv_algo == "FP8":
+        scale = np.float32(amax) / np.float32(E4M3_LARGEST)
+        return rounded_input(x, "fp8:tensor", scale=float(scale))
+    second = second_scale("NVFP4", amax)
+    return rounded_input(x, f"nvfp4:{_CACHE_BLOCK}", scale=float(second))

@@ -1,0 +1,156 @@
+"""Views: the weights of modules inside the fused and cut parameters of a decoder.
+
+A parameter holds several canonical weights (queries, keys and values by groups of heads), or a part
+of one, as a rank has it: the tables that load and reshard say where each element is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.convert.canonical import VOCABULARY, Model
+from megtool.convert.canonical_view import Side
+from megtool.convert.dialects import write_side
+from megtool.convert.rank_parameters import rank_parameters
+from megtool.convert.rank_tensors import Seat, local_side, local_tensors
+from megtool.dtypes import dtype as named
+from megtool.errors import MappingError
+from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.process_groups import Group
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank has of a weight: pieces of it in its own `parameter`, perhaps none.
+
+    Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
+    says that ranks have different pieces, whichever rank is asked.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    is_cut: bool
+    pieces: tuple[tuple[Placement, Placement], ...]
+
+
+class WeightViews:
+    """Reads and writes weights of modules as `[out, in]`, in a loaded decoder.
+
+    Of those named, the ones that this rank has a part of: other stages and expert ranks have the
+    others. A weight that is cut is gathered to be read, by all ranks of its group together.
+    """
+
+    def __init__(self, decoder: Decoder, modules: Iterable[str]) -> None:
+        self._decoder = decoder
+        config, groups = decoder.config, decoder.groups
+        layers = {str(n) for n in decoder.stage.layers}
+        wanted = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
+        self.parts: dict[str, Part] = {}
+        if not wanted:
+            return
+        side = canonical_side(config, {_layer(n) for n in wanted})
+        for name in sorted(wanted - set(side.canonical)):
+            raise MappingError(f"the model has no weight {name!r}", tensor=name)
+        target = write_side(
+            side,
+            dialect="megatron",
+            parallel=groups.parallel,
+            per_layer=True,
+            divisible_by=VOCAB_MULTIPLE,
+        )
+        seat = Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
+        ranks = rank_parameters(target.tensors, config, groups.parallel)
+        stored = {n: target.placements[n].stored for n in wanted}
+        fused = set(stored.values())
+        mine = {t.key: t for t in local_tensors(ranks, seat).values() if t.key in fused}
+        local = local_side(mine.values(), side, target)
+        found: dict[str, list[tuple[Placement, Placement]]] = {
+            n: [] for n, key in stored.items() if key in mine
+        }
+        for part, there in local.source.items():
+            name = part.rpartition("#")[0]
+            if name in found:
+                found[name].append((local.target[part], there))
+        sizes = {t.name: prod(t.shape) for t in target.tensors}
+        for name, pieces in found.items():
+            if ".experts." in name and not pieces:  # another rank's
+                continue
+            tensor = mine[stored[name]]
+            share = groups.ep.size if ".experts." in name else 1
+            self.parts[name.removesuffix(".weight")] = Part(
+                parameter=tensor.name,
+                shape=side.canonical[name].shape,
+                is_cut=prod(tensor.shape) * share < sizes[tensor.key],
+                pieces=tuple(pieces),
+            )
+
+    def parameters(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """The parameters that hold the weights of modules."""
+        return tuple(dict.fromkeys(self.parts[m].parameter for m in modules))
+
+    def read(self, module: str) -> Tensor:
+        """The whole weight `[out, in]`, in memory of its own."""
+        part = self.parts[module]
+        held = self._decoder.get_parameter(part.parameter).detach()
+        out = torch.zeros(part.shape, dtype=held.dtype, device=held.device)
+        for here, there in part.pieces:
+            _strided(out, there).copy_(_strided(held, here))
+        return all_sum(out, self._group(module)) if part.is_cut else out
+
+    def write(
+        self, module: str, weight_OI: Tensor, into: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Put this rank's part of a weight in its place, as the type that is there: in tensors by
+        the parameters' names, or the parameters themselves."""
+        part, weight_OI = self.parts[module], weight_OI.contiguous()
+        held = self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
+        for here, there in part.pieces:
+            _strided(held.detach(), here).copy_(_strided(weight_OI, there))
+
+    def _group(self, module: str) -> Group:
+        groups = self._decoder.groups
+        return groups.etp if ".experts." in module else groups.tp
+
+
+def _layer(name: str) -> str:
+    """The number of the layer a name belongs to; empty for the head."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "layers" else ""
+
+
+def canonical_side(config: ModelConfig, layers: Collection[str]) -> Side:
+    """The canonical tensors of some layers (`""`: those outside of them), each stored as it is."""
+    config = replace(config, num_mtp_layers=0)
+    model = Model(config, VOCABULARY)
+    kind = named("float32")
+    canonical = {
+        name: GlobalTensor(name=name, shape=tuple(model.shape(pattern)), dtype=kind)
+        for pattern, entry in VOCABULARY.items()
+        if entry.flag is None or model.value(entry.flag)
+        for name in model.names(pattern)
+        if _layer(name) in layers
+    }
+    return Side(
+        dialect="hf",
+        tensors=tuple(canonical.values()),
+        placements={n: Placement.identity(n, t.shape) for n, t in canonical.items()},
+        canonical=canonical,
+        config=config,
+    )
+
+
+def _strided(tensor: Tensor, p: Placement) -> Tensor:
+    """The elements of a tensor that a placement names, in its shape."""
+    steps = tensor.stride()
+    start = tensor.storage_offset() + sum(b * s for b, s in zip(p.base, steps, strict=True))
+    strides = [m * steps[d] for m, d in zip(p.mults, p.dims, strict=True)]
+    return tensor.as_strided(p.shape, strides, start)

@@ -1,0 +1,310 @@
+"""Auto: formats for each unit of a model, so that it is hurt least within a budget of bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megtool.console import format_bytes
+from megtool.errors import CalibrationError, UsageError
+from megtool.quant.calibration.sensitivities import Sensitivities
+from megtool.quant.mixed_precision.decision_units import Unit, key_of, list_units
+from megtool.quant.mixed_precision.knapsack import Item, Option, Selection, curve, select, smallest
+from megtool.quant.recipes.engine_models import cache_alone, cache_alone_hint, turns_rows
+from megtool.quant.recipes.engine_support import Target, permitted
+from megtool.quant.recipes.formats import Format
+from megtool.quant.recipes.match import Decision, weigh
+from megtool.quant.recipes.modules import is_turned
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import KEEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What was chosen for a unit, and all it could have become: label, bytes, predicted loss."""
+
+    name: str
+    modules: tuple[str, ...]
+    label: str
+    num_bytes: int
+    loss: float
+    options: tuple[tuple[str, int, float], ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A point of the curve: with so many bits a weight, so much loss is predicted."""
+
+    bits: float
+    num_bytes: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An automatic recipe, decided.
+
+    `decisions` are those about all modules, with a format or none. `loss` is predicted: the sum of
+    what each unit costs alone, in nats a token; no choice within `budget_bytes` is predicted to
+    cost less than `bound`. `curve` are the best choices at all sizes. `notes` say what was left
+    out, for the engine or because it does not divide.
+    """
+
+    decisions: tuple[Decision, ...]
+    units: tuple[Chosen, ...]
+    method: str
+    weights: int
+    budget_bytes: int
+    num_bytes: int
+    loss: float
+    bound: float
+    curve: tuple[Place, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight, scales included, of what was chosen for."""
+        return 8 * self.num_bytes / max(self.weights, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The choice as plain data, without the decisions."""
+        return {
+            "method": self.method,
+            "weights": self.weights,
+            "budget_bytes": self.budget_bytes,
+            "num_bytes": self.num_bytes,
+            "bits": self.bits,
+            "loss": self.loss,
+            "bound": self.bound,
+            "units": [
+                {
+                    "name": u.name,
+                    "modules": list(u.modules),
+                    "format": u.label,
+                    "num_bytes": u.num_bytes,
+                    "loss": u.loss,
+                    "why": u.why,
+                    "options": [
+                        {"format": label, "num_bytes": size, "loss": loss}
+                        for label, size, loss in u.options
+                    ],
+                }
+                for u in self.units
+            ],
+            "curve": [
+                {"bits": p.bits, "num_bytes": p.num_bytes, "loss": p.loss} for p in self.curve
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def choose(
+    decisions: Sequence[Decision],
+    recipe: Recipe,
+    sensitivities: Sensitivities,
+    *,
+    target: Target | None = None,
+    architecture: str = "",
+    bits: float = 0.0,
+    group_size: int = 0,
+) -> Choice:
+    """Formats for all that a recipe leaves to a choice.
+
+    `bits` replaces the recipe's budget (0: its own). With a `target`, only formats that it loads,
+    and loads beside each other and beside those the recipe gives, are chosen; of sets of formats
+    that serve, the best. Some engines load fewer for some `architecture` (the model's class as
+    config.json names it). A unit may always be kept.
+
+    Raises:
+        UsageError: the budget is below what the smallest choice takes, which it names; or so large
+            that all weights are kept, beside a KV cache that the engine does not load alone.
+        CalibrationError: nothing was measured about a unit, or no number.
+        RecipeError: what engines run as one is not left to one choice.
+    """
+    units = list_units(decisions, recipe, group_size=group_size)
+    by_module = {d.module.name: d for d in decisions}
+    notes: list[str] = []
+    sets: list[frozenset[str]] = [frozenset(f.algo for u in units for f in u.formats)]
+    loaded = set(sets[0])
+    if target is not None:
+        fixed = {d.format.algo for d in decisions if d.format and d.format.algo}
+        experts = any("expert" in by_module[m].module.roles for u in units for m in u.modules)
+        turned = turns_rows(target, architecture) and any(
+            is_turned(by_module[m].module) for u in units for m in u.modules
+        )
+        alone = permitted(target, (), sets[0], experts=experts, turned=turned)
+        loaded = {a for algos in alone for a in algos}
+        sets = permitted(target, fixed, sets[0], experts=experts, turned=turned)
+    budgets = _budgets(units, by_module, bits)
+    found: list[tuple[Selection, list[list[tuple[Format | None, Option]]]]] = []
+    for algos in sets:
+        options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
+        if all(smallest(_items(units, options, c)) <= b for c, b in budgets.items()):
+            found.append((_solved(units, options, budgets), options))
+    if not found:
+        raise _too_small(units, by_module, recipe, sensitivities, sets, budgets)
+    best, options = min(found, key=lambda f: (f[0].loss, f[0].num_bytes))
+    allowed = {o[0].algo for listed in options for o in listed if o[0]}
+    if left := sorted({f.algo for u in units for f in u.formats} - allowed):
+        told, lacks = " and ".join(left), "mix" if loaded.issuperset(left) else "load"
+        notes.append(
+            f"{told} left out: {target.name if target else 'the engine'} does not {lacks} them"
+        )
+    units_done, by_name = [], {}
+    for unit, listed, pick in zip(units, options, best.picks, strict=True):
+        taken, why = listed[pick], _why(listed, pick)
+        units_done.append(
+            Chosen(
+                name=unit.name,
+                modules=unit.modules,
+                label=taken[1].name,
+                num_bytes=taken[1].num_bytes,
+                loss=taken[1].loss,
+                options=tuple((o.name, o.num_bytes, o.loss) for _, o in listed),
+                why=why,
+            )
+        )
+        for m in unit.modules:
+            by_name[m] = _decided(by_module[m], recipe, taken[0], why)
+        notes += [
+            f"{unit.name} cannot be {c}: groups do not divide it"
+            for c in unit.choice.choose
+            if c != KEEP and c not in {f.name for f in unit.formats}
+        ]
+    weights = sum(by_module[m].module.numel for u in units for m in u.modules)
+    decided = tuple(by_name.get(d.module.name, d) for d in decisions)
+    if target is not None and (told := cache_alone(target.engine, decided)):
+        raise UsageError(
+            f"all weights would be kept, and {target.name} {told}",
+            hint="fewer --bits; or " + cache_alone_hint(target.engine),
+        )
+    return Choice(
+        decisions=decided,
+        units=tuple(units_done),
+        method=sensitivities.method,
+        weights=weights,
+        budget_bytes=sum(budgets.values()),
+        num_bytes=best.num_bytes,
+        loss=best.loss,
+        bound=best.bound,
+        curve=tuple(
+            Place(bits=8 * s.num_bytes / max(weights, 1), num_bytes=s.num_bytes, loss=s.loss)
+            for s in curve(_items(units, options))
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _budgets(
+    units: Sequence[Unit], by_module: Mapping[str, Decision], bits: float
+) -> dict[str, int]:
+    """Bytes of everything that each of the recipe's choices decides about."""
+    weights: dict[str, int] = defaultdict(int)
+    allowed: dict[str, float] = {}
+    for unit in units:
+        weights[unit.choice.name] += sum(by_module[m].module.numel for m in unit.modules)
+        allowed[unit.choice.name] = bits or unit.choice.bits
+    return {name: int(weights[name] * allowed[name] / 8) for name in weights}
+
+
+def _options(
+    unit: Unit,
+    by_module: Mapping[str, Decision],
+    recipe: Recipe,
+    sensitivities: Sensitivities,
+    algos: frozenset[str],
+) -> list[tuple[Format | None, Option]]:
+    """What a unit may become, from the recipe's first format to being kept."""
+    known = sensitivities.losses.get(unit.name, {})
+    out: list[tuple[Format | None, Option]] = []
+    for f in (f for f in unit.formats if f.algo in algos):
+        if (key := key_of(f, recipe)) not in known:
+            groups = f" in groups of {f.group_size}" if f.group_size else ""
+            raise CalibrationError(
+                f"nothing was measured about {unit.name} as {f.label}{groups}",
+                hint="it was measured for other formats, or with another --group-size: calibrate "
+                "with this recipe, and with data",
+            )
+        size = sum(weigh(recipe, by_module[m].module, f) for m in unit.modules)
+        out.append((f, Option(name=f.label, num_bytes=size, loss=known[key])))
+    kept = sum(by_module[m].module.num_bytes for m in unit.modules)
+    return [*out, (None, Option(name=KEEP, num_bytes=kept, loss=0.0))]
+
+
+def _items(
+    units: Sequence[Unit],
+    options: Sequence[Sequence[tuple[Format | None, Option]]],
+    choice: str = "",
+) -> list[Item]:
+    return [
+        Item(name=u.name, options=tuple(o for _, o in listed))
+        for u, listed in zip(units, options, strict=True)
+        if not choice or u.choice.name == choice
+    ]
+
+
+def _solved(
+    units: Sequence[Unit],
+    options: Sequence[Sequence[tuple[Format | None, Option]]],
+    budgets: Mapping[str, int],
+) -> Selection:
+    """The best choice for each of the budgets, as one."""
+    parts = {c: select(_items(units, options, c), b) for c, b in budgets.items()}
+    picks = {c: iter(s.picks) for c, s in parts.items()}
+    return Selection(
+        picks=tuple(next(picks[u.choice.name]) for u in units),
+        num_bytes=sum(s.num_bytes for s in parts.values()),
+        loss=sum(s.loss for s in parts.values()),
+        bound=sum(s.bound for s in parts.values()),
+    )
+
+
+def _too_small(
+    units: Sequence[Unit],
+    by_module: Mapping[str, Decision],
+    recipe: Recipe,
+    sensitivities: Sensitivities,
+    sets: Sequence[frozenset[str]],
+    budgets: Mapping[str, int],
+) -> UsageError:
+    least: dict[str, int] = {}
+    weights: dict[str, int] = defaultdict(int)
+    for algos in sets:
+        options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
+        for c in budgets:
+            size = smallest(_items(units, options, c))
+            least[c] = min(size, least.get(c, size))
+    for u in units:
+        weights[u.choice.name] += sum(by_module[m].module.numel for m in u.modules)
+    name = next((c for c in budgets if least[c] > budgets[c]), next(iter(budgets)))
+    per = 8 / max(weights[name], 1)
+    return UsageError(
+        f"a budget of {budgets[name] * per:.4g} bits a weight ({format_bytes(budgets[name])}) is "
+        f"below the {least[name] * per:.4f} ({least[name]} bytes) of the smallest choice",
+        hint=f"--bits {_rounded_up(least[name] * per)}, or more formats to choose from",
+    )
+
+
+def _rounded_up(bits: float) -> float:
+    return -int(-bits * 100 // 1) / 100
+
+
+def _why(listed: Sequence[tuple[Format | None, Option]], pick: int) -> str:
+    """A choice in words: what it costs and saves, or what was not worth it."""
+    taken, kept = listed[pick], listed[-1][1]
+    if taken[0] is not None:
+        saved = format_bytes(max(kept.num_bytes - taken[1].num_bytes, 0))
+        return f"chosen: {taken[1].name} costs {taken[1].loss:.3g} nats for {saved} less"
+    if len(listed) == 1:
+        return "chosen: kept, as no format suits it"
+    other = min((o for f, o in listed if f), key=lambda o: o.loss)
+    saved = format_bytes(max(kept.num_bytes - other.num_bytes, 0))
+    return f"chosen: kept, as {other.name} would cost {other.loss:.3g} nats for {saved} less"
+
+
+def _decided(decision: Decision, recipe: Recipe, found: Format | None, why: str) -> Decision:
+    size = weigh(recipe, decision.module, found)
+    return replace(decision, format=found, why=why, num_bytes=size, choices=())

@@ -1,0 +1,190 @@
+"""Gradient: what rounding each unit costs, estimated from one backward pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megtool.console import Progress
+from megtool.inference.windows import IGNORED
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.hooks import places
+from megtool.parallel.collectives import all_sum
+from megtool.parallel.process_groups import Groups
+from megtool.quant.calibration.micro_batches import Piece, moved, num_valid, rows_of, share
+from megtool.quant.calibration.rank_sync import Ranks
+from megtool.quant.mixed_precision.candidates import Passes, Run, Survey
+from megtool.quant.mixed_precision.decision_units import Unit
+from megtool.quant.mixed_precision.sensitivity_cache import Key, Measured
+
+BACKWARD_TOKENS = 1024
+"""Tokens of one backward pass, whose activations are all in memory at once."""
+
+
+_Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A call of a module of a unit: what went in, what came out, and what that is worth."""
+
+    unit: Unit
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    options: dict[str, Any]
+    output: Tensor
+    gradient: list[Tensor]
+
+
+def by_gradient(
+    survey: Survey,
+    pieces: Sequence[Piece],
+    progress: Progress,
+    kept: Measured | None = None,
+) -> dict[Key, float]:
+    """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
+
+    With L the tokens' loss that is the divergence to second order, if outputs were independent of
+    each other (the diagonal of the empirical Fisher information). It goes on behind the last piece
+    that `kept` knows the sums of. Data-parallel ranks share `pieces` out.
+    """
+    ranks, groups = survey.ranks, survey.decoder.groups
+    runs: dict[str, list[Run]] = {}
+    for run in survey.runs():
+        runs.setdefault(run.unit.name, []).append(run)
+    sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
+    every = [p for piece in pieces for p in _small(piece)]
+    small, tokens, done = share(every, groups.dp), num_valid(every), 0
+    known, count = ranks.gathered(({}, 0) if kept is None else kept.losses())[0]
+    if known.keys() == sums.keys() and count <= len(small):
+        done = count
+        sums = known if groups.rank == 0 else sums
+    passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
+    # Forward, backward for twice as long, and once more for each format of a unit.
+    most = max((len(some) for some in runs.values()), default=0)
+    each = 3 * (num_layers + survey.head_passes()) + most * num_layers
+    passes.expect(each * sum(passes.of(p.num_tokens) for p in small[done:]))
+    if done < len(small):
+        survey.settle(passes)
+        simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
+    for number, piece in enumerate(small[done:], start=done):
+        with ranks.together():
+            calls = _backward(survey, piece) if piece.counts else []
+            part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
+            while calls:
+                seen = calls.pop()
+                for run in runs.get(seen.unit.name, ()):
+                    with simulations[id(run)]:
+                        sums[run.unit.name, run.key] += _damage(seen)
+                passes(part)
+            for run in (r for some in runs.values() for r in some):
+                run.finite(sums[run.unit.name, run.key])
+        if kept is not None:
+            _record(kept, _added(sums, groups), number + 1, ranks)
+    return {key: x / tokens for key, x in _added(sums, groups).items()}
+
+
+def _added(sums: Mapping[Key, float], groups: Groups) -> dict[Key, float]:
+    """The sums over all data-parallel ranks."""
+    own = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
+    return dict(zip(sums, all_sum(own, groups.dp).tolist(), strict=True))
+
+
+def _record(kept: Measured, sums: Mapping[Key, float], num_pieces: int, ranks: Ranks) -> None:
+    with ranks.together():
+        if ranks.groups.rank == 0:
+            kept.record_losses(sums, num_pieces)
+
+
+def _small(piece: Piece) -> Iterator[Piece]:
+    rows, width = piece.batch.shape
+    step = max(1, BACKWARD_TOKENS // width)
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        yield replace(piece, batch=rows_of(piece.batch, some, rows))
+
+
+def _backward(survey: Survey, piece: Piece) -> list[_Seen]:
+    """One pass there and back over a piece: every call of the units' modules."""
+    decoder = survey.decoder
+    calls: list[_Seen] = []
+
+    def watched(unit: Unit) -> _Hook:
+        def hook(
+            module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
+        ) -> None:
+            found: list[Tensor] = []
+            output.register_hook(found.append)  # type: ignore[no-untyped-call]
+            held = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
+            calls.append(_Seen(unit, module, held, options, output.detach(), found))
+
+        return hook
+
+    handles = []
+    try:
+        for unit in survey.units:
+            if unit.layer is None:
+                continue
+            modules = {
+                id(p.module): p.module
+                for point in survey.points_of(unit)
+                for p in places(decoder, point.name)
+            }
+            hook = watched(unit)
+            handles += [m.register_forward_hook(hook, with_kwargs=True) for m in modules.values()]
+        with torch.enable_grad():
+            batch = moved(piece, decoder.groups.device).batch
+            frame = decoder.frame(batch)
+            x_TH = decoder.embed(batch, frame).detach().requires_grad_()
+            states_TH = decoder.finish(decoder.run(x_TH, frame))
+            logits_TV = decoder.logits(states_TH)
+            for unit in (u for u in survey.units if u.layer is None):
+                watched(unit)(_Head(decoder), (states_TH,), {}, logits_TV)
+            loss = F.cross_entropy(
+                logits_TV.float(), _labels(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            torch.autograd.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+        decoder.rotary.forget()
+    return calls
+
+
+class _Head(nn.Module):
+    """The head as a module, whose weight is another's."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.__dict__["decoder"] = decoder
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """Logits."""
+        out: Tensor = self.__dict__["decoder"].logits(x_TH)
+        return out
+
+
+@torch.no_grad()
+def _damage(seen: _Seen) -> float:
+    """What a call costs as the module computes now."""
+    if not seen.gradient:  # an output that no counted token depends on
+        return 0.0
+    output = seen.module(*seen.inputs, **seen.options)
+    change = (output.float() - seen.output.float()) * seen.gradient[0].float()
+    return 0.5 * float(change.square_().sum(dtype=torch.float64))
+
+
+def _labels(batch: Batch) -> Tensor:
+    """The token after each, where there is one."""
+    labels_BS = torch.full_like(batch.tokens_BS, IGNORED)
+    labels_BS[:, :-1] = batch.tokens_BS[:, 1:]
+    if batch.valid_BS is not None:
+        labels_BS[~batch.valid_BS] = IGNORED
+        labels_BS[:, :-1][~batch.valid_BS[:, 1:]] = IGNORED
+    return labels_BS

@@ -1,0 +1,136 @@
+"""Measured: what a measurement has finished, in a folder from which a killed run goes on.
+
+There is a file for every layer that was settled in all its formats, files of the activations that
+enter the next one, and one of the losses that are known. All of them appear under their names when
+they are whole, and hold digests; what is not sound is measured again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.errors import CalibrationError
+from megtool.quant.calibration import calibration_file_io
+from megtool.quant.calibration.calibration_file_parts import settlement_facts, settlement_of
+from megtool.quant.calibration.fingerprint import Fingerprint
+from megtool.quant.calibration.resume_folder import Work
+from megtool.quant.mixed_precision.decision_units import Unit
+from megtool.quant.qparams import Settlement
+
+_LOG = logging.getLogger(__name__)
+
+_LOSSES = "losses.safetensors"
+
+Key = tuple[str, str]
+"""A unit, and a format (`units.key_of`)."""
+
+
+class Measured:
+    """The folder of one measurement. `settings` are those that change its numbers, besides the
+    formats of `units`. Of several ranks one `leads`, and writes. Use `work.claim` before anything
+    else."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: Fingerprint,
+        units: Sequence[Unit],
+        settings: Mapping[str, Any],
+        leads: bool = True,
+    ) -> None:
+        formats = {u.name: [_plain(asdict(f)) for f in u.formats] for u in units}
+        self.work = Work(
+            folder,
+            fingerprint=fingerprint,
+            settings={**settings, "formats": formats},
+            leads=leads,
+        )
+
+    # ---- layers, and behind them the head, as they would be settled
+
+    def record_settled(self, layer: int, settled: Mapping[Key, Settlement]) -> None:
+        """Keep what the units of a layer would be settled as.
+
+        Raises:
+            StorageError: the disk is full, or refuses otherwise.
+        """
+        arrays: dict[str, calibration_file_io.Array] = {}
+        said = []
+        for number, (key, found) in enumerate(settled.items()):
+            own: dict[str, calibration_file_io.Array] = {}
+            said.append([*key, settlement_facts(found, own)])
+            arrays |= {f"{number}/{name}": array for name, array in own.items()}
+        facts = {"layer": layer, "settled": said}
+        calibration_file_io.write(self._settled(layer), arrays, facts, self.work.files)
+
+    def settled(self, layer: int) -> dict[Key, Settlement] | None:
+        """What the units of a layer would be settled as; None where it is not known."""
+        path = self._settled(layer)
+        if self.work.files.stat(path) is None:
+            return None
+        try:
+            facts, arrays = calibration_file_io.read(path)
+            if facts["layer"] != layer:
+                raise ValueError(f"it is of layer {facts['layer']}")
+            out = {}
+            for number, (unit, key, said) in enumerate(facts["settled"]):
+                at = f"{number}/"
+                own = {n.removeprefix(at): a for n, a in arrays.items() if n.startswith(at)}
+                out[str(unit), str(key)] = settlement_of(said, own)
+        except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
+            _LOG.warning("%s is damaged, and is made again: %s", path, e)
+            return None
+        return out
+
+    def forget_settled(self, layers: Iterable[int]) -> None:
+        """Remove what was settled, for which there is no more use when all losses are known."""
+        for layer in layers:
+            self.work.files.remove(self._settled(layer))
+
+    # ---- losses
+
+    def record_losses(self, losses: Mapping[Key, float], num_pieces: int = 0) -> None:
+        """Keep the losses that are known, or their sums over the first `num_pieces` pieces.
+
+        Raises:
+            StorageError: the disk is full, or refuses otherwise.
+        """
+        arrays = {
+            "losses": np.array(list(losses.values()), np.float64),
+            "num_pieces": np.array([num_pieces], np.int64),
+        }
+        facts = {"keys": [list(key) for key in losses]}
+        calibration_file_io.write(self.work.folder / _LOSSES, arrays, facts, self.work.files)
+
+    def losses(self) -> tuple[dict[Key, float], int]:
+        """The losses that are known, and of how many pieces they are sums."""
+        path = self.work.folder / _LOSSES
+        if self.work.files.stat(path) is None:
+            return {}, 0
+        try:
+            facts, arrays = calibration_file_io.read(path)
+            keys = [(str(unit), str(key)) for unit, key in facts["keys"]]
+            values = [float(x) for x in arrays["losses"]]
+            found = dict(zip(keys, values, strict=True))
+            count = int(arrays["num_pieces"][0])
+            if not np.isfinite(values).all() or count < 0:
+                raise ValueError("losses that are none")
+        except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
+            _LOG.warning("%s is damaged, and is measured again: %s", path, e)
+            return {}, 0
+        return found, count
+
+    def _settled(self, layer: int) -> Path:
+        return self.work.folder / f"settled-{layer:05d}.safetensors"
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As they come back from JSON."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}

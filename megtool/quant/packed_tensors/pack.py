@@ -1,0 +1,341 @@
+"""Pack: the feeds that turn weights into codes and scales."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.computed_tensors import Region, Taking, region_bytes
+from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
+from megtool.checkpoint.transport.work_units import UNIT_BYTES
+from megtool.dtypes import DType
+from megtool.dtypes import dtype as named_dtype
+from megtool.errors import CalibrationError, FormatError
+from megtool.number_formats.amax import amax as amax_of
+from megtool.number_formats.decode import CODES, SCALE, SCALE_2
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.scales import RULES
+from megtool.number_formats.small_floats import E2M1, E4M3, single
+from megtool.quant.packed_tensors.constant_feeds import bits_of, hash_of
+from megtool.quant.packed_tensors.modelopt_tensors import second_scale
+from megtool.quant.qparams import Treatment, packing_of
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+_LARGEST = {"int8": 127.0, "int4rows": 7.0, "fp8": 448.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A canonical weight `[out, in]` to be packed: where it lies in the source, as what type its
+    elements are taken, and what is to be done to them."""
+
+    placement: Placement
+    shape: tuple[int, int]
+    dtype: DType
+    treatment: Treatment
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """All that it is read from."""
+        return (self.placement,)
+
+    @property
+    def turn(self) -> int:
+        """Rows that cannot be read apart."""
+        return 1
+
+    @contextmanager
+    def reading(self, taking: Taking) -> Iterator[Callable[[int, int], Array]]:
+        """What gives a range of its elements, in memory that the next call may reuse."""
+        with taking.run(self.placement, self.dtype) as run:
+            yield run.read
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as it is read."""
+        return self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Rows `first:end` of a weight, as codes and scales.
+
+    They are put at row `at` more of the stored module, which holds several weights where a family
+    stores them as one: `tensors` by role, of the codes and of those scales that are no single
+    number. `amax` is that of the whole module, where the format needs it.
+    """
+
+    weight: Weight
+    first: int
+    end: int
+    at: int
+    tensors: tuple[tuple[str, GlobalTensor], ...]
+    amax: float
+    digest: bytes
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The weight."""
+        return self.weight.reads
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """The rows of codes and scales, of the stored module."""
+        parts = self._parts
+        out = []
+        for role, tensor in self.tensors:
+            lo, hi = self._window(parts[role])
+            down = self.at // _rows_per(parts[role])
+            out.append(
+                Region(stored=tensor.name, lo=(lo[0] + down, *lo[1:]), hi=(hi[0] + down, *hi[1:]))
+            )
+        return tuple(out)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        kinds = [t.dtype.itemsize for _, t in self.tensors]
+        return sum(region_bytes(r, n) for r, n in zip(self.writes, kinds, strict=True))
+
+    @property
+    def facts(self) -> bytes:
+        """The treatment and the rows."""
+        return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
+
+    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `Feed`."""
+        weight, parts = self.weight, self._parts
+        number = {role: i for i, (role, _) in enumerate(self.tensors)}
+        kinds = {role: t.dtype for role, t in self.tensors}
+        scales = {
+            role: np.empty([b - a for a, b in zip(*self._window(parts[role]), strict=True)], k.view)
+            for role, k in kinds.items()
+            if role != CODES
+        }
+        rows = rows_of(weight, taking.tile_bytes)
+        known = _Known(weight, parts, self.amax)
+        with weight.reading(taking) as read:
+            for begin in range(self.first, self.end, rows):
+                stop = min(begin + rows, self.end)
+                try:
+                    made = self._strip(read, known, begin, stop, taking.tile_bytes)
+                except FormatError as e:
+                    raise FormatError(
+                        e.message,
+                        file=e.file,
+                        tensor=weight.placement.canonical or weight.placement.stored,
+                        hint=e.hint,
+                    ) from e
+                lines = begin - self.first
+                codes = bits_of(made[CODES], kinds[CODES])
+                yield number[CODES], (lines // _rows_per(parts[CODES]), 0), codes
+                for role, all_rows in scales.items():
+                    one = lines // _rows_per(parts[role])
+                    all_rows[one : one + len(made[role])] = made[role].view(all_rows.dtype)
+        for role, all_rows in scales.items():
+            yield number[role], (0,) * all_rows.ndim, bits_of(all_rows, kinds[role])
+
+    def _strip(
+        self,
+        read: Callable[[int, int], Array],
+        known: _Known,
+        begin: int,
+        stop: int,
+        tile_bytes: int,
+    ) -> dict[str, NDArray[Any]]:
+        """Whole rows, encoded at once or, where they are too many, some columns at a time."""
+        weight, width = self.weight, self.weight.shape[1]
+        if weight.treatment.codes is not None:
+            return known.of_codes(begin, stop)
+        values = read(begin * width, stop * width).reshape(stop - begin, width)
+        step = _columns_of(weight, stop - begin, tile_bytes)
+        if step >= width:
+            return known.encoded(values, (begin, 0), (stop, width), again=True)
+        made: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        for left in range(0, width, step):
+            right = min(left + step, width)
+            found = known.encoded(values[:, left:right], (begin, left), (stop, right))
+            for role, array in found.items():
+                made[role].append(array)
+        along = {p.role: _columns_axis(p) for p in known.parts}
+        return {r: np.concatenate(a, axis=along[r]) for r, a in made.items() if along[r] >= 0}
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        form = self.weight.treatment.format
+        return {p.role: p for p in layout(packing_of(form), self.weight.shape)}
+
+    def _window(self, part: Part) -> tuple[Index, Index]:
+        return part.window((self.first, 0), (self.end, self.weight.shape[1]))
+
+
+class _Known:
+    """Encodes boxes of one weight by what is known of it as a whole."""
+
+    def __init__(self, weight: Weight, parts: dict[str, Part], amax: float) -> None:
+        treatment = weight.treatment
+        self.parts = tuple(parts.values())
+        self._treatment, self._dtype = treatment, weight.dtype.name
+        self._packing = packing_of(treatment.format)
+        self._scales = scales_of(treatment, parts, amax)
+        self._columns = treatment.columns
+        if self._columns is not None:
+            self._columns = self._columns.astype(np.float32)
+        self._room: NDArray[Any] | None = None
+
+    def encoded(
+        self, values: Array, lo: Index, hi: Index, *, again: bool = False
+    ) -> dict[str, NDArray[Any]]:
+        """The windows of a box; its codes lie, with `again`, where those of the last such box
+        did, which spares new memory and working out anew what is written from it."""
+        dtype = self._dtype
+        if self._columns is not None:
+            values = single(values, dtype) * self._columns[lo[1] : hi[1]]
+            dtype = "float32"
+        if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
+            whole = Part(role=SCALE, dtype="float32", shape=(), spans=())
+            if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
+                raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+        given = {r: self._cut(r, lo, hi) for r in self._scales}
+        twice = self._treatment.format.round_twice
+        made = encode(
+            self._packing,
+            self.parts,
+            values,
+            dtype,
+            lo,
+            hi,
+            scales=given,
+            twice=twice,
+            room=self._room if again else None,
+        )
+        if again:
+            self._room = made[CODES]
+        return made
+
+    def of_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
+        """The windows of rows whose codes were chosen."""
+        treatment = self._treatment
+        if treatment.codes is None or SCALE not in self._scales:
+            raise CalibrationError(
+                "its codes are given, and not the amax that they are for", tensor=treatment.module
+            )
+        lo, hi = (begin, 0), (stop, treatment.codes.shape[1])
+        bits = np.ascontiguousarray(treatment.codes[begin:stop]).view(np.uint8)
+        name = self._packing.partition(":")[0]
+        if name == "int4rows":
+            low, high = bits[0::2] & np.uint8(15), np.left_shift(bits[1::2], 4)
+            bits = low | high
+        elif name in ("mxfp4", "nvfp4"):
+            low, high = bits[:, 0::2] & np.uint8(15), np.left_shift(bits[:, 1::2], 4)
+            bits = low | high
+        return {CODES: bits, **{r: self._cut(r, lo, hi) for r in self._scales}}
+
+    def _cut(self, role: str, lo: Index, hi: Index) -> NDArray[Any]:
+        part = next(p for p in self.parts if p.role == role)
+        first, end = part.window(lo, hi)
+        index = tuple(slice(a, b) for a, b in zip(first, end, strict=True))
+        return self._scales[role][index] if index else self._scales[role]
+
+
+def scales_of(treatment: Treatment, parts: dict[str, Part], amax: float) -> dict[str, NDArray[Any]]:
+    """The scales that are known before a weight is read, as they are stored, by role.
+
+    `amax` is that of the whole weight. What is not among them comes of the weight, box by box.
+
+    Raises:
+        CalibrationError: the treatment's `amax` is not of the shape of the scales, or no number.
+    """
+    name = packing_of(treatment.format).partition(":")[0]
+    rules, scale = RULES["modelopt"], parts[SCALE]
+    out: dict[str, NDArray[Any]] = {}
+    if SCALE_2 in parts:
+        out[SCALE_2] = second_scale(treatment.format.algo, amax)
+    found = treatment.amax
+    if found is None and not scale.shape:
+        found = np.asarray(amax, np.float32)
+    if found is None:
+        return out
+    if found.size != math.prod(scale.shape) or not (np.isfinite(found) & (found >= 0)).all():
+        raise CalibrationError(
+            f"its amax of shape {list(found.shape)} does not suit scales of {list(scale.shape)}, "
+            "or is no magnitude",
+            tensor=treatment.module,
+        )
+    top = np.ascontiguousarray(found, np.float32).reshape(scale.shape)
+    if name == "nvfp4":
+        out[SCALE] = rules.block(top, np.asarray(out[SCALE_2], np.float32))
+    elif name.startswith("mx"):
+        out[SCALE] = rules.exponent(top, E4M3 if name == "mxfp8" else E2M1)
+    else:
+        out[SCALE] = np.asarray(rules.scale(top, _LARGEST[name], "float32"), np.float32)
+    return out
+
+
+def feeds_of(
+    weight: Weight, tensors: Sequence[tuple[str, GlobalTensor]], *, at: int, amax: float
+) -> list[Packed]:
+    """The feeds of one weight, each of about a unit of work; see `Packed`."""
+    t = weight.treatment
+    form = (t.format.algo, t.format.group_size, t.format.round_twice)
+    digest = hash_of(*form, t.columns, t.amax, t.codes)
+    grain = math.lcm(grain_of(weight), weight.turn)
+    rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
+    return [
+        Packed(
+            weight=weight,
+            first=first,
+            end=min(first + rows, weight.shape[0]),
+            at=at,
+            tensors=tuple(tensors),
+            amax=amax,
+            digest=digest,
+        )
+        for first in range(0, weight.shape[0], rows)
+    ]
+
+
+def grain_of(weight: Weight) -> int:
+    """Rows that cannot be packed apart."""
+    parts = layout(packing_of(weight.treatment.format), weight.shape)
+    return math.lcm(*(_rows_per(p) for p in parts))
+
+
+def rows_of(weight: Weight, tile_bytes: int) -> int:
+    """Rows that are read at once: about a tile, and a whole number of grains and turns."""
+    grain = math.lcm(grain_of(weight), weight.turn)
+    return max(grain, tile_bytes // weight.row_bytes // grain * grain)
+
+
+def _columns_of(weight: Weight, rows: int, tile_bytes: int) -> int:
+    """Columns that are encoded at once: all, but where blocks of many rows make too much of it."""
+    grain, width = grain_of(weight), weight.shape[1]
+    if grain <= 2 or rows * weight.row_bytes <= tile_bytes:
+        return width
+    return max(grain, tile_bytes // (rows * weight.dtype.itemsize) // grain * grain)
+
+
+def _rows_per(part: Part) -> int:
+    """Rows of the weight under one of a part."""
+    return next((s.per for s in part.spans if s.dim == 0), 1)
+
+
+def _columns_axis(part: Part) -> int:
+    return next((axis for axis, s in enumerate(part.spans) if s.dim == 1), -1)
+
+
+def taken_as(held: DType) -> DType:
+    """The type in which the elements of a stored weight are taken: its own, if it is encoded."""
+    encoded = held.name in ("float32", "bfloat16", "float16")
+    return held if encoded else named_dtype("float32")

@@ -1,0 +1,54 @@
+"""Turned: codes of a weight that is stored as `[in, out]`, as GPT-2 has them all.
+
+vLLM and SGLang turn every weight of such a family while they load it, codes as well, and nothing
+beside it (`load_weights` of their models/gpt2.py); so one scale a tensor is all that can be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
+from megtool.quant.packed_tensors.constant_feeds import hash_of
+from megtool.quant.packed_tensors.pack import Packed
+from megtool.tensors.placement import Placement
+
+TURNED = ("FP8",)
+"""Formats whose codes are a byte each under one scale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """What fills columns of a stored tensor with the rows of a weight."""
+
+    feed: Packed
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The weight."""
+        return self.feed.reads
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """Its rows, which are columns here."""
+        return tuple(replace(r, lo=r.lo[::-1], hi=r.hi[::-1]) for r in self.feed.writes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes."""
+        return self.feed.num_bytes
+
+    @property
+    def facts(self) -> bytes:
+        """Those of the rows."""
+        return hash_of("turned", self.feed.facts)
+
+    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `Feed`."""
+        for number, at, found in self.feed.make(taking):
+            yield number, at[::-1], np.ascontiguousarray(found.T)

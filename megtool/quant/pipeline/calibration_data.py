@@ -1,0 +1,220 @@
+"""Calibration data: rows of tokens that a model is shown, from any data set, or made up."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from megtool.data.tokenize_documents import Encoded
+    from megtool.data.tokenizer import Tokenizer
+    from megtool.model.batch import Batch
+
+USUAL_SAMPLES, USUAL_LENGTH = 128, 512
+BATCH_TOKENS = 2048
+_FEWEST = 16  # tokens: a shorter sample says nothing about attention
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to calibrate on; None for the usual.
+
+    `data` is what `megtool.data.documents.documents` reads, or a Megatron data set; without it the text
+    that comes with megtool is taken. `synthetic` makes up random tokens instead. `samples` rows of
+    `length` tokens are taken: the first ones, or with a `seed` any of the data.
+    """
+
+    data: str | Path | None = None
+    field: str | None = None
+    split: str | None = None
+    samples: int | None = None
+    length: int | None = None
+    seed: int | None = None
+    synthetic: bool = False
+
+    def sizes(self, max_positions: int) -> tuple[int, int]:
+        """How many samples, and how long they are.
+
+        Raises:
+            UsageError: they make no sense for a model of so many positions.
+        """
+        samples = USUAL_SAMPLES if self.samples is None else self.samples
+        length = min(USUAL_LENGTH, max_positions) if self.length is None else self.length
+        if length > max_positions:
+            raise UsageError(
+                f"samples of {length} tokens, and the model has {max_positions} positions",
+                hint=f"--length {max_positions} is the largest",
+            )
+        if samples < 1 or length < min(_FEWEST, max_positions):
+            raise UsageError(
+                f"{samples} samples of {length} tokens",
+                hint=f"at least 1 of {_FEWEST}: --samples {USUAL_SAMPLES} --length {USUAL_LENGTH}",
+            )
+        return samples, length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Rows of tokens, `[N, S]`, with each token's position in its document and the document.
+
+    `digest` is that of the tokens and documents; `name` says where they are from.
+    """
+
+    name: str
+    tokens_NS: Int
+    positions_NS: Int
+    documents_NS: Int
+    digest: str
+    note: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are no padding."""
+        return int((self.documents_NS >= 0).sum())
+
+    def __len__(self) -> int:
+        return len(self.tokens_NS)
+
+    def batches(self) -> list[Batch]:
+        """The rows as batches of about `BATCH_TOKENS` tokens."""
+        import torch
+
+        from megtool.model.batch import Batch
+
+        size = max(1, BATCH_TOKENS // self.tokens_NS.shape[1])
+        out = []
+        for start in range(0, len(self), size):
+            some = slice(start, start + size)
+            documents = self.documents_NS[some]
+            several = bool((documents != documents[:, :1]).any())
+            ragged = bool((documents < 0).any())
+            out.append(
+                Batch(
+                    tokens_BS=torch.from_numpy(self.tokens_NS[some]),
+                    positions_BS=torch.from_numpy(self.positions_NS[some]) if several else None,
+                    valid_BS=torch.from_numpy(documents >= 0) if ragged else None,
+                    documents_BS=torch.from_numpy(documents) if several else None,
+                )
+            )
+        return out
+
+
+def read_samples(
+    wanted: Wanted, tokenizer: Tokenizer | None, *, vocab_size: int, max_positions: int
+) -> Samples:
+    """The samples that are asked for.
+
+    Raises:
+        UsageError: the data is empty, or shorter than asked for.
+        FormatError: it cannot be read. See `megtool.data.documents.documents` for more.
+    """
+    samples, length = wanted.sizes(max_positions)
+    if wanted.synthetic:
+        if wanted.data is not None:
+            raise UsageError("--synthetic with --data", hint="give one of them")
+        return _made_up(samples, length, vocab_size, wanted.seed or 0)
+    if tokenizer is None:
+        raise UsageError(
+            "no tokenizer to read the data with", hint="--tokenizer FOLDER, or --synthetic"
+        )
+    name = "the text that comes with megtool" if wanted.data is None else str(wanted.data)
+    found = list(_picked(_rows(wanted, tokenizer, length), samples, wanted.seed))
+    if not found:
+        raise UsageError(
+            f"{name} holds no text to calibrate on", hint="--field names the field with the text"
+        )
+    note = ""
+    if len(found) < samples:
+        total = sum(int((d >= 0).sum()) for _, _, d in found)
+        if wanted.samples is not None:
+            raise UsageError(
+                f"{name} holds {total:,} tokens, and {samples} samples of {length} take "
+                f"{samples * length:,}",
+                hint=f"--samples {max(1, total // length)}, --length, or more --data",
+            )
+        note = f"{name} holds {len(found)} samples of {length} tokens; {samples} are usual"
+    tokens, positions, documents = (np.stack(parts) for parts in zip(*found, strict=True))
+    return _samples(name, tokens, positions, documents, note)
+
+
+def _samples(name: str, tokens: Int, positions: Int, documents: Int, note: str = "") -> Samples:
+    digest = hashlib.sha256(np.ascontiguousarray(tokens).tobytes())
+    digest.update(np.ascontiguousarray(documents).tobytes())
+    return Samples(
+        name=name,
+        tokens_NS=tokens,
+        positions_NS=positions,
+        documents_NS=documents,
+        digest=digest.hexdigest(),
+        note=note,
+    )
+
+
+def _made_up(samples: int, length: int, vocab_size: int, seed: int) -> Samples:
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, (samples, length))
+    positions = np.broadcast_to(np.arange(length), tokens.shape).copy()
+    note = "calibrated on random tokens: scales may be far from those of text"
+    return _samples("random tokens", tokens, positions, np.zeros_like(tokens), note)
+
+
+def _rows(wanted: Wanted, tokenizer: Tokenizer, length: int) -> Iterator[tuple[Int, Int, Int]]:
+    """All rows of the data, each full but for the last one."""
+    from megtool.data.packing import pack
+
+    for rows in pack(_documents(wanted, tokenizer), length, mode="packed", rows=1):
+        documents = rows.documents_BS[0]
+        first = documents[documents >= 0].min(initial=1 << 60)
+        numbered = np.where(documents >= 0, documents - first, -1)
+        yield rows.tokens_BS[0], rows.positions_BS[0], numbered
+
+
+def _documents(wanted: Wanted, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    from megtool.data.documents import documents
+    from megtool.data.indexed import IndexedDataset
+    from megtool.data.tokenize_documents import Encoded, encode
+
+    if wanted.data is None:
+        text = files("megtool.data") / "founding_documents.txt"
+        yield Encoded(ids=np.asarray(tokenizer.encode(text.read_text()), np.int32))
+    elif Path(wanted.data).suffix in (".bin", ".idx"):
+        dataset = IndexedDataset(wanted.data)
+        for number in range(dataset.num_documents):
+            ids = np.asarray(dataset.document(number), np.int32)
+            if ids.size and int(ids.max()) >= tokenizer.vocab_size:
+                raise UsageError(
+                    f"{wanted.data} holds the token {ids.max()}, and the tokenizer has "
+                    f"{tokenizer.vocab_size}",
+                    hint="it was made with another tokenizer: tokenize the text again",
+                )
+            yield Encoded(ids=ids)
+    else:
+        found = documents(wanted.data, field=wanted.field, split=wanted.split)
+        yield from encode(found, tokenizer, append_eos=False, answers_only=False)
+
+
+def _picked(
+    rows: Iterator[tuple[Int, Int, Int]], samples: int, seed: int | None
+) -> Sequence[tuple[Int, Int, Int]]:
+    """The first rows, or with a seed any of them, each as likely, in the data's order."""
+    kept: list[tuple[int, tuple[Int, Int, Int]]] = []
+    draw = None if seed is None else random.Random(seed)
+    for number, row in enumerate(rows):
+        if len(kept) < samples:
+            kept.append((number, row))
+        elif draw is None:
+            break
+        elif (place := draw.randrange(number + 1)) < samples:
+            kept[place] = (number, row)
+    return [row for _, row in sorted(kept, key=lambda item: item[0])]

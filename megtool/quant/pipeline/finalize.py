@@ -1,0 +1,292 @@
+"""Quantize finish: what is settled becomes files, the files are proved, and all of it is told."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool import __version__
+from megtool.checkpoint.parallel_scan import usual_threads
+from megtool.console import Progress
+from megtool.errors import StorageError
+from megtool.inference.runtime import Source, load_forward, on_ranks, open_runnable
+from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.pipeline.html_report import page
+from megtool.quant.pipeline.report import (
+    AutoChoice,
+    CalibrationFacts,
+    ParetoPoint,
+    QuantizeEvaluation,
+    QuantizeReport,
+)
+from megtool.quant.pipeline.report_rows import (
+    coverage_rows,
+    format_rows,
+    histograms,
+    input_rows,
+    kv_format,
+)
+from megtool.quant.pipeline.write import Unproved, write
+from megtool.quant.qparams import Settlement
+from megtool.quant.recipes.modules import in_blocks
+from megtool.quant.verification.verify_folder import Proof, prove
+from megtool.reshard.execute import peak_rss_bytes
+from megtool.reshard.target import Request, make_target
+
+if TYPE_CHECKING:
+    from megtool.quant.mixed_precision.auto_quantize import Choice
+    from megtool.quant.pipeline.request import Job
+    from megtool.quant.pipeline.solve import Settled
+
+_WINDOW = 2048
+
+
+def finish(
+    job: Job,
+    found: Settled,
+    samples: Samples | None,
+    seconds: dict[str, float],
+    progress: Progress,
+) -> QuantizeReport:
+    """Write, prove, measure, and say what came of it. What is not proved is not committed.
+
+    Raises:
+        MegtoolError: see `write`.
+    """
+    opened = job.decided.opened
+    proofs: list[Proof] = []
+    proving = 0.0
+
+    def check(tree: Path) -> None:
+        nonlocal proving
+        began = time.monotonic()
+        proofs.append(
+            prove(
+                opened,
+                tree,
+                job.decisions,
+                found.settlement,
+                small=make_target(opened, Request(to="hf")).destination.small,
+                threads=usual_threads(job.manner.threads),
+                progress=progress,
+            )
+        )
+        proving = time.monotonic() - began
+        if proofs[-1].num_errors:
+            raise Unproved("the written files do not hold what they should")
+
+    began = time.monotonic()
+    notes = list(found.settlement.notes)
+    resumed = 0
+    with suppress(Unproved):
+        written = write(
+            opened,
+            job.decisions,
+            found.settlement,
+            job.destination,
+            threads=job.manner.threads,
+            memory_bytes=job.writing.memory_bytes,
+            max_shard_bytes=job.writing.max_shard_bytes,
+            overwrite=job.writing.overwrite,
+            fsync=job.writing.fsync,
+            before_commit=check,
+            progress=progress,
+        )
+        notes += written.warnings
+        resumed = written.resumed_units
+    seconds["write"] = time.monotonic() - began - proving
+    seconds["prove"] = proving
+    proof = replace(proofs[-1], path=str(job.destination))
+    report = _report(
+        job,
+        found,
+        samples,
+        seconds,
+        proof=proof,
+        num_bytes=proof.num_bytes,
+        resumed_units=resumed,
+    )
+    if proof.num_errors:
+        notes.insert(0, f"nothing was written to {job.destination}: the proof found errors")
+    elif job.writing.evaluate is not None:
+        began = time.monotonic()
+        evaluation = _evaluate(job, found, job.writing.evaluate, progress)
+        seconds["evaluate"] = time.monotonic() - began
+        report = replace(report, evaluation=evaluation)
+    notes += job.auto.notes if job.auto else ()
+    where = job.writing.page
+    report = replace(
+        report,
+        seconds=seconds,
+        notes=tuple(dict.fromkeys(notes)),
+        peak_rss_bytes=peak_rss_bytes(),
+        page=None if where is None else str(where),
+    )
+    if where is not None:
+        try:
+            where.write_text(page(report))
+        except OSError as e:
+            raise StorageError(f"cannot write the page: {e.strerror}", file=where) from e
+    return report
+
+
+def artefact_report(
+    job: Job, found: Settled, samples: Samples | None, seconds: Mapping[str, float]
+) -> QuantizeReport:
+    """What a run told that calibrated alone."""
+    report = _report(job, found, samples, seconds)
+    return replace(
+        report,
+        calibration_file=str(job.destination),
+        formats=(),
+        source_bytes=0,
+        notes=tuple(found.settlement.notes),
+        peak_rss_bytes=peak_rss_bytes(),
+    )
+
+
+def _report(
+    job: Job,
+    found: Settled,
+    samples: Samples | None,
+    seconds: Mapping[str, float],
+    *,
+    proof: Proof | None = None,
+    num_bytes: int = 0,
+    resumed_units: int = 0,
+) -> QuantizeReport:
+    decided, opened = job.decided, job.decided.opened
+    weights = [d for d in job.decisions if d.module.kind != "kv_cache"]
+    keep = job.calibrating.keep
+    return QuantizeReport(
+        source=str(opened.path),
+        destination=str(job.destination),
+        source_format=opened.catalogue.format,
+        family=decided.family,
+        recipe=decided.recipe.name,
+        method=decided.recipe.method,
+        target=decided.target.name if decided.target else None,
+        doubt=decided.doubt,
+        formats=format_rows(job.decisions),
+        source_bytes=sum(d.module.num_bytes for d in weights) + decided.modules.other_bytes,
+        num_bytes=num_bytes,
+        kv_format=kv_format(job.decisions),
+        calibration=_facts(job, found, samples, seconds),
+        calibration_file=None if keep is None or found.artefact is None else str(keep),
+        proof=proof,
+        auto=None if job.auto is None else _chosen(job.auto),
+        seconds=seconds,
+        resumed_units=resumed_units,
+        reproduction=_reproduction(found),
+    )
+
+
+def _facts(
+    job: Job, found: Settled, samples: Samples | None, seconds: Mapping[str, float]
+) -> CalibrationFacts | None:
+    from megtool.quant.calibration.expert_coverage import coverage
+
+    artefact = found.artefact
+    if artefact is None:
+        if samples is None:
+            return None
+        return CalibrationFacts(
+            data=f"{samples.name} (by ModelOpt)",
+            num_samples=len(samples),
+            num_tokens=samples.num_tokens,
+            seconds=seconds.get("calibrate", 0.0),
+        )
+    data = samples.name if samples else ", ".join(map(str, job.calibrating.given))
+    return CalibrationFacts(
+        data=data,
+        num_samples=artefact.num_samples,
+        num_tokens=artefact.num_tokens,
+        seconds=seconds.get("calibrate", 0.0),
+        inputs=input_rows(artefact.statistics),
+        histograms=histograms(artefact.statistics),
+        coverage=coverage_rows(coverage(job.points, artefact.statistics)),
+    )
+
+
+def _chosen(auto: Choice) -> AutoChoice:
+    return AutoChoice(
+        method=auto.method,
+        budget=8 * auto.budget_bytes / max(auto.weights, 1),
+        chosen=ParetoPoint(bits=auto.bits, loss=auto.loss),
+        curve=tuple(ParetoPoint(bits=p.bits, loss=p.loss) for p in auto.curve),
+    )
+
+
+def _reproduction(found: Settled) -> dict[str, str]:
+    """What someone needs who wants the same bytes again."""
+    out = {"megtool": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        with suppress(PackageNotFoundError):
+            out[name] = version(name)
+    if found.artefact is not None:
+        f = found.artefact.fingerprint
+        out |= {"model": f.model, "recipe": f.recipe, "data": f.data, "seed": str(f.seed)}
+    if "megtool" in Path(sys.argv[0]).name or Path(sys.argv[0]).name == "__main__.py":
+        out["command"] = " ".join(["megtool", *sys.argv[1:]])
+    return out
+
+
+def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> QuantizeEvaluation:
+    """Both models on the same text, what was written as its engine computes."""
+    from megtool.quant.fake_quant.evaluate_quantized import compare_quantised
+    from megtool.quant.fake_quant.fake_quant_model import Simulation
+
+    source = job.runnable
+    written = open_runnable(Source(path=job.destination))
+    texts = job.evaluation
+    window = min(_WINDOW, source.config.max_positions)
+    total = sum(max(len(t.tokens) - 1, 0) for t in texts)
+    manner = replace(
+        job.manner, tp=None, pp=None, ep=None, etp=None, on_demand=not job.calibrating.resident
+    )
+    progress("evaluate", 0, total)
+    with on_ranks(manner, alone=True) as groups:
+        before = load_forward(source, manner, groups, progress)
+        after = load_forward(written, manner, groups, progress)
+        quality = compare_quantised(
+            before,
+            after,
+            Simulation(after.decoder, job.points, _as_engines_run(job, found), weights=False),
+            texts,
+            window=window,
+            stride=window,
+            counted=partial(_told, progress, total),
+        )
+    c = quality.comparison
+    return QuantizeEvaluation(
+        data=data,
+        tokens=quality.num_tokens,
+        perplexity_before=quality.perplexity_before,
+        perplexity_after=quality.perplexity_after,
+        kl_mean=quality.kl_mean,
+        kl_99=c.kl_percentiles[2],
+        kl_max=quality.kl_max,
+        agreement=quality.agreement,
+    )
+
+
+def _as_engines_run(job: Job, found: Settled) -> Settlement:
+    """What was settled, without the inputs of experts in blocks: engines leave these as they are
+    (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
+    blocks = {d.module.name for d in job.decisions if in_blocks(d.module)}
+    treatments = found.settlement.treatments
+    return replace(
+        found.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
+    )
+
+
+def _told(progress: Progress, total: int, count: int) -> None:
+    progress("evaluate", count, total)

@@ -1,0 +1,150 @@
+"""Quantize plan: what a run would do, how large the result is, and about how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megtool.commands.recipe import explained
+from megtool.console import format_bytes
+from megtool.number_formats.encode import encode
+from megtool.number_formats.layout import layout
+from megtool.quant.explain_report import ExplainReport
+from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.qparams import packing_of
+from megtool.quant.recipes.match import Decision
+from megtool.quant.resolve import Decided
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.calibration_file import Artefact
+
+_TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizePlan:
+    """What `quantize` would do; seconds are measured on small pieces, and rough.
+
+    `calibration` says what data is needed for: nothing where it is empty. `data` is what would be
+    shown to the model, or with `is_given` the calibration files that stand for it.
+    """
+
+    explained: ExplainReport
+    destination: str
+    calibration: str
+    data: str
+    num_samples: int
+    num_tokens: int
+    calibrate_seconds: float
+    write_seconds: float
+    notes: tuple[str, ...] = ()
+    is_given: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        own = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "explained"}
+        return {**own, "dry_run": True, "recipe": self.explained.to_json()}
+
+    def lines(self) -> Iterator[str]:
+        """The plan as a person reads it."""
+        yield from self.explained.lines()
+        yield ""
+        yield f"{self.destination} would be written (nothing is yet)"
+        before, after = self.explained.source_bytes, self.explained.num_bytes
+        yield f"  size        {format_bytes(before)} -> {format_bytes(after)}"
+        if self.calibration:
+            shown = f"{self.num_samples} samples, {self.num_tokens:,} tokens"
+            read = "read from " if self.is_given else ""
+            yield f"  calibration {shown}: {read}{self.data}"
+            yield f"  needed for  {self.calibration}"
+        else:
+            yield "  calibration none needed"
+        shown, total = f"writing and proof {_told(self.write_seconds)}", self.write_seconds
+        if self.calibrate_seconds:
+            shown = f"calibration {_told(self.calibrate_seconds)}, {shown}"
+            total += self.calibrate_seconds
+        yield f"  time        about {_told(total)} ({shown})"
+        yield from (f"  note        {note}" for note in self.notes)
+
+
+def plan_of(
+    decided: Decided,
+    destination: str,
+    *,
+    wants_data: Sequence[Decision],
+    samples: Samples | None,
+    threads: int,
+    artefact: Artefact | None = None,
+    given: str = "",
+) -> QuantizePlan:
+    """The plan of a run of which `wants_data` are the decisions that data is needed for; `artefact`
+    is what the calibration files `given` hold."""
+    tokens = samples.num_tokens if samples else 0
+    linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
+    seen = artefact if wants_data else None
+    return QuantizePlan(
+        explained=explained(decided),
+        destination=destination,
+        calibration=_needed(wants_data),
+        data=samples.name if samples else given if seen else "",
+        num_samples=len(samples) if samples else seen.num_samples if seen else 0,
+        num_tokens=tokens or (seen.num_tokens if seen else 0),
+        calibrate_seconds=2 * linear * tokens / _flops() if tokens else 0.0,
+        write_seconds=_pack_seconds(decided.matched.decisions) / threads,
+        notes=(samples.note,) if samples and samples.note else (),
+        is_given=seen is not None,
+    )
+
+
+def _needed(decisions: Sequence[Decision]) -> str:
+    labels = dict.fromkeys(d.label for d in decisions)
+    count = len(decisions)
+    return f"{', '.join(labels)} of {count} modules" if count else ""
+
+
+def _flops() -> float:
+    """Multiplications and additions a second of torch's products here, in float32."""
+    import torch
+
+    a, b = torch.ones(512, 1024), torch.ones(1024, 1024)
+    a @ b
+    began, times = time.perf_counter(), 4
+    for _ in range(times):
+        a @ b
+    return 2 * times * a.numel() * b.shape[1] / max(time.perf_counter() - began, 1e-9)
+
+
+def _pack_seconds(decisions: Sequence[Decision]) -> float:
+    """One thread's time to encode all weights, and to read them back for the proof."""
+    seconds: dict[str, float] = {}
+    total = 0.0
+    for d in decisions:
+        if d.format is None or not d.format.algo:
+            continue
+        packing = packing_of(d.format)
+        if packing not in seconds:
+            seconds[packing] = _encode_seconds(packing)
+        total += 2 * d.module.numel * seconds[packing]
+    return total
+
+
+def _encode_seconds(packing: str) -> float:
+    """Seconds an element."""
+    values = np.linspace(-1, 1, _TRIED[0] * _TRIED[1], dtype=np.float32).reshape(_TRIED)
+    parts = layout(packing, _TRIED)
+    best = float("inf")
+    for _ in range(2):
+        began = time.perf_counter()
+        encode(packing, parts, values, "float32", (0, 0), _TRIED)
+        best = min(best, time.perf_counter() - began)
+    return best / values.size
+
+
+def _told(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,288 @@
+"""Report of `quantize`: what was written, how near the source it is, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megtool.console import format_bytes
+from megtool.quant.explain_report import target_told
+from megtool.reports import columns, count
+
+if TYPE_CHECKING:
+    from megtool.quant.verification.verify_folder import Proof
+
+_WORST = 5
+_MOST_FINDINGS = 12
+_MOST_NOTES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatRow:
+    """All modules of one format: how many, their elements, bytes with scales, and bytes before."""
+
+    format: str
+    modules: int
+    weights: int
+    num_bytes: int
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRow:
+    """What was seen at one point: the largest magnitude, and those that half, 99 % and 99.99 % of
+    all elements stay below."""
+
+    name: str
+    layer: int | None
+    num_tokens: int
+    amax: float
+    median: float
+    percent_99: float
+    percent_9999: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoverageRow:
+    """The tokens that each expert of one mixture saw; `enough` is what each should have seen."""
+
+    mixture: str
+    tokens: tuple[int, ...]
+    enough: int
+
+    @property
+    def uncovered(self) -> tuple[int, ...]:
+        """Experts that saw too little."""
+        return tuple(e for e, n in enumerate(self.tokens) if n < self.enough)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFacts:
+    """The data that was shown to the model. `histograms` count input elements by role of the module
+    and power of two of their size (the first one is 2^-40; what is below is with it)."""
+
+    data: str
+    num_samples: int
+    num_tokens: int
+    seconds: float = 0.0
+    inputs: tuple[InputRow, ...] = ()
+    histograms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    coverage: tuple[CoverageRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeEvaluation:
+    """Before and after on one text; `kl_mean` is of what was written against the source, in nats a
+    token, `agreement` the share of tokens of which both hold the same one likeliest."""
+
+    data: str
+    tokens: int
+    perplexity_before: float
+    perplexity_after: float
+    kl_mean: float
+    kl_99: float
+    kl_max: float
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoPoint:
+    """The least loss that a number of bits per weight allows."""
+
+    bits: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoChoice:
+    """What a recipe that chooses did: within `budget` bits per weight, `chosen` of the curve."""
+
+    method: str
+    budget: float
+    chosen: ParetoPoint
+    curve: tuple[ParetoPoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeReport:
+    """What `quantize` did.
+
+    `source_bytes` and `num_bytes` are of all weights, before and after (of the files, where there
+    is a proof). `doubt` is what speaks against the target's running the model. `seconds` are by
+    stage. `reproduction` holds versions, seed, fingerprints and the command. `calibration_file` is
+    what was kept of the calibration. Of several processes all but the first have a report that is
+    `shown` already.
+    """
+
+    source: str
+    destination: str
+    source_format: str = ""
+    family: str | None = None
+    recipe: str = ""
+    method: str = "none"
+    target: str | None = None
+    doubt: str = ""
+    formats: tuple[FormatRow, ...] = ()
+    source_bytes: int = 0
+    num_bytes: int = 0
+    kv_format: str = ""
+    calibration: CalibrationFacts | None = None
+    calibration_file: str | None = None
+    proof: Proof | None = None
+    evaluation: QuantizeEvaluation | None = None
+    auto: AutoChoice | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    peak_rss_bytes: int = 0
+    resumed_units: int = 0
+    reproduction: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    page: str | None = None
+    shown: bool = False
+
+    @classmethod
+    def elsewhere(cls, source: str, destination: str) -> QuantizeReport:
+        """Of a process that left the writing to another."""
+        return cls(source=source, destination=destination, shown=True)
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight over all modules."""
+        weights = sum(f.weights for f in self.formats)
+        return 8 * sum(f.num_bytes for f in self.formats) / max(weights, 1)
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 7 if what was written is not what it should be."""
+        return self.proof.exit_status if self.proof is not None else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        out = asdict(self) | {"bits": self.bits}
+        del out["shown"]
+        if self.proof is not None:
+            out["proof"] = self.proof.to_json()
+        return out
+
+    def lines(self) -> Iterator[str]:
+        """The report as a person reads it."""
+        if self.shown:
+            return
+        kind = f" ({self.source_format})" if self.source_format else ""
+        yield f"{self.source}{kind} -> {self.destination} by recipe {self.recipe}"
+        for name, text in self.facts():
+            yield f"  {name:<12}{text}"
+        yield from (f"  {'note':<12}{note}" for note in self.notes[:_MOST_NOTES])
+        if len(self.notes) > _MOST_NOTES:
+            more = len(self.notes) - _MOST_NOTES
+            yield f"  {'note':<12}and {more} more (--json lists them)"
+        if self.formats:
+            yield ""
+            yield from self._formats()
+        if self.proof is not None:
+            yield from _proved(self.proof)
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The summary, each fact by a word or two."""
+        yield "family", self.family or "unknown"
+        yield "algorithm", self.method
+        if self.target:
+            yield "target", target_told(self.target, self.doubt)
+        if self.num_bytes:
+            share = f" ({100 * self.num_bytes / self.source_bytes:.1f} %)"
+            yield (
+                "size",
+                f"{format_bytes(self.source_bytes)} -> {format_bytes(self.num_bytes)}"
+                f"{share if self.source_bytes else ''}, {self.bits:.2f} bits per weight",
+            )
+        if self.kv_format:
+            yield "KV cache", self.kv_format
+        if self.calibration is not None:
+            yield from _calibrated(self.calibration)
+        if self.calibration_file:
+            yield "kept", f"{self.calibration_file} holds the calibration"
+        if self.auto is not None:
+            yield (
+                "chosen",
+                f"{self.auto.chosen.bits:.2f} bits per weight within {self.auto.budget:g}, "
+                f"by {self.auto.method}",
+            )
+        if self.proof is not None and self.proof.rows:
+            yield "proof", _summary(self.proof)
+        if (e := self.evaluation) is not None:
+            change = 100 * (e.perplexity_after / e.perplexity_before - 1)
+            yield (
+                "perplexity",
+                f"{e.perplexity_before:.4f} -> {e.perplexity_after:.4f} ({change:+.2f} %) on "
+                f"{e.tokens:,} tokens of {e.data}",
+            )
+            yield "KL", f"{e.kl_mean:.3e} mean, {e.kl_99:.3e} for 99 % of tokens"
+            yield "agreement", f"{e.agreement:.2%} of tokens have the same likeliest one"
+        if self.resumed_units:
+            yield "resumed", f"{self.resumed_units} finished pieces verified"
+        if self.seconds:
+            stages = ", ".join(f"{name} {s:.1f}" for name, s in self.seconds.items())
+            yield "seconds", f"{sum(self.seconds.values()):.1f} ({stages})"
+        if self.peak_rss_bytes:
+            yield "memory", f"{format_bytes(self.peak_rss_bytes)} peak resident"
+        if self.page:
+            yield "page", self.page
+
+    def _formats(self) -> Iterator[str]:
+        rows = [("format", "modules", "weights", "bits", "bytes", "before")]
+        for f in self.formats:
+            bits = f"{8 * f.num_bytes / max(f.weights, 1):.2f}"
+            size, before = format_bytes(f.num_bytes), format_bytes(f.source_bytes)
+            rows.append((f.format, str(f.modules), count(f.weights), bits, size, before))
+        yield from columns(rows, left=1)
+
+
+def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
+    seen = f"{c.num_tokens:,} tokens of {c.num_samples:,} samples" if c.num_samples else "no data"
+    yield "calibrated", f"on {seen}: {c.data}"
+    if c.coverage:
+        experts = sum(len(row.tokens) for row in c.coverage)
+        short = sum(len(row.uncovered) for row in c.coverage)
+        least = min(min(row.tokens, default=0) for row in c.coverage)
+        text = f"{experts - short:,} of {experts:,} experts saw enough tokens"
+        yield "experts", text + (f", the least of all {least:,}" if short else "")
+
+
+def _summary(p: Proof) -> str:
+    finite = sorted(r.sqnr_db for r in p.rows)
+    middle = finite[len(finite) // 2]
+    kept = f", {p.num_kept} kept ones are equal" if p.num_kept else ""
+    norms = f", {p.num_norms} norms carry factors" if p.num_norms else ""
+    return (
+        f"{len(p.rows)} weights read again: SQNR {decibels(finite[0])} at least, "
+        f"{decibels(middle)} in the middle{kept}{norms}"
+    )
+
+
+def _proved(p: Proof) -> Iterator[str]:
+    if p.rows:
+        yield ""
+        rows = [("worst", "format", "SQNR", "cosine", "error", "max", "clipped")]
+        for r in p.worst(_WORST):
+            clipped = "-" if r.num_clipped is None else f"{r.num_clipped:,}"
+            error, most = f"{r.relative_error:.3%}", f"{r.max_error:.3g}"
+            rows.append(
+                (r.name, r.label, decibels(r.sqnr_db), f"{r.cosine:.6f}", error, most, clipped)
+            )
+        yield from columns(rows, left=2)
+    if p.findings:
+        yield ""
+    for f in p.findings[:_MOST_FINDINGS]:
+        yield f"{f.severity:<8}{f.check}: {f.module}: {f.text}; {f.meaning}"
+    if len(p.findings) > _MOST_FINDINGS:
+        errors = p.num_errors
+        warnings = len(p.findings) - errors
+        yield f"in all  {errors:,} errors and {warnings:,} warnings (--json lists them)"
+
+
+def decibels(value: float) -> str:
+    """As `31.4 dB`; `exact` where there is no noise."""
+    if math.isinf(value):
+        return "exact" if value > 0 else "nothing left"
+    return f"{value:.1f} dB"

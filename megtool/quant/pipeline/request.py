@@ -1,0 +1,291 @@
+"""Job: all that one run of `quantize` is given, and what follows from it before any work."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.errors import DestinationError, UsageError
+from megtool.inference.runtime import Manner, Runnable, runnable_of
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.pipeline.calibration_data import Samples, Wanted
+from megtool.quant.recipes.match import Decision
+from megtool.quant.resolve import Decided
+
+if TYPE_CHECKING:
+    from megtool.inference.rank_weights import Source
+    from megtool.inference.windows import Document
+    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.calibration.sensitivities import Sensitivities
+    from megtool.quant.mixed_precision.auto_quantize import Choice
+    from megtool.quant.pipeline.plan import QuantizePlan
+
+
+USUAL_EVALUATED = 8192
+"""Tokens that both models are measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrating:
+    """How scales that depend on inputs are found; see `quantize`."""
+
+    wanted: Wanted
+    tokenizer: str | Path | None
+    unseen: str | None
+    route_all: bool
+    resident: bool
+    spill: bool
+    backend: str
+    given: tuple[Path, ...]
+    keep: Path | None
+    only: bool
+    work: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How the result is written, measured and shown; see `quantize`."""
+
+    memory_bytes: int
+    max_shard_bytes: int | None
+    overwrite: bool
+    fsync: bool
+    evaluate: str | None
+    evaluate_tokens: int
+    page: Path | None
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One run of `quantize`.
+
+    `auto` is what was chosen where the recipe leaves formats open, by `sensitivities`; `written`
+    is then the hash of the recipe with them open.
+    """
+
+    decided: Decided
+    destination: Path
+    recipe: str
+    bits: float | None
+    group_size: int
+    began: float
+    manner: Manner
+    calibrating: Calibrating
+    writing: Writing
+    auto: Choice | None = None
+    sensitivities: Sensitivities | None = None
+    written: str = ""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What becomes of every module."""
+        return self.decided.matched.decisions
+
+    @cached_property
+    def runnable(self) -> Runnable:
+        """The source as a model that runs."""
+        return runnable_of(self.decided.opened)
+
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """Where inputs are looked at."""
+        return list_points(self.decided.modules.modules, self.runnable.config)
+
+    @cached_property
+    def wants_data(self) -> list[Decision]:
+        """The decisions that no weight alone can settle."""
+        from megtool.quant.requirements import needs
+
+        recipe = self.decided.recipe
+        return [d for d in self.decisions if d.choices or needs(recipe, d).data]
+
+    @property
+    def asks_data(self) -> bool:
+        """The model has to be run."""
+        return bool(self.wants_data)
+
+    @property
+    def work(self) -> Path:
+        """Where finished layers are kept until the end."""
+        given = self.calibrating.work
+        return given or self.destination.parent / f".{self.destination.name}.calibration"
+
+    @property
+    def chooses(self) -> bool:
+        """Formats are still to be chosen."""
+        return any(d.choices for d in self.decisions)
+
+    def choose(self, sensitivities: Sensitivities) -> None:
+        """Choose formats for what the recipe leaves open; `decisions` are these from now on.
+
+        Raises:
+            MegtoolError: see `megtool.quant.mixed_precision.auto_quantize.choose`.
+        """
+        from megtool.quant.mixed_precision.auto_quantize import choose
+
+        decided = self.decided
+        choice = choose(
+            self.decisions,
+            decided.recipe,
+            sensitivities,
+            target=decided.target,
+            architecture=decided.architecture,
+            bits=self.bits or 0.0,
+            group_size=self.group_size,
+        )
+        self.written = self.fingerprint(None).recipe
+        self.auto, self.sensitivities = choice, sensitivities
+        matched = replace(decided.matched, decisions=choice.decisions)
+        self.decided = replace(decided, matched=matched)
+        self.__dict__.pop("wants_data", None)
+
+    def source(self) -> Source:
+        """The source for those that run it."""
+        from megtool.inference.rank_weights import Source
+
+        opened = self.decided.opened
+        return Source(catalogue=opened.catalogue, side=opened.side, config=self.runnable.config)
+
+    def fingerprint(self, samples: Samples | None) -> Fingerprint:
+        """What the calibration depends on."""
+        from megtool.quant.calibration.fingerprint import fingerprint_of
+
+        opened = self.decided.opened
+        return fingerprint_of(
+            opened.catalogue,
+            opened.side,
+            self.decided.recipe,
+            self.decisions,
+            samples.batches() if samples else (),
+            seed=self.calibrating.wanted.seed or 0,
+        )
+
+    @cached_property
+    def artefact(self) -> Artefact | None:
+        """The calibration files that were named, added up; None where none was."""
+        from megtool.quant.calibration.calibration_file import Artefact, merged
+
+        given = self.calibrating.given
+        return merged([Artefact.load(path) for path in given]) if given else None
+
+    @cached_property
+    def evaluation(self) -> list[Document]:
+        """What both models are measured on; empty where that is not asked for."""
+        from megtool.commands.evaluate import read_texts
+
+        data, spoken = self.writing.evaluate, self.calibrating.tokenizer
+        if data is None:
+            return []
+        most = self.writing.evaluate_tokens
+        return read_texts(data, self.runnable.tokenizer(spoken), max_tokens=most)
+
+    def check_evaluation(self) -> None:
+        """Read what is to be measured on, before any work.
+
+        Raises:
+            UsageError: there is no text in it, or no tokenizer.
+            MegtoolError: it cannot be read.
+        """
+        data = self.writing.evaluate
+        if data is not None and not any(len(t.tokens) > 1 for t in self.evaluation):
+            raise UsageError(
+                f"{data} holds no text to measure on", hint="--evaluate FILE: at least two tokens"
+            )
+
+    def check_storable(self) -> None:
+        """Refuse before any work what cannot be stored as the recipe says.
+
+        Raises:
+            MappingError: a weight of this family is stored in a way that no engine loads so.
+        """
+        from megtool.quant.pipeline.write import check_storable
+
+        check_storable(self.decided.opened, self.decisions)
+
+    def planned(self, samples: Samples | None) -> QuantizePlan:
+        """What would be done."""
+        from megtool.checkpoint.parallel_scan import usual_threads
+        from megtool.quant.pipeline.plan import plan_of
+
+        self.check_free()
+        return plan_of(
+            self.decided,
+            str(self.destination),
+            wants_data=self.wants_data,
+            samples=samples,
+            artefact=self.artefact,
+            given=", ".join(str(path) for path in self.calibrating.given),
+            threads=usual_threads(self.manner.threads),
+        )
+
+    def check_free(self) -> None:
+        """Refuse a destination that must not be written, before any work.
+
+        Raises:
+            DestinationError: it exists, is inside the source, or cannot be written; or one of the
+                other files that are asked for cannot be, or would be lost.
+        """
+        from megtool.checkpoint.commit import Stage
+        from megtool.checkpoint.storage.files import Files
+
+        opened = self.decided.opened
+        Stage(
+            self.destination,
+            files=Files(),
+            fingerprint="",
+            overwrite=self.writing.overwrite,
+            is_file=self.calibrating.only,
+            sources=[opened.path, opened.catalogue.root],
+        ).check()
+        self._check_apart(opened.path.resolve(), opened.catalogue.root.resolve())
+        beside = self.destination.parent  # which is made where it is missing
+        _check_file(self.calibrating.keep, beside)
+        _check_file(self.writing.page, beside, self.destination)
+
+    def _check_apart(self, *sources: Path) -> None:
+        """Refuse files in the place of each other or of the source's, or in a folder that is
+        replaced when they are written."""
+        c, whole = self.calibrating, self.destination.resolve()
+        named = {"--save-calibration": c.keep, "--work": c.work, "--report": self.writing.page}
+        asked = {name: path.resolve() for name, path in named.items() if path is not None}
+        if c.only and asked.get("--save-calibration") == whole:
+            del asked["--save-calibration"]  # the same file
+        taken = {whole: "DST"}
+        for name, path in asked.items():
+            if (other := taken.setdefault(path, name)) != name:
+                told = f"{other} and {name} are one place"
+                raise DestinationError(told, file=path, hint="name another")
+            if whole in path.parents and name != "--report":  # which is written last
+                raise DestinationError(
+                    f"{name} inside of DST, which is written as a whole",
+                    file=path,
+                    hint="name a place beside it",
+                )
+            if path.is_file() and any(s in (path, *path.parents) for s in sources):
+                raise DestinationError(
+                    f"{name} would replace a file of the source",
+                    file=path,
+                    hint="name another file",
+                )
+
+
+def _check_file(path: Path | None, *made: Path) -> None:
+    """Refuse a file that cannot be written; folders `made` may be missing yet."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise DestinationError("a folder stands where a file is to be written", file=path)
+    if not path.parent.is_dir():
+        if path.parent.resolve() in {p.resolve() for p in made}:
+            return
+        raise DestinationError(
+            f"there is no folder {str(path.parent)!r} to write it to",
+            file=path,
+            hint="make the folder first, or name another file",
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DestinationError("it cannot be written", file=path, hint="name another file")

@@ -1,0 +1,273 @@
+"""Settling: what becomes of every module, from weights alone, from data, or from files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.commands.reshard import reshard
+from megtool.console import Progress
+from megtool.errors import CalibrationError, UsageError
+from megtool.inference.runtime import on_ranks
+from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.rules import KEEP
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.fingerprint import Fingerprint
+    from megtool.quant.qparams import Settlement
+
+from megtool.quant.pipeline.request import Job
+
+
+@dataclass(slots=True, kw_only=True)
+class Settled:
+    """What becomes of the model, and what that was found by (None where weights said all)."""
+
+    settlement: Settlement
+    artefact: Artefact | None
+    ranks: int = 1
+
+
+def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
+    """Settle all modules; None in every process but the first.
+
+    Raises:
+        CalibrationError: see `calibrate` and `check_fits`.
+    """
+    from megtool.quant.qparams import Settlement, Treatment
+    from megtool.quant.requirements import is_plain
+
+    done: Settled | None
+    c = job.calibrating
+    keeps = job.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
+    if not (job.asks_data or keeps):
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        done = Settled(settlement=Settlement(), artefact=None)
+        if not all(is_plain(job.decided.recipe, d) for d in job.decisions):
+            done.settlement.add(_by_weights(job))
+    elif c.given:
+        done = _from_files(job)
+    else:
+        done = _calibrated(job, samples, progress)
+    if done is None:
+        return None
+    for d in job.decisions:  # what has no point: an embedding, layers that draft
+        name, found = d.module.name, d.format
+        if found is not None and found.algo and name not in done.settlement.treatments:
+            done.settlement.treatments[name] = Treatment(
+                module=name, format=found, input_amax=found.input_amax
+            )
+    return done
+
+
+def _by_weights(job: Job) -> Settlement:
+    """What looking at weights alone finds."""
+    from megtool.quant.calibration.canonical_weights import CanonicalWeights
+    from megtool.quant.solve_qparams import settle
+
+    decided = {d.module.name: d for d in job.decisions}
+    with CanonicalWeights(job.source()) as weights:
+        recipe, config = job.decided.recipe, job.runnable.config
+        return settle(job.points, {}, decided, recipe, weights, config=config)
+
+
+def _from_files(job: Job) -> Settled:
+    """What calibration files say, settled anew where this recipe is another one."""
+    from megtool.quant.calibration.calibrate import settled_anew
+
+    artefact, fingerprint = job.artefact, job.fingerprint(None)
+    if artefact is None:
+        raise ValueError("no calibration files were named")
+    if not _fits(job, artefact, fingerprint):
+        artefact = settled_anew(
+            artefact,
+            job.source(),
+            job.decisions,
+            job.decided.recipe,
+            job.points,
+            fingerprint=fingerprint,
+            written=job.written,
+            policy=job.calibrating.unseen,
+        )
+    return Settled(settlement=artefact.settlement, artefact=artefact)
+
+
+def _fits(job: Job, artefact: Artefact, fingerprint: Fingerprint) -> bool:
+    """Whether what the files have settled can be used as it is; see `check_fits`."""
+    from megtool.quant.calibration.calibration_file import check_fits
+
+    return check_fits(
+        artefact,
+        fingerprint,
+        job.decided.recipe,
+        job.decisions,
+        job.points,
+        policy=job.calibrating.unseen,
+        route_all=job.calibrating.route_all,
+    )
+
+
+def choose_from_files(job: Job) -> None:
+    """Choose formats by what the calibration files know of their costs, where the recipe leaves
+    them open and files stand for data.
+
+    Raises:
+        CalibrationError: the files are of another model, know no costs, or those of other formats.
+        UsageError: the budget cannot be met.
+    """
+    if job.artefact is None or not job.chooses:
+        return
+    from megtool.quant.calibration.calibration_file import check_model
+    from megtool.quant.mixed_precision.sensitivity import method_for
+
+    check_model(job.artefact, job.fingerprint(None))
+    known, recipe = job.artefact.sensitivities, job.decided.recipe
+    if known is None or known.method != method_for(recipe):
+        several = len(job.calibrating.given) > 1
+        held = "the calibrations do not all hold" if several else "the calibration does not hold"
+        raise CalibrationError(
+            f"{held} what formats cost by {method_for(recipe)}, and recipe {recipe.name} chooses "
+            "by that",
+            hint="calibrate with this recipe and --save-calibration FILE, without --calibration: "
+            "that FILE then serves any --bits",
+        )
+    job.choose(known)
+
+
+def check_given(job: Job) -> None:
+    """Refuse calibration files that are none, or of another model, whoever needs them; and those
+    that do not say what this recipe needs.
+
+    Raises:
+        CalibrationError: they are; says which.
+    """
+    from megtool.quant.calibration.calibration_file import check_model
+
+    if job.artefact is None:
+        return
+    if job.asks_data:
+        _fits(job, job.artefact, job.fingerprint(None))
+    else:
+        check_model(job.artefact, job.fingerprint(None))
+
+
+def check_choosing(job: Job) -> None:
+    """Refuse layouts in which what formats cost cannot be measured, before any work.
+
+    Raises:
+        UsageError: this is one.
+    """
+    if job.chooses:
+        from megtool.quant.mixed_precision.sensitivity import check_layout
+
+        check_layout(job.decided.recipe, job.manner.layout)
+
+
+def check_modelopt(job: Job) -> None:
+    """Refuse what ModelOpt cannot do, or cannot do here, before any work.
+
+    Raises:
+        MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and
+            `check_quantizers`; of formats that are still to be chosen it has to know all.
+    """
+    from megtool.quant.backend_modelopt import modelopt_config
+    from megtool.quant.mixed_precision.decision_units import format_of
+    from megtool.quant.modelopt_model import check_quantizers
+    from megtool.reshard.auxiliary_files import hugging_face_files
+
+    world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    if world > 1:
+        raise UsageError(
+            f"--backend modelopt in {world} processes",
+            hint="it runs a whole model in one: no torchrun, no --tp, --pp and --ep",
+        )
+    recipe, decisions = job.decided.recipe, list[Decision]()
+    for d in job.decisions:
+        formats = [format_of(name, recipe, job.group_size) for name in d.choices if name != KEEP]
+        decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
+    config = modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
+    built = hugging_face_files(job.decided.opened, None)["config.json"]
+    check_quantizers(built, config, decisions, job.points)
+
+
+def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
+    """The model shown the samples, on all processes."""
+    from megtool.quant.calibration.calibrate import calibrate
+
+    if samples is None:
+        raise ValueError("a recipe that asks for data is given some")
+    c = job.calibrating
+    if c.backend == "modelopt":
+        return _by_modelopt(job, samples, progress)
+    with on_ranks(job.manner) as groups:
+        artefact = calibrate(
+            job.source(),
+            job.decisions,
+            job.decided.recipe,
+            job.points,
+            samples.batches(),
+            groups=groups,
+            dtype=job.manner.dtype or "float32",
+            device=groups.device,
+            resident=c.resident,
+            policy=c.unseen or "share",
+            route_all=c.route_all,
+            work=job.work,
+            fingerprint=job.fingerprint(samples),
+            spill=c.spill,
+            threads=job.manner.threads,
+            progress=progress,
+        )
+        first, world = groups.rank == 0, groups.parallel.world_size
+    if not first:
+        return None
+    if job.auto is not None:
+        own = artefact.fingerprint
+        artefact = replace(
+            artefact,
+            fingerprint=replace(own, recipe=job.written),
+            settled_for=own.recipe,
+            sensitivities=job.sensitivities,
+        )
+    return Settled(settlement=artefact.settlement, artefact=artefact, ranks=world)
+
+
+def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
+    """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
+    import torch
+
+    from megtool.quant.backend_modelopt import calibrate_with_modelopt
+
+    if job.manner.threads:
+        torch.set_num_threads(job.manner.threads)
+    opened = job.decided.opened
+    with tempfile.TemporaryDirectory(prefix="megtool-") as made:
+        folder = opened.path
+        if opened.catalogue.format != "hf":
+            folder = Path(made) / "hf"
+            reshard(
+                opened.path,
+                folder,
+                to="hf",
+                like=opened.like,
+                family=job.decided.family,
+                optimizer="none",
+                fsync=False,
+            )
+        settlement = calibrate_with_modelopt(
+            folder,
+            job.decided.recipe,
+            job.decisions,
+            job.points,
+            samples.batches(),
+            dtype=job.manner.dtype or "float32",
+            device=job.manner.device or "cpu",
+            progress=progress,
+        )
+    return Settled(settlement=settlement, artefact=None)

@@ -1,0 +1,323 @@
+"""Quantize layout: the stored tensors that quantised modules become, and what fills them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.computed_tensors import Feed
+from megtool.errors import CalibrationError, MappingError, UsageError
+from megtool.quant.packed_tensors.constant_feeds import Folded, Given
+from megtool.quant.packed_tensors.hf_config import Layer, quantization
+from megtool.quant.packed_tensors.interleaved import woven
+from megtool.quant.packed_tensors.modelopt_tensors import Held, caches_of, held_of, input_scale
+from megtool.quant.packed_tensors.mxfp4_expert_blocks import blocks_of, expert_feeds
+from megtool.quant.packed_tensors.pack import Weight, feeds_of, grain_of, taken_as
+from megtool.quant.packed_tensors.transposed import Turned
+from megtool.quant.pipeline.weight_layout import Lie, check_blocks, lie_of, misplaced, refusal
+from megtool.quant.qparams import Floats, Settlement, Treatment
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import BLOCKS
+from megtool.reshard.source import Opened
+from megtool.reshard.target import Target
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """A canonical weight in a stored module: its decision, its treatment, where its rows lie."""
+
+    decision: Decision
+    treatment: Treatment
+    weight: Weight
+    lie: Lie
+    amax: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredModule:
+    """A stored module that is to be quantised: several canonical ones where a family has them in
+    one tensor."""
+
+    name: str
+    tensor: GlobalTensor
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def smoothed(self) -> Floats | None:
+        """Factors of columns that are to be stored."""
+        first = self.pieces[0].treatment
+        return first.columns if first.stores_columns else None
+
+
+def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict[str, Treatment]:
+    """The treatment of every module that is quantised.
+
+    Raises:
+        CalibrationError: one has none, or one for another format.
+    """
+    out: dict[str, Treatment] = {}
+    for d in decisions:
+        if d.format is None or not d.format.algo:
+            continue
+        found = settlement.treatments.get(d.module.name)
+        if found is None or found.format.algo != d.format.algo:
+            has = f"one for {found.format.algo}" if found else "none"
+            raise CalibrationError(
+                f"{d.module.name} is to be {d.format.algo}, and of treatments it has {has}",
+                hint="the calibration is of another recipe: run it anew",
+            )
+        out[d.module.name] = found
+    return out
+
+
+def stored_modules(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    treatments: Mapping[str, Treatment],
+    target: Target,
+) -> list[StoredModule]:
+    """The stored modules that are to be quantised, in the order of the files.
+
+    Raises:
+        MappingError: see `check_storable`.
+    """
+    check_blocks(decisions, target)
+    tensors = {t.name: t for t in target.side.tensors}
+    out: dict[str, StoredModule] = {}
+    for d in decisions:
+        if d.module.name not in treatments:
+            continue
+        name = f"{d.module.name}.weight"
+        to = target.side.placements[name]
+        tensor = tensors[to.stored]
+        lie = lie_of(to, tensor)
+        why = misplaced(d, to, tensor)
+        if lie is None or why:
+            raise refusal([(d, tensor, why)], is_all=False)
+        weight = Weight(
+            placement=opened.placement_of(name),
+            shape=(d.module.shape[0], d.module.shape[1]),
+            dtype=taken_as(tensor.dtype),
+            treatment=treatments[d.module.name],
+        )
+        stored = out.setdefault(
+            tensor.name, StoredModule(name=_module_name(tensor.name), tensor=tensor)
+        )
+        stored.pieces.append(
+            Piece(decision=d, treatment=treatments[d.module.name], weight=weight, lie=lie)
+        )
+    shared: dict[str, list[str]] = defaultdict(list)
+    for name, p in target.side.placements.items():
+        shared[p.stored].append(name)
+    for stored in out.values():
+        _check_together(stored, shared[stored.tensor.name])
+    return [out[t.name] for t in target.side.tensors if t.name in out]
+
+
+def _module_name(stored: str) -> str:
+    return stored.removesuffix(".weight").removesuffix(BLOCKS)
+
+
+def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
+    """Weights that lie in one tensor are quantised as one."""
+    first = stored.pieces[0]
+    found = {p.decision.module.name for p in stored.pieces}
+    missing = [name for name in held if name.removesuffix(".weight") not in found]
+    differ = [
+        p.decision.module.name
+        for p in stored.pieces
+        if (p.treatment.format.algo, p.treatment.format.group_size)
+        != (first.treatment.format.algo, first.treatment.format.group_size)
+        or p.treatment.stores_columns != first.treatment.stores_columns
+        or not np.array_equal(_ones(p), _ones(first))
+    ]
+    if missing or differ:
+        other = (missing or differ)[0].removesuffix(".weight")
+        raise MappingError(
+            f"{first.decision.module.name} is to be {first.decision.label}, and {other}, which is "
+            "stored in the same tensor, "
+            + ("is kept" if missing else "has another format or other factors"),
+            tensor=stored.tensor.name,
+            hint="give all of them one format, or keep all of them",
+        )
+    for p in stored.pieces:
+        grain = grain_of(p.weight)
+        if p.lie.at % grain or (p.lie.is_woven and p.lie.run % grain):
+            where = f"{p.lie.run} rows at a time" if p.lie.is_woven else f"at row {p.lie.at}"
+            raise MappingError(
+                f"{p.decision.module.name} begins {where} in the tensor it is stored in, "
+                f"and {p.decision.label} packs {grain} rows together",
+                tensor=stored.tensor.name,
+                hint="keep it by a rule before the others, or take another format",
+            )
+
+
+def _ones(piece: Piece) -> Floats:
+    columns = piece.treatment.columns
+    return np.ones(piece.weight.shape[1], np.float32) if columns is None else columns
+
+
+def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[Held]:
+    """The tensors of a module; `checked` asks for what calibration has to know."""
+    first = stored.pieces[0]
+    if len(stored.tensor.shape) == 3:
+        shape = stored.tensor.shape
+        return [
+            Held(tensor=t) for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
+        ]
+    inputs = [s for p in stored.pieces if checked and (s := input_scale(p.treatment)) is not None]
+    rows, width = stored.tensor.shape
+    return held_of(
+        stored.name,
+        (rows, width),
+        first.treatment.format,
+        first.weight.dtype,
+        amax=max(p.amax for p in stored.pieces),
+        inputs=max(inputs, default=None),
+        columns=first.treatment.columns if first.treatment.stores_columns else None,
+    )
+
+
+def feeds_of_module(stored: StoredModule, held: Sequence[Held]) -> list[Feed]:
+    """What fills the tensors of one module."""
+    amax = max(p.amax for p in stored.pieces)
+    if len(stored.tensor.shape) == 3:
+        codes, scales = (h.tensor for h in held)
+        return [
+            feed
+            for p, weight in _as_stored(stored)
+            for feed in expert_feeds(weight, (codes, scales), expert=p.lie.matrix, at=p.lie.at)
+        ]
+    computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
+    out: list[Feed] = []
+    for p, weight in _as_stored(stored):
+        made = feeds_of(weight, computed, at=p.lie.at, amax=amax)
+        out += [Turned(feed=f) for f in made] if p.lie.is_turned else made
+    values = tuple((h.tensor, h.value) for h in held if h.value is not None)
+    return [*out, Given(values=values)] if values else out
+
+
+def _as_stored(stored: StoredModule) -> Iterator[tuple[Piece, Weight]]:
+    """Weights that lie in rows of their own, and as one those whose rows alternate."""
+    among: dict[int, list[Piece]] = defaultdict(list)
+    for p in stored.pieces:
+        if p.lie.is_woven:
+            among[p.lie.matrix].append(p)
+        else:
+            yield p, _with_one_scale(p)
+    for some in among.values():
+        some.sort(key=lambda p: p.lie.at)
+        yield some[0], woven([_with_one_scale(p) for p in some], [p.lie.run for p in some])
+
+
+def _with_one_scale(piece: Piece) -> Weight:
+    if piece.treatment.format.algo != "FP8":
+        return piece.weight  # else there is one scale, of all that is stored as one
+    return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
+
+
+def folded_norms(opened: Opened, settlement: Settlement, target: Target) -> list[Folded]:
+    """The norms that take factors."""
+    tensors = {t.name: t for t in target.side.tensors}
+    config = opened.side.config
+    out: list[Folded] = []
+    for norm, factors in settlement.norms.items():
+        for last in ("weight", "bias"):
+            name = f"{norm}.{last}"
+            to = target.side.placements.get(name)
+            if to is None and last == "bias":
+                continue
+            tensor = None if to is None else tensors[to.stored]
+            fits = to is not None and tensor is not None and to.is_identity
+            if to is None or tensor is None or not fits or tensor.shape != factors.shape:
+                raise MappingError(
+                    f"factors of {len(factors)} columns are to go into {name}, which is not there "
+                    "or is no vector of so many",
+                    tensor=name,
+                    hint="the calibration is of another model",
+                )
+            out.append(
+                Folded(
+                    placement=opened.placement_of(name),
+                    tensor=tensor,
+                    factors=factors,
+                    zero_centered=bool(
+                        last == "weight" and config is not None and config.zero_centered_norm
+                    ),
+                )
+            )
+    return out
+
+
+def cache_scales(decisions: Sequence[Decision], settlement: Settlement) -> list[Held]:
+    """The scales of KV caches."""
+    out: list[Held] = []
+    for d in decisions:
+        if d.format is None or not d.format.kv_algo:
+            continue
+        cache = settlement.caches.get(d.module.name)
+        if cache is None:
+            if d.format.constant:
+                continue  # loaders take 1 where nothing is stored
+            raise CalibrationError(
+                f"{d.module.name} is to be {d.label}, and nothing is known about its values",
+                hint="calibrate with data",
+            )
+        out += caches_of(d.module.called("hf")[0], cache)
+    return out
+
+
+def excluded_from_blocks(
+    decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
+) -> list[str] | None:
+    """What stands beside experts that are MXFP4 blocks; None where none are.
+
+    Attention is named as a whole, as those who load it are used to.
+    """
+    if not any(s.tensor.name.endswith(BLOCKS) for s in modules):
+        return None
+    out = []
+    for d in decisions:
+        to = target.side.placements.get(f"{d.module.name}.weight")
+        if d.format is not None or to is None or d.module.kind not in ("linear", "embedding"):
+            continue
+        name = _module_name(to.stored)
+        out.append(name.rpartition(".")[0] if d.module.roles & {"qkv", "proj"} else name)
+    return out if any(d.module.name == "head" for d in decisions) else [*out, "lm_head"]
+
+
+def config_of(
+    decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
+) -> dict[str, Any]:
+    """What config files say of all this."""
+    caches = {d.format.kv_algo for d in decisions if d.format is not None and d.format.kv_algo}
+    if len(caches) > 1:
+        raise UsageError(
+            f"KV caches of {' and '.join(sorted(caches))} in one model, and engines know one",
+            hint="give all layers the same",
+        )
+    layers = [
+        Layer(
+            name=s.name,
+            algo=s.pieces[0].treatment.format.algo,
+            group_size=s.pieces[0].treatment.format.group_size,
+            smoothed=s.smoothed is not None,
+        )
+        for s in modules
+    ]
+    quantised = {layer.name for layer in layers}
+    kept: dict[str, None] = {}
+    for d in decisions:
+        if d.format is None and d.module.kind == "linear":
+            kept[_module_name(target.side.placements[f"{d.module.name}.weight"].stored)] = None
+    if not any(d.module.name == "head" for d in decisions):
+        kept["lm_head"] = None  # tied, and yet a module to engines
+    if not kept:  # loaders of NVFP4 refuse an empty list
+        embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
+        kept.update(dict.fromkeys(n for d in embeddings for n in d.module.called("hf")))
+    return quantization(layers, [k for k in kept if k not in quantised], next(iter(caches), None))

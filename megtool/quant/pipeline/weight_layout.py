@@ -1,0 +1,175 @@
+"""Quantize places: where the rows of each weight lie in what is stored, and what no place has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megtool.errors import MappingError
+from megtool.quant.packed_tensors.transposed import TURNED
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import BLOCKS
+from megtool.reshard.source import Opened
+from megtool.reshard.target import Request, Target, make_target
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+EXPERTS_RECIPE = "mxfp4_experts"
+"""The shipped recipe for what is stored in blocks."""
+
+
+def target_of(opened: Opened, decisions: Sequence[Decision], request: Request) -> Target:
+    """The Hugging Face folder to be written, experts where loaders look for their codes.
+
+    Where no expert becomes codes, they lie as the family has them unquantised.
+    """
+    coded = any(_algo(d) and "expert" in d.module.roles for d in decisions)
+    model = opened.model
+    if coded and model is not None and model.family is not None:
+        opened = replace(opened, model=replace(model, family=model.family.for_codes))
+    return make_target(opened, request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lie:
+    """Rows of a weight in a stored matrix, the `matrix`-th of a stack: `run` of them from row `at`,
+    the next `run` from `period` rows further on, and so on; all at once where the two are equal.
+    `is_turned`: its rows are columns there."""
+
+    matrix: int
+    at: int
+    run: int
+    period: int
+    is_turned: bool = False
+
+    @property
+    def is_woven(self) -> bool:
+        """Rows of others stand among them."""
+        return self.run != self.period
+
+
+def lie_of(to: Placement, tensor: GlobalTensor) -> Lie | None:
+    """How a weight lies; None if not as whole rows in their order."""
+    down, across = len(tensor.shape) - 2, len(tensor.shape) - 1
+    return _lie(to, tensor, down, across) or _lie(to, tensor, across, down)
+
+
+def _lie(to: Placement, tensor: GlobalTensor, down: int, across: int) -> Lie | None:
+    """The same, with rows along the dimension `down`."""
+    view = [v for v in zip(to.shape, to.dims, to.mults, strict=True) if v[0] > 1]
+    width = 1
+    while view and view[-1][1] == across and view[-1][2] == width:
+        width *= view.pop()[0]
+    if width != tensor.shape[across] or to.base[across] or any(d != down for _, d, _ in view):
+        return None
+    run, period, count = 1, 0, 1
+    for n, _, mult in reversed(view):
+        if not period and mult == run:
+            run *= n
+        elif not period:
+            period, count = mult, n
+        elif mult == period * count:
+            count *= n
+        else:
+            return None
+    return Lie(
+        matrix=to.base[0] if len(to.base) > 2 else 0,
+        at=to.base[down],
+        run=run,
+        period=period or run,
+        is_turned=across < down,
+    )
+
+
+def check_places(decisions: Sequence[Decision], target: Target) -> None:
+    """Refuse weights that no loader takes codes of as they would lie in the folder.
+
+    Raises:
+        MappingError: with all of them, and whether any of the family's could be quantised.
+    """
+    tensors = {t.name: t for t in target.side.tensors}
+    taken = [d for d in decisions if _algo(d)]
+    wrong = []
+    for d in taken:
+        to = target.side.placements[f"{d.module.name}.weight"]
+        if why := misplaced(d, to, tensors[to.stored]):
+            wrong.append((d, tensors[to.stored], why))
+    if wrong:
+        raise refusal(wrong, is_all=len(wrong) == len(taken))
+
+
+def _algo(d: Decision) -> str:
+    return d.format.algo if d.format is not None else ""
+
+
+def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
+    """Blocks have a form of their own, which knows nothing but blocks, and all experts in them.
+
+    Raises:
+        MappingError: something else is quantised besides, or an expert is not.
+    """
+    places = target.side.placements
+    inside = {
+        name
+        for d in decisions
+        if (p := places.get(f"{(name := d.module.name)}.weight")) and p.stored.endswith(BLOCKS)
+    }
+    if not any(_algo(d) == "MXFP4" for d in decisions if d.module.name in inside):
+        return
+    for d in decisions:
+        has = d.format is not None
+        if d.module.name in inside and not has:
+            told = f"{d.module.name} is kept, and other experts are to be MXFP4"
+        elif d.module.name not in inside and has:
+            told = f"{d.module.name} is to be {d.label}, and experts are to be MXFP4"
+        else:
+            continue
+        raise MappingError(
+            f"{told}: this family has a form of its own for these, in which all experts are "
+            "MXFP4 and nothing else is quantised",
+            hint=f"--recipe {EXPERTS_RECIPE} writes it",
+        )
+
+
+def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool) -> MappingError:
+    """All weights that cannot be stored as codes, by the names they have in every layer."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for d, _, why in wrong:
+        name = ".".join("*" if p.isdecimal() else p for p in d.module.name.split("."))
+        if name not in alike[why]:
+            alike[why].append(name)
+    first, tensor, _ = wrong[0]
+    label = first.format.label if first.format else ""
+    told = "; ".join(f"{', '.join(names)} {why}" for why, names in alike.items())
+    globs = ", ".join(name for names in alike.values() for name in names)
+    hint = f"keep them by a rule before the others: - {{match: {{glob: [{globs}]}}, format: keep}}"
+    if tensor.name.endswith(BLOCKS):
+        hint = f"take --recipe {EXPERTS_RECIPE}, or {hint}"
+    if "transposed" in next(iter(alike)):
+        hint = "--recipe fp8 (a scale a tensor) can be stored so"
+    elif is_all:
+        hint = "no weight of this family can be written so: nothing is left to quantise"
+    return MappingError(
+        f"{len(wrong):,} weights are to be quantised ({first.module.name} to {label}), and a "
+        f"Hugging Face folder of this family stores them so that no engine loads codes: {told}",
+        tensor=tensor.name,
+        hint=hint,
+    )
+
+
+def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
+    """How a weight lies, if not as loaders take codes of its format; else empty."""
+    in_blocks = tensor.name.endswith(BLOCKS)
+    if len(tensor.shape) != (3 if in_blocks else 2):
+        return "stacked with others"
+    if in_blocks and _algo(d) != "MXFP4":
+        return "stacked with others, for which loaders know MXFP4 alone"
+    if not in_blocks and not tensor.name.endswith(".weight"):
+        return f"as {tensor.name!r}, for which loaders have no scales"
+    lie = lie_of(to, tensor)
+    if lie is None:
+        return "interleaved with others"
+    if lie.is_turned and (_algo(d) not in TURNED or lie.is_woven):
+        return f"transposed, for which loaders know {', '.join(TURNED)} alone"
+    return ""

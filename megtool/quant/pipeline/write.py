@@ -1,0 +1,304 @@
+"""Quantize write: a Hugging Face folder in which decided weights are codes and scales.
+
+What is kept is copied as by a reshard; what is quantised is computed on the way, tile by tile, by
+feeds of the same plan: one stage, one journal, one rename.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megtool import __version__
+from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.copy import CopyReport
+from megtool.checkpoint.digest import DigestMode
+from megtool.checkpoint.formats.quantized import QUANT_FILE
+from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES, INDEX, lay_out
+from megtool.checkpoint.parallel_scan import usual_threads
+from megtool.checkpoint.plan import Plan, Source
+from megtool.checkpoint.planner import build
+from megtool.checkpoint.storage.files import Files
+from megtool.console import Progress, silent
+from megtool.errors import MegtoolError
+from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
+from megtool.quant.packed_tensors.modelopt_tensors import needs_amax
+from megtool.quant.packed_tensors.tensor_amax import find_amaxes
+from megtool.quant.pipeline.stored_layout import (
+    Piece,
+    StoredModule,
+    cache_scales,
+    config_of,
+    excluded_from_blocks,
+    feeds_of_module,
+    folded_norms,
+    stored_modules,
+    tensors_of,
+    treatments_of,
+)
+from megtool.quant.pipeline.weight_layout import check_places, target_of
+from megtool.quant.qparams import Settlement, Treatment
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import fused_with
+from megtool.reshard.execute import (
+    expected_digests,
+    peak_rss_bytes,
+    placements_read,
+    places_of,
+    write_digests,
+)
+from megtool.reshard.source import Opened
+from megtool.reshard.staged_write import write_staged, written_files
+from megtool.reshard.target import Request, Target
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteReport:
+    """What was written, or would be.
+
+    `num_bytes` are those of all tensors, `source_bytes` of the source's. `files` are relative
+    paths. `resumed_units` had been finished by an earlier run, and `repaired_units` of them were
+    damaged since.
+    """
+
+    num_bytes: int
+    source_bytes: int
+    tensors: int
+    files: tuple[str, ...]
+    seconds: float = 0.0
+    peak_rss_bytes: int = 0
+    peak_buffer_bytes: int = 0
+    kernel_bytes: int = 0
+    resumed_units: int = 0
+    repaired_units: int = 0
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class Unproved(MegtoolError):
+    """What was staged is not what it should be, and would not be another time: it is removed."""
+
+    exit_status = 7
+
+
+def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
+    """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
+
+    Raises:
+        MappingError: weights are stored transposed, interleaved with others or stacked with them,
+            all of them told at once; or weights in one tensor are to have different formats.
+        UsageError: groups do not divide a weight, or rows cannot be paired.
+    """
+    plain = {
+        d.module.name: Treatment(module=d.module.name, format=d.format)
+        for d in decisions
+        if d.format is not None and d.format.algo
+    }
+    target = target_of(opened, decisions, Request(to="hf"))
+    check_places(decisions, target)
+    for stored in stored_modules(opened, decisions, plain, target):
+        tensors_of(stored, checked=False)
+
+
+def write(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    settlement: Settlement,
+    destination: Path,
+    *,
+    threads: int | None = None,
+    memory_bytes: int = 256 << 20,
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = True,
+    digest: DigestMode = DigestMode.ALL,
+    files: Files | None = None,
+    before_commit: Callable[[Path], None] | None = None,
+    progress: Progress = silent,
+) -> WriteReport:
+    """Write the model of `opened` as `decisions` and `settlement` say, in ModelOpt's form.
+
+    Atomic, resumed after a kill with the same bytes, whatever format and layout the source has; its
+    files are not touched. Where a format needs the largest magnitude of whole weights, these are
+    read once before (by `dry_run` they are not). `before_commit` is given the folder of the whole
+    result before it takes its name; what it raises is raised, and nothing is at `destination`: on
+    `Unproved` nothing of it is kept for another run either. All that is kept is digested, so that
+    the same files come of every layout.
+
+    Raises:
+        MappingError, UsageError: see `check_storable`; before any work.
+        CalibrationError: a treatment is missing, or does not say what its format needs.
+        FormatError: a weight holds NaN or infinity.
+        StorageError, SourceChangedError, DestinationError: as of a reshard.
+    """
+    began = time.monotonic()
+    count = usual_threads(threads)
+    system = files or Files()
+    request = Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
+    target = target_of(opened, decisions, request)
+    modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
+    for stored in modules:
+        tensors_of(stored)
+    stage_of = partial(
+        Stage,
+        destination,
+        files=system,
+        overwrite=overwrite,
+        sources=places_of(opened),
+    )
+    first = stage_of(fingerprint="")
+    if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
+        first.check()
+    if not dry_run:
+        find_shared_amaxes(opened, modules, system, threads=count, progress=progress)
+    plan = _plan(opened, decisions, settlement, modules, target, digest, max_shard_bytes)
+    report = WriteReport(
+        num_bytes=plan.target.catalogue.num_bytes,
+        source_bytes=opened.catalogue.num_bytes,
+        tensors=len(plan.target.catalogue.tensors),
+        files=written_files(plan),
+        notes=tuple(settlement.notes),
+    )
+    if dry_run:
+        return report
+    stage = stage_of(fingerprint=plan.fingerprint)
+
+    def finish(copied: CopyReport) -> None:
+        write_digests(opened, target, plan, copied, stage)
+        if before_commit is not None:
+            try:
+                before_commit(stage.tree)
+            except Unproved:
+                stage.discard()
+                raise
+
+    copied = write_staged(
+        plan,
+        stage,
+        what="quantize",
+        threads=count,
+        memory_bytes=memory_bytes,
+        digest=digest,
+        fsync=fsync,
+        progress=progress,
+        expected=expected_digests(opened),
+        finish=finish,
+    )
+    return replace(
+        report,
+        seconds=time.monotonic() - began,
+        peak_rss_bytes=peak_rss_bytes(),
+        peak_buffer_bytes=copied.peak_buffer_bytes,
+        kernel_bytes=copied.kernel_bytes,
+        resumed_units=copied.verified,
+        repaired_units=copied.repaired,
+        warnings=tuple(stage.messages),
+    )
+
+
+def _said(
+    decisions: Sequence[Decision],
+    modules: Sequence[StoredModule],
+    target: Target,
+    small: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """The files that say what is quantised, in the words of those who load it."""
+    config = small.get("config.json")
+    if (kept := excluded_from_blocks(decisions, modules, target)) is not None:
+        return {} if config is None else {"config.json": with_blocks(config, kept)}
+    said = config_of(decisions, modules, target)
+    out = {} if config is None else {"config.json": with_quantization(config, said)}
+    return out | {QUANT_FILE: hf_quant_config(said)}
+
+
+def find_shared_amaxes(
+    opened: Opened,
+    modules: Sequence[StoredModule],
+    files: Files,
+    *,
+    threads: int,
+    progress: Progress = silent,
+) -> None:
+    """Let pieces know the amax of whole weights: what engines run as one has one."""
+    pieces = [p for stored in modules for p in stored.pieces]
+    unknown = [p for p in pieces if needs_amax(p.treatment)]
+    total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
+    found = find_amaxes(
+        opened.catalogue,
+        [p.weight for p in unknown],
+        files,
+        threads=threads,
+        progress=lambda n: progress("scan", n, total),
+    )
+    together: dict[tuple[str, str], float] = defaultdict(float)
+    stored_as = {p.treatment.module: stored.name for stored in modules for p in stored.pieces}
+
+    def key(p: Piece) -> tuple[str, str]:
+        # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
+        algo = p.treatment.format.algo
+        alone = algo == "FP8"
+        return stored_as[p.treatment.module] if alone else fused_with(p.decision.module), algo
+
+    for p, amax in zip(unknown, found, strict=True):
+        together[key(p)] = max(together[key(p)], amax)
+    for p in pieces:
+        if needs_amax(p.treatment):
+            p.amax = together[key(p)]
+        elif p.treatment.format.algo == "FP8" and p.treatment.amax is not None:
+            p.amax = float(p.treatment.amax.max())
+        else:
+            p.amax = p.treatment.second_amax
+
+
+def _plan(
+    opened: Opened,
+    decisions: Sequence[Decision],
+    settlement: Settlement,
+    modules: Sequence[StoredModule],
+    target: Target,
+    digest: DigestMode,
+    max_shard_bytes: int | None,
+) -> Plan:
+    """Everything laid out, and the copies and feeds that fill it."""
+    becomes: dict[str, list[GlobalTensor]] = {}
+    feeds: list[Feed] = []
+    gone: set[str] = set()
+    for stored in modules:
+        held = tensors_of(stored)
+        becomes[stored.tensor.name] = [h.tensor for h in held]
+        feeds += feeds_of_module(stored, held)
+        gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
+    folded = folded_norms(opened, settlement, target)
+    feeds += folded
+    written = {f.tensor.name for f in folded}
+    gone.update(n for n, p in target.side.placements.items() if p.stored in written)
+    caches = cache_scales(decisions, settlement)
+    values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
+    if values:
+        feeds.append(Given(values=values))
+    tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
+    tensors += [h.tensor for h in caches]
+    small = {n: data for n, data in target.destination.small.items() if n != INDEX}
+    small |= _said(decisions, modules, target, small)
+    laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
+    placements = {n: p for n, p in target.side.placements.items() if n not in gone}
+    return build(
+        [
+            Source(catalogue=opened.catalogue, placements=placements_read(opened, target)),
+        ],
+        laid_out,
+        placements,
+        fills=target.fills,
+        dropped=target.dropped,
+        copies={n: held for n, held in opened.repeats.items() if n in placements},
+        feeds=feeds,
+        options=repr((__version__, digest.value)),
+    )

@@ -1,0 +1,389 @@
+"""Targets: what each version of an engine can load, as a table with the source of every line."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megtool.errors import UsageError
+from megtool.quant.recipes.engine_models import check_family, rotary_fault, turns_rows
+from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SMOOTHING, Format
+from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import fused_with, in_blocks
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import Problems
+
+_NEWEST = (9999,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """One line: what an engine loads from a version on.
+
+    `since` is the first version known to; `main` is a state of the sources of 2026-08 that no
+    release number is known for. `what` is `linear`, `kv`, `mixed` (one of several formats in one
+    model), or `blocks` (all experts of a layer in one tensor, as gpt-oss has them). `dense` lines
+    say nothing about experts.
+    """
+
+    engine: str
+    since: str
+    what: str
+    algos: tuple[str, ...]
+    source: str
+    dense: bool = False
+
+
+_BLOCKS = "config.json of openai/gpt-oss-20b: quant_method mxfp4"
+_VLLM = "docs.vllm.ai/en/v{}/api/vllm/model_executor/layers/quantization/modelopt"
+_MODELOPT_PY = "vllm modelopt.py at 00155cde"
+_TRTLLM = "nvidia.github.io/TensorRT-LLM/{}/features/quantization.html"
+_SGLANG = "sglang srt/layers/quantization/modelopt_quant.py; sgl-project/sglang issue 18261"
+
+TABLE: tuple[Support, ...] = (
+    Support(
+        engine="vllm",
+        since="0.9.0",
+        what="linear",
+        algos=("FP8", "NVFP4"),
+        source=_VLLM.format("0.9.0"),
+    ),
+    Support(engine="vllm", since="0.9.0", what="kv", algos=("FP8",), source=_VLLM.format("0.9.0")),
+    Support(
+        engine="vllm",
+        since="0.15.0",
+        what="linear",
+        algos=("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
+        source=_VLLM.format("0.15.0") + ", vllm-project/vllm pull request 30957",
+    ),
+    Support(
+        engine="vllm",
+        since="0.16.0",
+        what="linear",
+        algos=("MXFP8",),
+        source=_VLLM.format("0.16.0") + ", vllm-project/vllm pull request 33786 (no experts yet)",
+        dense=True,
+    ),
+    Support(
+        engine="vllm",
+        since="main",
+        what="linear",
+        algos=("MXFP8", "W4A16_NVFP4"),
+        source=_MODELOPT_PY,
+    ),
+    Support(engine="vllm", since="main", what="kv", algos=("NVFP4",), source=_MODELOPT_PY),
+    Support(
+        engine="vllm",
+        since="0.11.0",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"vllm mxfp4.py and models/gpt_oss.py; {_BLOCKS}",
+    ),
+    Support(
+        engine="vllm",
+        since="main",
+        what="mixed",
+        algos=("FP8", "NVFP4", "W4A16_NVFP4"),
+        source=_MODELOPT_PY + ", vllm-project/vllm pull request 35047",
+    ),
+    Support(
+        engine="trtllm",
+        since="1.0.0",
+        what="linear",
+        algos=(
+            "FP8",
+            "FP8_PB_WO",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "NVFP4",
+            "W4A16_AWQ",
+            "W4A8_AWQ",
+        ),
+        source=_TRTLLM.format("1.0.0"),
+    ),
+    Support(
+        engine="trtllm", since="1.0.0", what="kv", algos=("FP8",), source=_TRTLLM.format("1.0.0")
+    ),
+    Support(
+        engine="trtllm",
+        since="1.3.0",
+        what="kv",
+        algos=("NVFP4",),
+        source=_TRTLLM.format("1.3.0rc27"),
+    ),
+    Support(
+        engine="trtllm",
+        since="main",
+        what="mixed",
+        algos=("FP8", "FP8_PB_WO", "NVFP4", "W4A16_AWQ", "W4A8_AWQ"),
+        source="TensorRT-LLM quantization/modelopt_config.py at 2edf354d",
+    ),
+    Support(
+        engine="trtllm",
+        since="main",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"TensorRT-LLM _torch/model_config.py; {_BLOCKS}",
+    ),
+    Support(engine="sglang", since="0.5", what="linear", algos=("FP8", "NVFP4"), source=_SGLANG),
+    Support(engine="sglang", since="0.5", what="kv", algos=("FP8",), source=_SGLANG),
+    Support(
+        engine="sglang",
+        since="0.5",
+        what="blocks",
+        algos=("MXFP4",),
+        source=f"sglang srt/layers/quantization/mxfp4.py; {_BLOCKS}",
+    ),
+)
+
+ENGINES = tuple(dict.fromkeys(s.engine for s in TABLE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An engine, and a version of it; the newest sources the table knows where none is given."""
+
+    engine: str
+    version: str = ""
+
+    @property
+    def name(self) -> str:
+        """The engine with its version."""
+        return f"{self.engine} {self.version}" if self.version else self.engine
+
+    def has(self, since: str) -> bool:
+        """Whether this is version `since` or a later one; the newest where none is given."""
+        return _order(since) <= (_order(self.version) if self.version else _NEWEST)
+
+    @property
+    def unknown(self) -> str:
+        """What to say of a release that is newer than all that have lines; "" where it is not."""
+        newest = _newest(self.engine)
+        if not self.version or _order(self.version) == _NEWEST:
+            return ""
+        if _order(self.version)[:2] <= _order(newest)[:2]:
+            return ""
+        return f"{self.name} is newer than {newest}, the last that is known: its rules are taken"
+
+    @property
+    def newest_source(self) -> str:
+        """Where the last release with lines of its own is described."""
+        newest = _newest(self.engine)
+        return next(s.source for s in TABLE if (s.engine, s.since) == (self.engine, newest))
+
+    def lines(self, what: str) -> list[Support]:
+        """The lines of the table that hold for this version."""
+        return [
+            s for s in TABLE if s.engine == self.engine and s.what == what and self.has(s.since)
+        ]
+
+
+def read_target(text: str) -> Target:
+    """`vllm`, or `vllm@0.16.0`.
+
+    Raises:
+        UsageError: no such engine, or no version.
+    """
+    engine, _, version = text.partition("@")
+    if engine not in ENGINES:
+        raise UsageError(f"unknown engine {engine!r}", hint="known: " + ", ".join(ENGINES))
+    if "@" in text and version != "main" and not re.fullmatch(_VERSION, version):
+        raise UsageError(f"version {version!r} of {engine}", hint="such as 0.16.0, or main")
+    first = min((s.since for s in TABLE if s.engine == engine), key=_order)
+    if version and _order(version) < _order(first):
+        raise UsageError(
+            f"nothing is known about {engine} {version}", hint=f"{first} is the first version"
+        )
+    newest = _newest(engine)
+    if version and version != "main" and _order(version)[0] > _order(newest)[0]:
+        raise UsageError(
+            f"nothing is known about {engine} {version}",
+            hint=f"{newest} is the last version that is known; {engine}@main is newest",
+        )
+    return Target(engine=engine, version=version)
+
+
+_VERSION = r"\d+(\.\d+)*((a|b|rc|\.?post|\.?dev)\d+)?(\+[\w.]+)?"
+
+
+def _newest(engine: str) -> str:
+    """The newest release with a line of its own."""
+    return max((s.since for s in TABLE if s.engine == engine and s.since != "main"), key=_order)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    if version == "main":
+        return _NEWEST
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(n) for n in found[0].split(".")] if found else [0]
+    return tuple([*numbers, 0, 0, 0][:3])
+
+
+def suited_to(target: Target, recipe: Recipe, decisions: Sequence[Decision]) -> Recipe:
+    """The recipe as it has to be carried out for an engine, with a note where that differs.
+
+    Formats that have another name once factors of columns are stored beside them (NVFP4_AWQ) are
+    refused by engines that know the plain name alone: then only what a norm takes in has factors.
+    """
+    if recipe.folds:
+        return recipe
+    loads = {a for s in target.lines("linear") for a in s.algos}
+    for d in decisions:
+        for method, algo in _methods(d, recipe) if d.format else ():
+            name = SMOOTHED.get(algo, algo)
+            if method in SMOOTHING and algo in loads and name not in loads:
+                note = (
+                    f"{target.name} loads {algo} and not {name}: factors of columns are only where "
+                    "a norm before takes them in (`fold: true`)"
+                )
+                algorithm = {**recipe.algorithm, "fold": True}
+                return replace(recipe, algorithm=algorithm, notes=(*recipe.notes, note))
+    return recipe
+
+
+def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
+    """The algorithm and the format a module gets, or all those that it may get by a choice."""
+    found = decision.format
+    if found is None or found.kv_algo:
+        return []
+    listed = [recipe.formats[c] for c in found.choose if c in recipe.formats] or [found]
+    return [(f.method or recipe.method, f.algo) for f in listed if f.algo]
+
+
+def check_target(
+    target: Target,
+    recipe: Recipe,
+    decisions: Sequence[Decision],
+    problems: Problems,
+    *,
+    architecture: str = "",
+) -> None:
+    """Add to `problems` all that the engine cannot run.
+
+    `architecture` is the model's class as config.json will name it; "" where it is not known.
+    """
+    used: dict[str, list[Decision]] = defaultdict(list)
+    caches: dict[str, list[Decision]] = defaultdict(list)
+    for d in decisions:
+        if d.module.kind == "kv_cache":
+            if "mtp" not in d.module.roles:  # what drafts has a cache of its own
+                caches[d.format.kv_algo if d.format else ""].append(d)
+        elif d.format is not None:
+            algos = _algos(d.format, recipe.formats)
+            turned = turns_rows(target, architecture)
+            if d.format.choose and any(permitted(target, (), algos, turned=turned)):
+                continue  # what does not suit is not chosen
+            for algo in algos:
+                used[algo].append(d)
+    for algo, some in used.items():
+        what = "blocks" if all(in_blocks(d.module) for d in some) else "linear"
+        lines = [s for s in target.lines(what) if algo in s.algos]
+        if not lines:
+            problems.add(_line(some), f"{target.name} does not load {algo}", _known(target, algo))
+        elif all(s.dense for s in lines) and any("expert" in d.module.roles for d in some):
+            problems.add(
+                _line(some), f"{target.name} has no {algo} for experts", f"see {lines[0].source}"
+            )
+    if len(used) > 1:
+        mixed = {a for s in target.lines("mixed") for a in s.algos}
+        for algo in used:
+            if algo not in mixed:
+                told = f"{target.name} does not load {algo} beside {_others(used, algo)}"
+                hint = f"it mixes {', '.join(sorted(mixed))}" if mixed else "it mixes no formats"
+                problems.add(_line(used[algo]), told, hint)
+    for algo in caches:
+        if algo and not any(algo in s.algos for s in target.lines("kv")):
+            known = sorted({a for s in target.lines("kv") for a in s.algos})
+            problems.add(
+                _line(caches[algo]),
+                f"{target.name} has no KV cache in {algo}",
+                f"known: {', '.join(known)}",
+            )
+    if len(caches) > 1:
+        told = " and ".join(a or "as it is" for a in caches)
+        problems.add(
+            0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {told}"
+        )
+    check_family(target, architecture, decisions, used, problems)
+    _check_siblings(target, decisions, problems)
+
+
+def permitted(
+    target: Target,
+    fixed: Collection[str],
+    algos: Collection[str],
+    *,
+    experts: bool = False,
+    turned: bool = False,
+) -> list[frozenset[str]]:
+    """Sets of `algos`, none within another, any of which a model may use beside the `fixed` ones.
+
+    `experts` says that a mixture's experts would have them too, `turned` that queries and keys
+    would, of a model whose rows the engine turns. At least one set, which is empty where the engine
+    loads none of them.
+    """
+    loads = {a for s in target.lines("linear") if not (s.dense and experts) for a in s.algos}
+    loads -= {a for a in loads if turned and rotary_fault(target, a)}
+    mixes = {a for s in target.lines("mixed") for a in s.algos}
+    sets = [{a} for a in algos if a in loads and set(fixed) <= {a}]
+    if set(fixed) <= mixes:
+        sets.append({a for a in algos if a in loads and a in mixes})
+    kept = [s for i, s in enumerate(sets) if not any(s < o for o in sets) and s not in sets[:i]]
+    return [frozenset(s) for s in kept] or [frozenset()]
+
+
+def _check_siblings(target: Target, decisions: Sequence[Decision], problems: Problems) -> None:
+    """What an engine runs as one has one format: q, k and v, gate and up, experts of a layer."""
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for d in decisions:
+        if d.module.kind == "linear":
+            name = fused_with(d.module)
+            if "expert" in d.module.roles:
+                name = name.partition(".experts.")[0] + ".experts"
+            groups[name].append(d)
+    wrong = [(n, ds) for n, ds in groups.items() if len({_same(d) for d in ds}) > 1]
+    if not wrong:
+        return
+    name, some = wrong[0]
+    told = ", ".join(f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct(some))
+    more = f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    problems.add(
+        _line([d for d in some if d.format] or some),
+        f"{target.name} runs {name} as one, and its parts differ: {told}{more}",
+        "give them one format",
+    )
+
+
+def _distinct(decisions: Sequence[Decision]) -> list[Decision]:
+    return list({_same(d): d for d in decisions}.values())
+
+
+def _same(d: Decision) -> Any:
+    return (d.label, d.format.group_size if d.format else 0)
+
+
+def _algos(found: Format, formats: Mapping[str, Format]) -> tuple[str, ...]:
+    """The format a module gets, or all those that it may get by a choice."""
+    if not found.choose:
+        return (found.algo,)
+    named = (formats[c].algo if c in formats else c for c in found.choose)
+    return tuple(algo for algo in named if algo in FORMATS)
+
+
+def _line(decisions: Sequence[Decision]) -> int:
+    found = decisions[0].format
+    return found.line if found else 0
+
+
+def _others(used: dict[str, list[Decision]], algo: str) -> str:
+    return ", ".join(a for a in used if a != algo)
+
+
+def _known(target: Target, algo: str) -> str:
+    later = [s for s in TABLE if s.engine == target.engine and algo in s.algos]
+    if later and later[0].what == "linear":
+        return f"{later[0].since} does, by {later[0].source}"
+    known = dict.fromkeys(a for s in target.lines("linear") for a in s.algos)
+    return "known: " + ", ".join(known)

@@ -1,0 +1,112 @@
+"""Decided: a checkpoint opened, a recipe read, and what the one becomes by the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.engine_models import UNLISTED, UNLISTED_HINT, is_unlisted
+from megtool.quant.recipes.engine_support import Target, check_target, read_target, suited_to
+from megtool.quant.recipes.match import Matched, match
+from megtool.quant.recipes.modules import Modules, list_modules
+from megtool.quant.recipes.recipe import Recipe
+from megtool.quant.recipes.rules import Problems
+from megtool.reshard.fp8_state.modelopt_amax import is_buffer
+from megtool.reshard.source import Opened, open_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a recipe makes of a checkpoint, from headers alone."""
+
+    opened: Opened
+    recipe: Recipe
+    modules: Modules
+    matched: Matched
+    target: Target | None
+
+    @property
+    def family(self) -> str | None:
+        """The model's family, where it has one."""
+        return self.opened.family_name
+
+    @property
+    def architecture(self) -> str:
+        """The model's class as config.json names it; "" where nothing does."""
+        return _architecture(self.opened)
+
+    @property
+    def doubt(self) -> str:
+        """What speaks against the target's running the model, though it loads the formats."""
+        name = self.architecture
+        if self.target is None or not name or not is_unlisted(self.target.engine, [name]):
+            return ""
+        return f"{name} {UNLISTED} of {self.target.name}: {UNLISTED_HINT}"
+
+
+def decide(
+    source: str | Path,
+    recipe: str | Path,
+    *,
+    target: str | None = None,
+    group_size: int | None = None,
+    iteration: str | None = None,
+    family: str | None = None,
+    like: str | Path | None = None,
+) -> Decided:
+    """Open `source` and let a recipe decide about every module of it.
+
+    `target` is an engine, or `engine@version`, that is to load the result. `group_size` replaces
+    that of formats which have several.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
+        UsageError: no such engine.
+        MegtoolError: the checkpoint cannot be read, or is of no known model.
+    """
+    engine = read_target(target) if target else None
+    problems = Problems(str(recipe))
+    loaded = load_recipe(recipe, problems)
+    opened = open_model(
+        Path(source),
+        iteration=iteration,
+        family_name=family,
+        like=None if like is None else Path(like),
+        optimizer=False,
+        aside=is_buffer,
+    )
+    modules = list_modules(opened.side)
+    _check_names(loaded, modules, problems)
+    matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
+    if engine is not None:
+        suited = suited_to(engine, loaded, matched.decisions)
+        if suited is not loaded:
+            loaded = suited
+            matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
+        named = _architecture(opened)
+        check_target(engine, loaded, matched.decisions, problems, architecture=named)
+    problems.raise_all()
+    return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)
+
+
+def _architecture(opened: Opened) -> str:
+    """The first of `architectures` in the config.json that goes with a model, or would."""
+    model = opened.model
+    if model is None:
+        return ""
+    for said in (model.hf_config or {}, model.config.extra):
+        named = said.get("architectures")
+        if isinstance(named, list) and named:
+            return str(named[0])
+    return model.family.architectures[0] if model.family else ""
+
+
+def _check_names(recipe: Recipe, modules: Modules, problems: Problems) -> None:
+    """Patterns for others' names need a model that has such names."""
+    if recipe.scheme not in modules.schemes:
+        problems.add(
+            0,
+            f"this recipe uses names of {recipe.scheme!r}, and this model has none known",
+            "--family NAME says what it is",
+        )

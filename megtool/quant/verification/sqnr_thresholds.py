@@ -1,0 +1,187 @@
+"""Closeness: a quantised weight beside another, and how close every format has to come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from megtool.checkpoint.numeric_values import numbers
+from megtool.checkpoint.read import Reader
+from megtool.convert.dialects import Side
+from megtool.errors import MappingError
+from megtool.number_formats.rounding import rounded
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.recipes.modules import list_modules
+from megtool.quant.verification.weight_error import Floats, Sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """The least signal over noise, in dB, of a sound weight in a format; `found` is what the worst
+    one had of those it was measured on. `row` is how far off a row may be, against its size."""
+
+    db: float
+    found: float
+    row: float
+
+
+LEAST: Mapping[str, Least] = MappingProxyType(
+    {
+        "fp8": Least(db=25.0, found=31.5, row=0.25),
+        "mxfp8": Least(db=25.0, found=31.4, row=0.25),
+        "int8": Least(db=24.0, found=33.3, row=0.25),
+        "int8words": Least(db=24.0, found=33.3, row=0.25),
+        "int4": Least(db=9.0, found=14.6, row=0.7),
+        "int4rows": Least(db=9.0, found=14.6, row=0.7),
+        "mxfp4": Least(db=10.0, found=16.3, row=0.6),
+        "nvfp4": Least(db=14.0, found=20.4, row=0.5),
+        "": Least(db=40.0, found=49.9, row=0.05),
+    }
+)
+"""By the first word of a packing; "" is a plain weight, cast to bfloat16 at worst.
+
+`found` is the worst of 42 matrices of SmolLM2-135M and of random ones, normal and heavy-tailed
+(Student's t with 3 degrees), rounded to nearest with a scale for 64 columns in INT4. The thresholds
+lie 6 dB and more below it: noise of twice the amplitude, room for clipping and for codes that were
+chosen for outputs (GPTQ). Rows that are swapped, nibbles in the wrong order and scales of another
+tensor come out at 3 dB or less.
+
+A mean over a matrix does not see a few rows of it: beside the noise of FP8 one row in 400 may be
+zero, of INT4 one in eleven. So `row` bounds each: more than twice what a row of such matrices, with
+2 degrees at that, was off by at most (0.054 in FP8, 0.068 in INT8 with a scale a row, 0.30 in INT4
+with one for 128 columns, 0.20 in MXFP4, 0.11 in NVFP4), and well below 1, what a row of zeros is
+off by (another row: 1.4). A row within two half steps of the format (`Sums.lost_row`) is sound
+in any case: small rows under the scale of a whole matrix may round to zeros.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closeness:
+    """One weight of B beside that of A.
+
+    `packing` is how it is stored in B (and in A, where that is quantised too: `a over b`).
+    Columns that take factors of a norm, or have a `pre_quant_scale`, are compared as they were
+    rounded (`is_scaled`). `worst_row_error` is the relative error of the row that is furthest off,
+    `lost_row_error` that of the furthest that rounding does not explain, and `most_row_error` what
+    it may be (None, of two quantised weights: not known).
+    """
+
+    tensor: str
+    stored: str
+    packing: str
+    num_elements: int
+    sqnr_db: float
+    least_db: float
+    cosine: float
+    max_error: float
+    relative_error: float
+    worst_row: int
+    worst_row_error: float
+    num_nan: int = 0
+    is_scaled: bool = False
+    lost_row: int = -1
+    lost_row_error: float = 0.0
+    most_row_error: float | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Close enough, all numbers, and no row lost."""
+        return not self.num_nan and self.sqnr_db >= self.least_db and not self.has_lost_row
+
+    @property
+    def has_lost_row(self) -> bool:
+        """A row is further off than the format takes it."""
+        return self.most_row_error is not None and self.lost_row_error > self.most_row_error
+
+
+def closeness(
+    tensor: str,
+    stored: str,
+    packings: tuple[str, str],
+    sums: Sums,
+    *,
+    sqnr: float | None = None,
+    scaled: bool = False,
+) -> Closeness:
+    """A row of the table; `packings` are those of A and B ("" is plain), `sqnr` the threshold in
+    place of the format's. Two quantised weights are as far apart as both noises together."""
+    kinds = [p.partition(":")[0] for p in packings]
+    limits = [LEAST.get(k, LEAST["int4"]) for k in kinds]
+    least = min(x.db for x in limits)
+    row: float | None = max(x.row for x in limits)
+    if all(kinds):  # a row that is small under the scale of A may be zeros there
+        least, row = least - 3.0, None
+    elif sqnr is not None and row is not None:
+        row = max(row, 10 ** (-sqnr / 20))
+    return Closeness(
+        tensor=tensor,
+        stored=stored,
+        packing=" over ".join(dict.fromkeys(p for p in packings if p)) or "plain",
+        num_elements=sums.count,
+        sqnr_db=sums.sqnr_db,
+        least_db=least if sqnr is None else sqnr,
+        cosine=sums.cosine,
+        max_error=sums.max_error,
+        relative_error=sums.relative_error,
+        worst_row=sums.worst_row,
+        worst_row_error=sums.worst_row_error,
+        num_nan=sums.num_nan,
+        is_scaled=scaled,
+        lost_row=sums.lost_row,
+        lost_row_error=sums.lost_row_error,
+        most_row_error=row,
+    )
+
+
+def points_of(side: Side) -> tuple[Point, ...]:
+    """The inputs that follow a norm, with what reads them; none where the model is not known."""
+    if side.config is None or side.dialect == "identity":
+        return ()
+    try:
+        modules = list_modules(side).modules
+    except MappingError:
+        return ()
+    return tuple(p for p in list_points(modules, side.config) if p.norm and p.what == "input")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm that is not the same on both sides: what each column's input is multiplied by in B
+    against A (NaN where both are zero)."""
+
+    point: Point
+    factors: Floats
+
+
+def changed_norms(
+    points: Collection[Point], mine: Side, theirs: Side, a: Reader, b: Reader
+) -> dict[str, Norm]:
+    """Norms whose weights differ by more than a cast, by canonical name."""
+    out: dict[str, Norm] = {}
+    centred = bool(theirs.config and theirs.config.zero_centered_norm)
+    offset = np.float32(1 if centred else 0)
+    for point in points:
+        name = f"{point.norm}.weight"
+        p, q = mine.placements.get(name), theirs.placements.get(name)
+        if p is None or q is None or mine.canonical[name].shape != theirs.canonical[name].shape:
+            continue
+        u, v = a.canonical(p), b.canonical(q)
+        x, y = numbers(u.read(), u.dtype).astype("f4"), numbers(v.read(), v.dtype).astype("f4")
+        x, y = x.reshape(-1), y.reshape(-1)
+        if _is_cast(x, y, v.dtype.name, same=u.dtype == v.dtype):
+            continue
+        x, y = x + offset, y + offset
+        with np.errstate(all="ignore"):
+            factors = np.where(x == 0, np.float32(np.nan), y / x).astype(np.float32)
+        if (y[x == 0] != 0).any():
+            continue  # no factor makes something of nothing
+        out[point.norm] = Norm(point, factors)
+    return out
+
+
+def _is_cast(x: Floats, y: Floats, kind: str, *, same: bool) -> bool:
+    """Whether y is x in its own type; no rounding where both have one."""
+    return np.array_equal(x, y) or (not same and np.array_equal(rounded(x.copy(), kind), y))

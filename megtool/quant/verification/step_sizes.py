@@ -1,0 +1,166 @@
+"""Steps: the scales of a written weight, lined up with its elements wherever these are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megtool.checkpoint.catalogue import Catalogue, StoredPart
+from megtool.dtypes import dtype
+from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
+from megtool.number_formats.packed_parts import WHOLE, Part, factors
+from megtool.number_formats.small_floats import single
+from megtool.tensors.box import numel, strides
+from megtool.tensors.placement import Placement
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+LARGEST: Mapping[str, float] = {
+    "fp8": 448.0,
+    "mxfp8": 448.0,
+    "int8": 127.0,
+    "int8words": 127.0,
+    "int4": 7.0,
+    "int4rows": 7.0,
+    "mxfp4": 6.0,
+    "nvfp4": 6.0,
+}
+
+
+def map_part(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
+    """A part of a packed tensor, its bytes in no memory until they are looked at."""
+    mapped = np.memmap(
+        catalogue.path(one.file),
+        dtype(one.part.dtype).view,
+        mode="r",
+        offset=one.offset,
+        shape=one.part.shape or (1,),
+    )
+    return mapped.reshape(one.part.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Indices of a weight's rows and of its columns along each dimension of the stored tensor;
+    along the others it lies at `base`."""
+
+    base: tuple[int, ...]
+    rows: Mapping[int, Ints]
+    columns: Mapping[int, Ints]
+
+    @classmethod
+    def of(cls, place: Placement, shape: tuple[int, int]) -> Lines | None:
+        """None where rows and columns run along one dimension."""
+        across, size = len(place.shape), 1
+        while across and size < shape[1]:
+            across -= 1
+            size *= place.shape[across]
+        if size != shape[1] or prod(place.shape[:across]) != shape[0]:
+            return None
+        rows, columns = _along(place, 0, across), _along(place, across, len(place.shape))
+        return None if rows.keys() & columns.keys() else cls(place.base, rows, columns)
+
+    def pick(
+        self, mapped: NDArray[Any], part: Part, first: int, end: int, *, each: bool
+    ) -> NDArray[Any] | None:
+        """The numbers of a part for rows `first:end`, `[rows or 1, columns or 1]`: one for every
+        element, or, without `each`, one for all elements under it."""
+        index: list[Ints] = []
+        repeats = 1
+        for n, s in zip(part.shape, part.spans, strict=True):
+            if s.dim == WHOLE:
+                if n != 1:
+                    return None
+                index.append(np.zeros((1, 1), np.int64))
+                continue
+            step = 1 if each else s.per
+            if s.dim in self.rows:
+                at = self.rows[s.dim][first:end:step][:, None]
+            elif s.dim in self.columns:
+                along = self.columns[s.dim]
+                if each and _is_run(along, s.per):  # one of each group, put down so often
+                    step = repeats = s.per
+                at = along[::step][None, :]
+            else:
+                at = np.full((1, 1), self.base[s.dim], np.int64)
+            index.append(at // s.per)
+        found = np.array(mapped[tuple(index)] if index else mapped).reshape(
+            np.broadcast_shapes((1, 1), *(i.shape for i in index))
+        )
+        return np.repeat(found, repeats, axis=1) if repeats > 1 else found
+
+
+def _is_run(along: Ints, per: int) -> bool:
+    """Whole groups of `per`, one after another."""
+    length = len(along)
+    return length % per == 0 and along[0] % per == 0 and int(along[-1] - along[0]) == length - 1
+
+
+def _along(place: Placement, first: int, end: int) -> dict[int, Ints]:
+    """The indices along each stored dimension of some dimensions of the view, run through."""
+    sizes = place.shape[first:end]
+    number = np.arange(prod(sizes), dtype=np.int64)
+    out: dict[int, Ints] = {}
+    for j, n, step in zip(range(first, end), sizes, strides(sizes), strict=True):
+        if n > 1:
+            d = place.dims[j]
+            out[d] = out.get(d, place.base[d]) + number // step % n * place.mults[j]
+    return out
+
+
+@dataclass(slots=True)
+class Steps:
+    """The scales of a packed weight as mapped arrays."""
+
+    kind: str
+    lines: Lines
+    is_plain: bool
+    parts: list[tuple[StoredPart, NDArray[Any]]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, place: Placement, shape: tuple[int, int], catalogue: Catalogue) -> Steps | None:
+        """None where scales cannot be lined up with elements."""
+        kind = (catalogue[place.stored].packing or "").partition(":")[0]
+        lines = Lines.of(place, shape)
+        if kind not in LARGEST or lines is None:
+            return None
+        is_plain = place.dims == (0, 1) and place.mults == (1, 1)
+        out = cls(kind, lines, is_plain)
+        for one in catalogue.packed[place.stored]:
+            if one.part.role == ZEROS:
+                return None
+            if one.part.role != CODES and numel(one.part.shape):
+                out.parts.append((one, map_part(catalogue, one)))
+        return out
+
+    def step(self, first: int, end: int, columns: int) -> Floats | None:
+        """What a code of one stands for in some rows, `[rows or 1, columns or 1]`."""
+        out = np.ones((1, 1), np.float32)
+        for one, mapped in self.parts:
+            if one.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
+                continue
+            values = self._values(one.part, mapped, first, end, columns)
+            if values is None:
+                return None
+            with np.errstate(all="ignore"):
+                out = out / values if one.part.role == DIVISOR else out * values
+        return out
+
+    def _values(
+        self, part: Part, mapped: NDArray[Any], first: int, end: int, columns: int
+    ) -> Floats | None:
+        if not self.is_plain:
+            found = self.lines.pick(mapped, part, first, end, each=True)
+            return None if found is None else single(found, part.dtype).reshape(found.shape)
+        base = self.lines.base
+        lo, hi = (base[0] + first, base[1]), (base[0] + end, base[1] + columns)
+        begin, stop = part.window(lo, hi)
+        window = np.array(mapped[tuple(slice(*b) for b in zip(begin, stop, strict=True))])
+        values, per = factors(window, part, lo, hi, (0, 1))
+        return np.repeat(values, per, axis=1) if per else values

@@ -1,0 +1,1 @@
+"""The engine: from an opened checkpoint to a planned, executed and proven copy of it."""

@@ -1,0 +1,172 @@
+"""Megatron's state beside the tensors: args, iteration, objects, at a new layout."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickle_reader import Inert, inert_global
+from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.formats.save_folder import folder_name
+from megtool.checkpoint.formats.torch_dist_integrity import INTEGRITY_FILE
+from megtool.checkpoint.megatron_metadata import args_of, divisible_by
+from megtool.checkpoint.param_groups import content_of, in_common, read_groups, saving_args
+from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.random_state import RERUN, RNG, is_rerun, is_rerun_idle, is_rng
+from megtool.config import ParallelConfig
+from megtool.convert.dialects import is_optimizer_state
+from megtool.convert.megatron_args import args_from_config
+from megtool.convert.parallel_args import layout_args, layout_fields
+from megtool.dtypes import DType
+from megtool.reshard.megatron.rank_objects import MODELOPT
+from megtool.reshard.source import Opened
+from megtool.tensors.sharded import GlobalTensor
+
+
+def source_layout(catalogue: Catalogue) -> dict[str, int]:
+    """The layout a Megatron checkpoint was saved at, as far as its args say."""
+    args = args_of(catalogue)
+    found = layout_fields(args) if args else {}
+    return {k: v for k, v in found.items() if isinstance(v, int)}
+
+
+def common_state(
+    source: Opened,
+    parallel: ParallelConfig,
+    tensors: Sequence[GlobalTensor],
+    dtype: DType | None,
+    optimizer: str | None = None,
+    *,
+    target: str = "torch_dist",
+    objects: Collection[str] = (),
+) -> dict[str, Any]:
+    """Megatron's common state: the source's with its args at the new layout, or a new one.
+
+    `optimizer` is the sharding type of the state written, None where the source's small state
+    stays as it is. `target` is the format, and `objects` are the names of the objects in it: what
+    the args and the rest say of them is true of the target.
+    """
+    tree = source.catalogue.metadata.get("common")
+    old = tree.get("args") if isinstance(tree, dict) else None
+    known = dict(old.state) if isinstance(old, Inert) and isinstance(old.state, dict) else {}
+    args: dict[str, Any] = dict(known)
+    if source.model is not None:
+        weights = [t.dtype.name for t in tensors if t.dtype.is_float]
+        name = max(set(weights), key=weights.count) if weights else "float32"
+        args = args_from_config(
+            source.model.config,
+            parallel,
+            dtype=name,
+            divisible_by=divisible_by(source.catalogue),
+            known={} if dtype is not None and not known else known,
+        )
+        if not known or dtype is not None:
+            args["params_dtype"] = inert_global("torch", name)
+            args |= {"bf16": name == "bfloat16", "fp16": name == "float16"}
+    elif known:
+        args |= layout_args(parallel)
+    common = dict(tree) if isinstance(tree, dict) else {"checkpoint_version": 3.0}
+    common.setdefault("iteration", 0)
+    common = {k: v for k, v in common.items() if not MODELOPT.fullmatch(str(k))}
+    if not any(is_rerun(name) for name in objects):
+        common.pop(RERUN, None)
+    has_state = any(is_optimizer_state(t.name) for t in tensors)
+    if args:
+        is_trained = bool(known and saved_iteration(source.catalogue))
+        has_rng = any(is_rng(name) or name == RNG for name in objects)
+        args |= _saving_args(optimizer, has_state, target)
+        if is_trained:
+            absent = {"no_save_optim": not has_state, "no_save_rng": not has_rng}
+            args |= {k: no or None for k, no in absent.items() if bool(args.get(k)) != no}
+        common["args"] = namespace(args)
+    _set_optimizer(common, source, has_state, tensors, parallel, optimizer)
+    if target != "torch_dist":
+        common.pop("content_metadata", None)
+    return common
+
+
+def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[str, Any]:
+    """The args that say how a checkpoint was saved."""
+    out: dict[str, Any] = {"ckpt_format": "torch" if target == "megatron" else "torch_dist"}
+    if has_state and optimizer is not None:
+        out |= saving_args(optimizer)
+    return out
+
+
+def _set_optimizer(
+    common: dict[str, Any],
+    source: Opened,
+    has_state: bool,
+    tensors: Sequence[GlobalTensor],
+    parallel: ParallelConfig,
+    optimizer: str | None,
+) -> None:
+    """The optimizer's part of the common state, as its sharding type has it."""
+    if not has_state:
+        common.pop("optimizer", None)
+        content = common.get("content_metadata")
+        if isinstance(content, dict):
+            common["content_metadata"] = {
+                k: v for k, v in content.items() if k != "distrib_optim_sharding_type"
+            }
+        return
+    if optimizer is None:
+        return
+    groups = read_groups(source.catalogue)
+    has_experts = any(".experts." in t.name for t in tensors)
+    length = 2 if parallel.ep > 1 and has_experts else 1
+    inner = groups.for_chain(length) if groups else [{} for _ in range(length)]
+    common["optimizer"] = in_common(inner, optimizer)
+    common["content_metadata"] = content_of(common.get("content_metadata"), optimizer)
+
+
+def saved_iteration(catalogue: Catalogue) -> int | None:
+    """The iteration a checkpoint was saved at; None for a release."""
+    iteration = catalogue.metadata.get("iteration")
+    if not isinstance(iteration, int) or catalogue.root.name == folder_name(None):
+        return None
+    return iteration
+
+
+_NOTHING_LOST = ("args", "checkpoint_version", "content_metadata")
+_OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
+
+
+def account_for_common(
+    source: Opened, written: Mapping[str, Any] | None, target: str
+) -> tuple[list[str], list[str], list[Dropped]]:
+    """What becomes of each part of the common state: moved, derived, or dropped and why.
+
+    `written` is the target's, None where it has no place for one: there args become the model's
+    configuration, and an iteration of 0 says nothing, so that neither is lost.
+    """
+    held = source.catalogue.metadata.get("common")
+    moved: list[str] = []
+    derived: list[str] = []
+    dropped: list[Dropped] = []
+    if source.catalogue.format == "dcp":
+        held = None  # it is made of objects, which are listed
+    for key, value in held.items() if isinstance(held, dict) else ():
+        name = f"common state: {key}"
+        if MODELOPT.fullmatch(str(key)) and source.catalogue.format == "megatron":
+            continue  # of the first rank; an object for every rank is listed
+        if written is not None and key in written:
+            (moved if written[key] is value else derived).append(name)
+        elif written is None and (key in _NOTHING_LOST or (key == "iteration" and value == 0)):
+            derived.append(name)
+        else:
+            harmless = key == "content_metadata"
+            without = key in _OPTIMIZER and not source.side.states
+            idle = key == RERUN and is_rerun_idle(source.catalogue)
+            reason = f"{target!r} has no place for it"
+            if key == RERUN:
+                reason = "rerun state belongs to the ranks of the old layout"
+            elif without:
+                reason = "its optimizer state is left out"
+            lost = not (harmless or without or idle)
+            dropped.append(Dropped(name=name, reason=reason, is_lost=lost))
+    if (source.catalogue.root / INTEGRITY_FILE).is_file():
+        reason = "checksums of the source's files; megtool.json has digests of the tensors"
+        dropped.append(Dropped(name=INTEGRITY_FILE, reason=reason, is_lost=False))
+    return moved, derived, dropped

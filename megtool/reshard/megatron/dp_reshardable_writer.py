@@ -1,0 +1,211 @@
+"""To buckets: optimizer state of the model's tensors, laid out as Megatron's default format has it.
+
+The format is `dp_reshardable`: one flat tensor per bucket, state and data-parallel group. Buckets
+have to be cut as the run that loads them cuts its own: Megatron compares their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megtool.checkpoint.containers.pickle_reader import inert_global
+from megtool.checkpoint.rechunk import Regrouping
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.rank_parameters import Parameter, Place, of_tensor_rank, rank_parameters
+from megtool.dtypes import DType
+from megtool.errors import LayoutError
+from megtool.parallel.mesh import Mesh
+from megtool.reshard.megatron.box_runs import Collected, boxes_of
+from megtool.reshard.megatron.dp_reshardable import is_buffer
+from megtool.tensors import buckets
+from megtool.tensors.registration_order import Order, registered
+from megtool.tensors.sharded import GlobalTensor, Shards
+
+_PREFIX = "optimizer.distributed.dp_group_idx_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What decides how a run cuts its buckets.
+
+    `param_dtype` and `grad_dtype` are torch's names; `bucket_size` (elements) is None unless
+    gradient reduction overlaps with the backward pass, as then only the first chunk of the first
+    stage is cut into several buckets.
+    """
+
+    order: Order
+    param_dtype: str
+    grad_dtype: str
+    bucket_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laid:
+    """Buckets laid out: flat tensors, their shards, and where the state of which parameter lies.
+
+    `slots` are `(stored tensor of each state, parameter, start in it)`. `sizes` are, for every
+    data-parallel group of a chain, the padded and unpadded bucket sizes of every buffer.
+    """
+
+    tensors: list[GlobalTensor] = field(default_factory=list)
+    ranges: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    slots: list[tuple[dict[str, int], Parameter, int]] = field(default_factory=list)
+    sizes: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = field(default_factory=dict)
+    num_chains: int = 1
+
+
+def lay_out_buckets(
+    weights: Sequence[GlobalTensor],
+    states: Mapping[str, DType],
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    run: Run,
+) -> Laid:
+    """Buckets of all ranks for a model's weights (under Megatron's names).
+
+    `states` are the states to store, as they are spelled, and their dtypes. Experts spread over
+    ranks have buffers, and a chain, of their own.
+
+    Raises:
+        LayoutError: buckets cannot hold experts at this layout.
+    """
+    weights = [t for t in weights if not is_buffer(t.name)]
+    ranks = rank_parameters(weights, config, parallel)
+    has_own = parallel.ep > 1 and any(p.is_expert for found in ranks.values() for p in found)
+    if not has_own and config.num_experts and parallel.tp % parallel.etp:
+        raise LayoutError(
+            f"etp={parallel.etp} with tp={parallel.tp} and ep=1: buckets hold experts among the "
+            "dense parameters of their tensor ranks",
+            hint=f"--etp {parallel.tp} or a divisor of it, or --optimizer fully_reshardable",
+        )
+    laid = Laid(num_chains=1 + has_own)
+    for stage in range(parallel.pp):
+        for tp in range(parallel.tp):
+            group = stage * parallel.tp + tp
+            members = [
+                [
+                    p
+                    for p in of_tensor_rank(ranks, parallel, stage, chunk, tp)
+                    if not (p.is_expert and has_own)
+                ]
+                for chunk in range(parallel.vpp)
+            ]
+            owners = [_dense_owner(parallel, stage, tp, r) for r in range(_replicas(parallel))]
+            _lay_group(laid, (0, group), members, states, run, stage, owners)
+    for place in range(parallel.pp * parallel.ep * parallel.etp if has_own else 0):
+        stage, rest = divmod(place, parallel.ep * parallel.etp)
+        ep, tp = divmod(rest, parallel.etp)
+        members = [
+            [p for p in _at(ranks, stage, chunk, ep, tp) if p.is_expert]
+            for chunk in range(parallel.vpp)
+        ]
+        owners = [
+            _expert_owner(parallel, stage, ep, tp, r) for r in range(max(parallel.expert_dp, 1))
+        ]
+        _lay_group(laid, (1, place), members, states, run, stage, owners)
+    return laid
+
+
+def _at(
+    ranks: Mapping[Place, list[Parameter]], stage: int, chunk: int, ep: int, tp: int
+) -> list[Parameter]:
+    return ranks.get(Place(stage, chunk, ep, tp), [])
+
+
+def _replicas(parallel: ParallelConfig) -> int:
+    return parallel.dp * parallel.cp
+
+
+def _dense_owner(parallel: ParallelConfig, stage: int, tp: int, replica: int) -> int:
+    dp, cp = divmod(replica, parallel.cp)
+    return int(Mesh(parallel).rank(tp=tp, cp=cp, dp=dp, pp=stage))
+
+
+def _expert_owner(parallel: ParallelConfig, stage: int, ep: int, tp: int, replica: int) -> int:
+    return int(Mesh(parallel).expert_rank(etp=tp, ep=ep, edp=replica, pp=stage))
+
+
+def _lay_group(
+    laid: Laid,
+    key: tuple[int, int],
+    members: Sequence[Sequence[Parameter]],
+    states: Mapping[str, DType],
+    run: Run,
+    stage: int,
+    owners: Sequence[int],
+) -> None:
+    """Buffers of one data-parallel group: one per chunk that holds any of its parameters."""
+    chain, group = key
+    chained = f"chained_{chain}." if laid.num_chains > 1 else ""
+    dtypes = f"dtype_(torch.{run.param_dtype}, torch.{run.grad_dtype})"
+    laid.sizes[key] = []
+    for chunk, found in enumerate(members):
+        if not found:  # chunks without such parameters have no buffer, and no number
+            continue
+        order = registered([(p.module_key, p.expert) for p in found], run.order)
+        ordered = [found[i] for i in order]
+        slots, sizes = buckets.lay_out(
+            [p.numel for p in ordered],
+            [p.is_shared for p in ordered],
+            bucket_size=run.bucket_size if stage == 0 and chunk == 0 else None,
+        )
+        number = len(laid.sizes[key])
+        laid.sizes[key].append(([buckets.padded(n, len(owners)) for n in sizes], sizes))
+        buffer = f"{chained}{_PREFIX}{group}.gbuf_idx_{number}.{dtypes}"
+        numbers: list[dict[str, int]] = []
+        for bucket, size in enumerate(sizes):
+            numbers.append({})
+            for state, kind in states.items():
+                numbers[-1][state] = len(laid.tensors)
+                name = f"{buffer}.bucket_idx_{bucket}.{state}"
+                laid.tensors.append(GlobalTensor(name=name, shape=(size,), dtype=kind))
+                ranges = buckets.local_ranges(size, len(owners))
+                laid.ranges.append(
+                    [(a, b, o) for (a, b), o in zip(ranges, owners, strict=True) if a < b]
+                )
+        laid.slots.extend(
+            (numbers[s.bucket], p, s.start) for p, s in zip(ordered, slots, strict=True)
+        )
+
+
+def regrouping_of(
+    laid: Laid, shards: Shards, first: int, state_names: Mapping[str, str]
+) -> tuple[Regrouping, dict[str, list[str]]]:
+    """The buckets as tensors of the model's state, and under which names each is stored.
+
+    `shards` are all shards of the destination, in which the buckets' tensors are numbered from
+    `first`; `state_names` maps a state to the prefix of its tensors' names. A parameter that
+    several ranks hold is stored under further names, `NAME#1` and so on.
+    """
+    collected = Collected(repeat=True)
+    for numbers, p, start in laid.slots:
+        for state, number in numbers.items():
+            kind = laid.tensors[number].dtype
+            tensor = GlobalTensor(name=state_names[state] + p.key, shape=p.shape, dtype=kind)
+            rows = shards.of(first + number)
+            for row in range(rows.start, rows.stop):
+                lo, hi = int(shards.boxes.lo[row, 0]), int(shards.boxes.hi[row, 0])
+                a, b = max(lo, start), min(hi, start + p.numel)
+                if a < b:
+                    for box, position in boxes_of(p, a - start, b - start):
+                        collected.add(tensor, box, row, a - lo + position)
+    return collected.regrouping(), collected.names
+
+
+def objects_of(laid: Laid, run: Run, inner: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sharded objects beside the buckets: sizes, and each group's `inner` optimizer state.
+
+    `inner` holds one dict per chain (`optimizer`: param groups; `grad_scaler` where there is one).
+    """
+    dtypes = (inert_global("torch", run.param_dtype), inert_global("torch", run.grad_dtype))
+    out: dict[str, Any] = {}
+    for (chain, group), buffers in laid.sizes.items():
+        chained = f"chained_{chain}." if laid.num_chains > 1 else ""
+        prefix = f"{chained}{_PREFIX}{group}."
+        for which, name in enumerate(("per_bucket_numel", "per_bucket_numel_unpadded")):
+            out[f"{prefix}{name}/shard_0_1"] = [{dtypes: list(b[which])} for b in buffers]
+        for name, value in inner[min(chain, len(inner) - 1)].items():
+            out[f"{prefix}{name}/shard_0_1"] = value
+    return out

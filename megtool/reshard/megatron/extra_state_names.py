@@ -1,0 +1,189 @@
+"""Extra states: what Transformer Engine and ModelOpt keep per module, under every name it has.
+
+A module's `_extra_state` is a sharded object, `<module>._extra_state/shard_<offsets>_<sizes>`: with
+layers stacked the layer is an offset, with one key per layer a part of the module's name, and the
+expert is an offset or (`singleton_local_shards`) a part of the name too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.pickle_reader import Inert, references
+from megtool.checkpoint.containers.te_extra_state import is_empty
+from megtool.checkpoint.megatron_metadata import object_value
+from megtool.convert.megatron import split_state
+from megtool.tensors.sharded import GlobalTensor
+
+EMPTY = "an extra state that holds nothing"
+SUFFIX = "._extra_state"
+
+_NAME = re.compile(r"(.+)\._extra_state/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+_STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers\.)(\d+)\.(.+)")
+_EXPERTS = ".experts.experts."
+_SINGLE = re.compile(r"(.+\.experts\.experts\.)(\d+)\.(.+)")
+_EMPTY_BYTES = 4096
+_SITES = (
+    "linear_qkv",
+    "linear_q",  # of attention to an encoder
+    "linear_kv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "eh_proj",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
+    "post_layernorm",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+    "enorm",
+    "hnorm",
+    "final_layernorm",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Whose state it is: a module by its name with one key per layer, and the expert it is of."""
+
+    module: str
+    expert: int | None = None
+
+    @property
+    def layer(self) -> int | None:
+        """The number of its layer; None for a module of no decoder layer."""
+        match = _LAYER.fullmatch(self.module)
+        return int(match[2]) if match else None
+
+
+def is_extra_state(name: str) -> bool:
+    """The object is a module's extra state."""
+    return f"{SUFFIX}/shard_" in name
+
+
+def site_of(name: str) -> Site | None:
+    """Whose state an object of this name is; None where its offsets say something else."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    module = split_state(match[1])[2]
+    at, sizes = ([int(n) for n in match[k].split(".")] for k in (2, 3))
+    if len(at) != len(sizes) or any(a >= n for a, n in zip(at, sizes, strict=True)):
+        return None
+    if stacked := _STACKED.match(module):
+        module = f"{stacked[1]}{at[0]}.{module[stacked.end() :]}"
+        at, sizes = at[1:], sizes[1:]
+    if single := _SINGLE.fullmatch(module):
+        return Site(single[1] + single[3], int(single[2])) if not any(at) else None
+    if _EXPERTS in module:
+        return Site(module, at[0]) if len(at) == 1 else None
+    return Site(module) if not any(at) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a checkpoint names its extra states: by the number of stacked layers, and of experts.
+
+    A number is 0 where there is no such axis. `modules` are the modules of the model, layers
+    counted one by one where they are stacked.
+    """
+
+    stacked: int
+    experts: int
+    layers: frozenset[str]
+
+    @classmethod
+    def of(cls, tensors: Iterable[GlobalTensor]) -> Spelling:
+        """The one of a checkpoint that stores these tensors."""
+        stacked = experts = 0
+        layers: set[str] = set()
+        for t in tensors:
+            if t.name.startswith("optimizer."):
+                continue
+            is_stacked = _STACKED.match(t.name)
+            if is_stacked:
+                stacked = t.shape[0]
+                layers |= {f"{is_stacked[1]}{i}" for i in range(stacked)}
+            elif match := _LAYER.fullmatch(t.name):
+                layers.add(match[1] + match[2])
+            lead = 1 if is_stacked else 0
+            if _EXPERTS in t.name and len(t.shape) > lead:
+                experts = t.shape[lead]
+        return cls(stacked, experts, frozenset(layers))
+
+    def has(self, site: Site) -> bool:
+        """The model has the layer and the expert."""
+        match = _LAYER.fullmatch(site.module)
+        known = match is None or match[1] + match[2] in self.layers
+        return known and (site.expert is None or site.expert < self.experts)
+
+    def name(self, site: Site) -> str:
+        """The object's name."""
+        module, at, sizes = site.module, list[int](), list[int]()
+        match = _LAYER.fullmatch(module)
+        if match and self.stacked:
+            module = match[1] + match[3]
+            at, sizes = [int(match[2])], [self.stacked]
+        if site.expert is not None:
+            at, sizes = [*at, site.expert], [*sizes, self.experts]
+        index = "_".join(".".join(map(str, x)) for x in (at or [0], sizes or [1]))
+        return f"{module}{SUFFIX}/shard_{index}"
+
+
+def asked_for(tensors: Sequence[GlobalTensor], have: Collection[str]) -> dict[str, None]:
+    """The `_extra_state` objects Megatron asks for: one per layer, expert and module, and None.
+
+    Megatron's default strictness refuses a checkpoint that lacks one it asks for, and ignores one
+    it does not. So every site that some version asks for is named: the linear modules, attention
+    itself (before core 0.15), and the norms of Transformer Engine. `have` are left out.
+    """
+    names: dict[str, None] = {}
+    for t in tensors:  # BERT's and T5's, which have a bias; a GPT's is not asked for
+        if f".{t.name}".endswith(".output_layer.bias") and not t.name.startswith("optimizer."):
+            names[f"{t.name.removesuffix('.bias')}{SUFFIX}/shard_0_1"] = None
+    for t in tensors:
+        if t.name.startswith("optimizer.") or not t.name.endswith(".weight"):
+            continue
+        module = t.name.removesuffix(".weight")
+        site = module.rsplit(".", 1)[-1]
+        lead = int(_STACKED.match(t.name) is not None) + int(_EXPERTS in t.name)
+        axes = t.shape[:lead] or (1,)
+        sites = [module] if site in _SITES else []
+        if site in ("linear_qkv", "linear_kv", "linear_kv_up_proj"):
+            sites.append(module.replace(site, "core_attention"))
+        for found in sites:
+            for at in product(*map(range, axes)):
+                index = f"{'.'.join(map(str, at))}_{'.'.join(map(str, axes))}"
+                names[f"{found}{SUFFIX}/shard_{index}"] = None
+    return {n: None for n in names if n not in have}
+
+
+def is_empty_state(catalogue: Catalogue, name: str) -> bool:
+    """The object is the `_extra_state` of a layer that has none (None, or a tensor of 0 bytes)."""
+    if not is_extra_state(name):
+        return False
+    held = catalogue.objects[name]
+    is_long = held.extent is not None and held.extent[2] > _EMPTY_BYTES
+    return not is_long and holds_nothing(object_value(catalogue, held))
+
+
+def holds_nothing(value: Any) -> bool:
+    """An extra state is None, or bytes (a tensor, a buffer) of which none, or a None in bytes."""
+    if value is None or is_empty(value):
+        return True
+    if isinstance(value, bytes):
+        return not value
+    is_tensor = isinstance(value, Inert) and value.name.startswith("torch._utils._rebuild")
+    return is_tensor and not any(p.data for p in references(value))

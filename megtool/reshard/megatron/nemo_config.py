@@ -1,0 +1,145 @@
+"""The model in NeMo's and Megatron-Bridge's YAML, as the args Megatron-LM would have kept.
+
+NeMo 2 writes `context/model.yaml` beside `weights/`, Megatron-Bridge `run_config.yaml` into every
+iteration; neither keeps args. Both describe a dataclass by `_target_` and its fields. It is read as
+plain data: nothing that a target names is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.convert.megatron import split_state
+from megtool.convert.rank_parameters import EMBEDDING
+from megtool.errors import FormatError, MissingPackageError
+
+NEMO_FILE, BRIDGE_FILE = "context/model.yaml", "run_config.yaml"
+
+_MAX_BYTES = 16 << 20
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "rope_scaling": "use_rope_scaling",
+}
+_ACTIVATIONS = {
+    "silu": "swiglu",
+    "squared_relu": "squared_relu",
+    "relu2": "squared_relu",
+    "openai_gelu": "openai_gelu",
+    "fast_gelu": "openai_gelu",
+    "gelu_pytorch_tanh": "openai_gelu",
+    "quick_gelu": "quick_geglu",
+}
+# What NeMo's and Bridge's dataclasses take where Megatron's args would take something else.
+_DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "transformer_engine",
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+}
+
+
+def foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
+    """Args of the model in the YAML beside the data, as plain values; None where there is none.
+
+    Raises:
+        FormatError: the file is no YAML, or describes no model.
+        MissingPackageError: reading it needs PyYAML.
+    """
+    for name, key in ((BRIDGE_FILE, "model"), (NEMO_FILE, "config")):
+        path = catalogue.attachments.get(name)
+        if path is None:
+            continue
+        value = read_yaml(path)
+        section = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(section, dict) or not all(isinstance(k, str) for k in section):
+            raise FormatError(f"it has no section {key!r} that describes a model", file=path)
+        return args_from_section(section) | _vocabulary(catalogue)
+    return None
+
+
+def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Args of a model that a dataclass's fields describe, those of an inner `transformer` too."""
+    inner = section.get("transformer")
+    fields = {**(inner if isinstance(inner, dict) else {}), **section}
+    out = dict(_DEFAULTS)
+    for name, value in fields.items():
+        if isinstance(value, bool | int | float | str | list | tuple):
+            out[_RENAMED.get(name, name)] = value
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_query_groups")
+    out["group_query_attention"] = groups is not None and groups != heads
+    is_gated = fields.get("gated_linear_unit") is True
+    activation = _ACTIVATIONS.get(_target(fields.get("activation_func")), "")
+    # SwiGLU and quick GeGLU are gated; without a gate Megatron's args know neither.
+    if activation in ("openai_gelu", "squared_relu") or (activation and is_gated):
+        out[activation] = True
+    out["untie_embeddings_and_output_weights"] = not fields.get(
+        "share_embeddings_and_output_weights", True
+    )
+    if "seq_length" in out:
+        out.setdefault("max_position_embeddings", out["seq_length"])
+    if (
+        isinstance(factor := fields.get("scale_factor"), int | float)
+        and "old_context_len" in fields
+    ):
+        out |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}  # NeMo's Llama 3.1
+    if _target(section).startswith(("MLA", "DeepSeek")) or isinstance(
+        fields.get("kv_lora_rank"), int
+    ):
+        out["multi_latent_attention"] = True
+    for name in ("params_dtype", "pipeline_dtype"):
+        out.pop(name, None)
+    return out
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds, whatever its tags ask to be built, as plain values.
+
+    Raises:
+        FormatError: it is too large, or no YAML.
+        MissingPackageError: PyYAML is not installed.
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as e:
+        raise MissingPackageError(
+            f"reading {path.name} needs PyYAML", file=path, hint="pip install pyyaml"
+        ) from e
+
+    def untagged(self: Any, _: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return self.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return self.construct_sequence(node, deep=True)
+        return self.construct_scalar(node)
+
+    # Ignores tags that are not YAML's own, and `<<`, with which a small file can grow without end.
+    inert = {"flatten_mapping": lambda *_: None}
+    loader: Any = type("Untagged", (yaml.SafeLoader,), inert)
+    loader.add_multi_constructor("", untagged)
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise FormatError(f"a configuration of {size:,} bytes", file=path)
+    try:
+        return yaml.load(path.read_bytes(), Loader=loader)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as e:
+        raise FormatError(f"no readable YAML: {' '.join(str(e).split())[:120]}", file=path) from e
+
+
+def _target(value: Any) -> str:
+    """The last part of what a field names: a function, a class, or text."""
+    named = value.get("_target_") if isinstance(value, dict) else value
+    return str(named).rpartition(".")[2] if isinstance(named, str) else ""
+
+
+def _vocabulary(catalogue: Catalogue) -> dict[str, Any]:
+    """The padded size, which both leave to be computed."""
+    for t in catalogue.tensors:
+        state, _, key = split_state(t.name)
+        if not state and key == EMBEDDING and t.shape:
+            return {"padded_vocab_size": t.shape[0]}
+    return {}

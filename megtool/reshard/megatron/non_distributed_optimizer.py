@@ -1,0 +1,141 @@
+"""From groups: state of an optimizer that is not distributed, as rank files number it.
+
+`Float16OptimizerWithFloat16Params` keeps one tensor per parameter and state, numbered through its
+param groups; within a group, parameters follow as they are registered. Source: megatron-core
+0.16.1, `optimizer/optimizer.py` and `optimizer/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.rechunk import regroup
+from megtool.convert.rank_parameters import Parameter
+from megtool.errors import FormatError
+from megtool.reshard.megatron.box_runs import Collected, boxes_of
+from megtool.reshard.megatron.bucket_order_check import disproof
+from megtool.tensors.sharded import GlobalTensor
+
+NUMBERED = re.compile(
+    r"([^/]+)/model_optim_rng/optimizer/(?:optimizer/state/(\d+)/(\w+)"
+    r"|fp32_from_fp16_params/(\d+)/(\d+))"
+)
+_HINT = "--optimizer none leaves the optimizer out"
+
+
+def has_numbered(catalogue: Catalogue) -> bool:
+    """The rank files hold state of an optimizer that is not distributed."""
+    return any(NUMBERED.fullmatch(t.name) for t in catalogue.tensors)
+
+
+def from_groups(
+    catalogue: Catalogue, members: Mapping[str, Sequence[Parameter]], *, whole: bool = False
+) -> Catalogue:
+    """The catalogue with numbered state as `optimizer.state.STATE.KEY`, one tensor per layer.
+
+    `catalogue` holds the weights in model space, `members` every rank folder's parameters as they
+    are registered. `whole` compares all master weights with the model's.
+
+    Raises:
+        FormatError: groups that do not fit the parameters, or master weights of another model.
+    """
+    collected = Collected()
+    index = catalogue.index
+    for folder, parameters in members.items():
+        for name, state, p in _numbered(catalogue, folder, parameters):
+            stored = catalogue.tensors[index[name]]
+            if stored.shape != p.local_shape:
+                raise FormatError(
+                    f"state of shape {list(stored.shape)} for a parameter {p.key!r} of "
+                    f"{list(p.local_shape)}",
+                    file=catalogue.root / folder,
+                    tensor=name,
+                    hint=f"the optimizer belongs to another model; {_HINT}",
+                )
+            tensor = GlobalTensor(
+                name=f"optimizer.state.{state}.{p.key}", shape=p.shape, dtype=stored.dtype
+            )
+            row = catalogue.shards.of(index[name]).start
+            for box, position in boxes_of(p, 0, p.numel):
+                collected.add(tensor, box, row, position)
+    out = regroup(catalogue, lambda n: NUMBERED.fullmatch(n) is None, collected.regrouping())
+    mismatch = disproof(out, catalogue, whole=whole)
+    if mismatch is not None:
+        raise mismatch.error(catalogue.root)
+    return out
+
+
+def _numbered(
+    catalogue: Catalogue, folder: str, parameters: Sequence[Parameter]
+) -> Iterator[tuple[str, str, Parameter]]:
+    """Every stored state tensor of a rank, which state it is, and of which parameter."""
+    groups = _groups(catalogue, folder)
+    parted = _parted(groups, parameters, catalogue, folder)
+    of_number: dict[int, Parameter] = {}
+    for group, held in zip(groups, parted, strict=True):
+        numbers = group["params"]
+        of_number |= dict(zip(numbers, held, strict=True))
+    prefix = f"{folder}/"
+    for t in catalogue.tensors:
+        match = NUMBERED.fullmatch(t.name) if t.name.startswith(prefix) else None
+        if match is None:
+            continue
+        if match[2] is not None:
+            number, state = int(match[2]), match[3]
+            if state == "step":
+                continue
+            yield t.name, state, of_number[number]
+        else:
+            yield t.name, "param", parted[int(match[4])][int(match[5])]
+
+
+def _groups(catalogue: Catalogue, folder: str) -> list[dict[str, Any]]:
+    tree = catalogue.metadata["rank_trees"].get(folder)
+    held = tree.get("optimizer") if isinstance(tree, dict) else None
+    inner = held.get("optimizer") if isinstance(held, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        raise FormatError(
+            "the optimizer's param groups are missing", file=catalogue.root / folder, hint=_HINT
+        )
+    return groups
+
+
+def _parted(
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Parameter],
+    catalogue: Catalogue,
+    folder: str,
+) -> list[list[Parameter]]:
+    """Each group's parameters: biases and 1-d ones are in those without weight decay."""
+    if len(groups) == 1:
+        parted = [list(parameters)]
+    else:
+        decayed = {bool(g.get("wd_mult", 1.0)) for g in groups}
+        if len(groups) > 2 or len(decayed) != 2:
+            raise FormatError(
+                f"{len(groups)} param groups that weight decay alone does not tell apart",
+                file=catalogue.root / folder,
+                hint=_HINT,
+            )
+        parted = [
+            [p for p in parameters if _decays(p) == bool(g.get("wd_mult", 1.0))] for g in groups
+        ]
+    for group, held in zip(groups, parted, strict=True):
+        if len(group["params"]) != len(held):
+            raise FormatError(
+                f"a param group of {len(group['params'])} parameters, where the model has "
+                f"{len(held)}",
+                file=catalogue.root / folder,
+                hint=f"the optimizer belongs to another model; {_HINT}",
+            )
+    return parted
+
+
+def _decays(p: Parameter) -> bool:
+    return len(p.local_shape) > 1 and not p.key.endswith(".bias")

@@ -1,0 +1,84 @@
+"""Setup: the stages of a model, with their weights out of any open checkpoint, ready to train."""
+
+from __future__ import annotations
+
+import torch
+
+from megtool.checkpoint.megatron_metadata import divisible_by
+from megtool.console import Progress, silent
+from megtool.convert.rank_tensors import Seat
+from megtool.dtypes import DType
+from megtool.dtypes import dtype as named
+from megtool.inference.layer_streaming import units_of
+from megtool.inference.load import check_memory, check_names, computable, fill
+from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
+from megtool.model.decoder import Decoder
+from megtool.model.pipeline import build_stages
+from megtool.parallel.process_groups import Groups
+
+
+def load_for_training(
+    source: Source,
+    groups: Groups | None = None,
+    *,
+    dtype: DType | torch.dtype | str | None = None,
+    sequence_parallel: bool = False,
+    threads: int | None = None,
+    memory_bytes: int = BUFFER_BYTES,
+    vocab_multiple: int | None = None,
+    progress: Progress = silent,
+) -> list[Decoder]:
+    """This rank's virtual chunks with their weights, in training mode; every rank calls it.
+
+    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is
+    quantised), on the device of `groups`. Parameters require gradients. `source` is any
+    checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
+    padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`.
+
+    Raises:
+        MappingError: the checkpoint is no whole decoder, or has other tensors than the model.
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+        OutOfMemoryError: the weights do not fit into memory; the hint says what would.
+        CheckpointError: they cannot be read.
+    """
+    groups = Groups.alone() if groups is None else groups
+    multiple = vocab_multiple or divisible_by(source.catalogue)  # as it is saved again
+    weights = Weights(
+        source,
+        parallel=groups.parallel,
+        seat=seat_of(groups),
+        vocab_multiple=multiple,
+        threads=threads,
+        memory_bytes=memory_bytes,
+        progress=progress,
+    )
+    kind = weights.usual_dtype if dtype is None else named(str(dtype).removeprefix("torch."))
+    stages = build_stages(
+        weights.config,
+        groups,
+        dtype=computable(kind),
+        sequence_parallel=sequence_parallel,
+        vocab_multiple=multiple,
+    )
+    trained = {n: p.requires_grad for s in stages for n, p in s.named_parameters()}
+    expected = {n: t for stage in stages for n, t in stage.state_dict().items()}
+    check_names(weights, expected)
+    weights.become({n: named(str(t.dtype).removeprefix("torch.")) for n, t in expected.items()})
+    check_memory(weights, groups.device, is_trained=True)
+    for stage in stages:
+        own = list(stage.state_dict())
+        if groups.device.type == "cpu":
+            fill(stage, weights.load(own))
+        else:
+            for names in units_of(own).values():
+                tensors = weights.load(names)
+                fill(stage, {n: tensors.pop(n).to(groups.device) for n in names})
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(trained[name])  # the bias that chooses experts is not
+        stage.train()
+    return stages
+
+
+def seat_of(groups: Groups) -> Seat:
+    """Where a process sits on the axes that divide a model."""
+    return Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)

@@ -1,0 +1,1 @@
+"""Saving and resuming a training run: what is written, by which rank, and what is kept."""

@@ -1,0 +1,229 @@
+"""Common state: what a saved iteration says of its run, in Megatron's words."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megtool.checkpoint.containers.pickle_reader import Inert, decode, inert_global, references
+from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.zip_writer import tensor_pickle
+from megtool.checkpoint.param_groups import (
+    SHARDING,
+    Inner,
+    content_of,
+    in_common,
+    number_of,
+    saving_args,
+)
+from megtool.checkpoint.random_state import RNG
+from megtool.dtypes import dtype
+from megtool.errors import CheckpointError
+from megtool.parallel.process_groups import Groups
+from megtool.train.checkpointing.save_metadata import Extras
+from megtool.train.checkpointing.save_template import Template
+
+
+def common_of(
+    template: Template,
+    extras: Extras,
+    iteration: int,
+    small: Mapping[str, Any] | None,
+    kind: str,
+    *,
+    num_chains: int,
+) -> dict[str, Any]:
+    """Megatron's common state of an iteration.
+
+    `small` is the optimizer's small state, None where none is saved; `kind` its sharding type.
+    """
+    common = dict(template.common)
+    old = common.get("args")
+    args: dict[str, Any] = dict(old.state) if isinstance(old, Inert) else {}
+    args |= {
+        "iteration": iteration,
+        "consumed_train_samples": extras.consumed_train_samples,
+        "consumed_valid_samples": extras.consumed_valid_samples,
+        **extras.args,
+    }
+    absent = {"no_save_optim": small is None, "no_save_rng": not extras.random}
+    args |= {k: no or None for k, no in absent.items() if bool(args.get(k)) != no}
+    if small is not None:
+        args |= saving_args(kind)
+        chain = chained(small, num_chains)
+        common["optimizer"] = plain(in_common(chain, kind))
+        common["content_metadata"] = content_of(common.get("content_metadata"), kind)
+    if extras.scheduler is not None:
+        common["opt_param_scheduler"] = plain(dict(extras.scheduler))
+    common["args"] = namespace({k: plain(v) for k, v in args.items()})
+    common["iteration"] = iteration
+    common["num_floating_point_operations_so_far"] = extras.floating_point_operations
+    return common
+
+
+def chained(small: Mapping[str, Any], length: int) -> list[Inner]:
+    """The small state of one optimizer as that of a chain: with two, the experts' groups apart."""
+    inner: dict[str, Any] = {k: v for k, v in small.items() if k != SHARDING}
+    if length == 1:
+        return [inner]
+    held = dict(inner["optimizer"])
+    groups: Sequence[Mapping[str, Any]] = held["param_groups"]
+    return [
+        {
+            **inner,
+            "optimizer": {
+                **held,
+                "param_groups": [g for g in groups if bool(g.get("is_expert_parallel")) == own],
+            },
+        }
+        for own in (False, True)
+    ]
+
+
+def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The small state of a chain as that of one optimizer, as plain values.
+
+    Raises:
+        CheckpointError: the loss scale is no number.
+    """
+    first = dict(chain[0])
+    groups = [g for inner in chain for g in inner["optimizer"].get("param_groups", ())]
+    values = []
+    for g in groups:
+        values.append({k: v for k, v in g.items() if not isinstance(v, Inert)})
+        if (step := number_of(g.get("step"))) is not None:  # Transformer Engine's may be a tensor
+            values[-1]["step"] = step
+    if scaler := first.get("grad_scaler"):
+        numbers = {k: number_of(v) for k, v in scaler.items()}
+        if unread := [k for k, v in numbers.items() if v is None]:
+            raise CheckpointError(
+                f"the saved loss scale has a {unread[0]!r} that is no number",
+                hint="--load a checkpoint whose optimizer was saved by Megatron or megtool",
+            )
+        first["grad_scaler"] = numbers
+    return {**first, "optimizer": {**first["optimizer"], "param_groups": values}}
+
+
+def plain(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
+    """A tree with Python's own numbers, and torch's types and tensors as what a pickle holds.
+
+    `tensor` says what stands for tensors with dimensions instead.
+    """
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, torch.Tensor):
+        return (tensor or _inert_tensor)(value)
+    if isinstance(value, torch.dtype):
+        return inert_global("torch", str(value).removeprefix("torch."))
+    if isinstance(value, Mapping):
+        return {k: plain(v, tensor) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(v, tensor) for v in value)
+    return value
+
+
+def _inert_tensor(value: torch.Tensor) -> Any:
+    """A small tensor as inert data, its bytes attached; the storage's key follows from them."""
+    held = value.detach().cpu().contiguous()
+    data = held.view(torch.uint8).numpy().tobytes()
+    kind = str(held.dtype).removeprefix("torch.")
+    node = decode(tensor_pickle(dtype(kind), tuple(held.shape)), file="common.pt")
+    for storage in references(node):
+        what, type_, _, *rest = storage.id
+        storage.id = (what, type_, f"{kind}-{zlib.crc32(data):08x}", *rest)
+        storage.data = data
+    return node
+
+
+def random_name(groups: Groups) -> str:
+    """What the random state of this rank is called; with experts every replica has its own."""
+    p = groups.parallel
+    if p.ep > 1:
+        sizes = f"{p.pp}.{p.tp}.{p.dp * p.cp}"
+        return f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}.{groups.replicas.rank}_{sizes}"
+    return f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
+
+
+def random_item(groups: Groups) -> bytes:
+    """This process' random state as Megatron keeps it, a ready item.
+
+    Where there is no GPU, its generators stand as Megatron's would after seeding with torch's seed.
+    """
+    seed = torch.initial_seed() % (1 << 63)
+    is_cuda = groups.device.type == "cuda"
+    shift = 1024 + 100 * groups.ep.rank + groups.etp.rank
+    seeds = {
+        "model-parallel-rng": seed + 2718 + groups.tp.rank,
+        "data-parallel-rng": seed,
+        "expert-parallel-rng": seed + shift,
+    }
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if is_cuda else _seeded(seed),
+        "rng_tracker_states": {name: _seeded(n) for name, n in seeds.items()},
+    }
+    out = io.BytesIO()
+    torch.save([[state]], out)
+    return out.getvalue()
+
+
+def _seeded(seed: int) -> torch.Tensor:
+    """The state of a CUDA generator that was seeded and has given nothing yet."""
+    return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
+
+
+def restore_random(value: Any, groups: Groups) -> bool:
+    """Set this process' random state from an object as `random_item` wrote it, as inert data.
+
+    Returns whether it could be understood; nothing is set where not.
+    """
+    state = value[0] if isinstance(value, list) and value else value
+    if not isinstance(state, Mapping):
+        return False
+    own = state.get("random_rng_state")
+    words = _bytes(state.get("torch_rng_state"))
+    if not isinstance(own, tuple) or words is None:
+        return False
+    try:
+        torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        random.setstate(own)
+        kind, keys, *rest = state["np_rng_state"]
+        found = np.frombuffer(_array(keys), np.uint32)
+        np.random.set_state((kind, found, *rest))
+        drawn = _bytes(state.get("cuda_rng_state"))
+        if groups.device.type == "cuda" and drawn:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+    except (TypeError, ValueError, RuntimeError, KeyError):
+        return False
+    return True
+
+
+def _bytes(value: Any) -> bytes | None:
+    """The data of a tensor kept as inert data."""
+    return next((held.data for held in references(value)), None)
+
+
+def _array(value: Any) -> bytes:
+    """The data of a numpy array kept as inert data.
+
+    Raises:
+        TypeError: it is none.
+    """
+    state = getattr(value, "state", None)
+    data = state[-1] if isinstance(state, tuple) and state else None
+    if isinstance(data, str):
+        return data.encode("latin1")
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, Inert) and data.args:  # `_codecs.encode(text, "latin1")` of protocol 2
+        return str(data.args[0]).encode("latin1")
+    raise TypeError("no array")

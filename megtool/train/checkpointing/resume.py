@@ -1,0 +1,211 @@
+"""Resume: optimizer state and the run's standing, out of any checkpoint, at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.megatron_metadata import args_of, divisible_by, object_value
+from megtool.checkpoint.param_groups import read_groups
+from megtool.checkpoint.random_state import RNG
+from megtool.console import Progress, silent
+from megtool.convert.binding import summarise
+from megtool.convert.megatron import MAIN
+from megtool.dtypes import dtype
+from megtool.errors import MappingError
+from megtool.inference.layer_streaming import units_of
+from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
+from megtool.model.decoder import Decoder
+from megtool.parallel.process_groups import Groups
+from megtool.train.build_model import seat_of
+from megtool.train.checkpointing.megatron_common_state import joined, random_name, restore_random
+
+if TYPE_CHECKING:
+    from megtool.optim.optimizer import Optimizer
+
+_OTHER_RUN = (
+    "continue with the optimizer and the layers that were trained before, or start a new run from "
+    "this checkpoint's weights alone"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Where the run that was saved stood.
+
+    `scheduler` is what `Extras.scheduler` was, None where the checkpoint has none. `has_optimizer`
+    says whether its optimizer's state was there and is loaded; `has_random` whether this rank's
+    random state was, and is set.
+    """
+
+    iteration: int
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    scheduler: Mapping[str, Any] | None
+    has_optimizer: bool
+    has_random: bool
+
+
+def resume(
+    source: Source,
+    stages: Sequence[Decoder],
+    optimizer: Optimizer | None,
+    *,
+    random: bool = True,
+    threads: int | None = None,
+    memory_bytes: int = BUFFER_BYTES,
+    progress: Progress = silent,
+) -> Resumed:
+    """Go on from a checkpoint whose weights `load_for_training` has put into `stages`.
+
+    Moments and master weights come out of any format and layout that megtool reads, bit for bit.
+    Master weights that the checkpoint lacks are its weights. Every rank calls it.
+
+    Raises:
+        MappingError: the state is of another model, some parameters have none, or nothing says of
+            how many steps it is.
+        CheckpointError: it cannot be read.
+    """
+    groups, catalogue = stages[0].groups, source.catalogue
+    has_optimizer = optimizer is not None and bool(source.side.states)
+    if optimizer is not None and has_optimizer:
+        states = _States(
+            source, groups, threads=threads, memory_bytes=memory_bytes, progress=progress
+        )
+        states.require({(p.state, p.parameter) for p in optimizer.pieces()})
+        found = read_groups(catalogue)
+        small = None if found is None else joined(found.chain)
+        if any("exp_avg_sq" in update.states for update in optimizer.updates.values()):
+            _require_step(small, catalogue)
+        optimizer.load(states.read)
+        if small is not None:
+            optimizer.load_small_state(small)
+    common = catalogue.metadata.get("common")
+    common = common if isinstance(common, dict) else {}
+    scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
+    args = args_of(catalogue)
+    return Resumed(
+        iteration=_number(catalogue.metadata.get("iteration", common.get("iteration"))),
+        consumed_train_samples=_number(args.get("consumed_train_samples")),
+        consumed_valid_samples=_number(args.get("consumed_valid_samples")),
+        scheduler=scheduler if isinstance(scheduler, dict) else None,
+        has_optimizer=has_optimizer,
+        has_random=random and _restore(catalogue, groups),
+    )
+
+
+def _require_step(small: Mapping[str, Any] | None, catalogue: Catalogue) -> None:
+    """Make sure that Adam's moments come with the number of steps that made them.
+
+    Raises:
+        MappingError: no parameter group says it.
+    """
+    groups = [] if small is None else small["optimizer"]["param_groups"]
+    if all(group.get("step") is None for group in groups):
+        raise MappingError(
+            "the checkpoint has moments of an optimizer, and nothing says after how many steps: "
+            "their bias would be corrected as if there had been none",
+            file=catalogue.root,
+            hint="resume from a checkpoint whose parameter groups have a 'step', or start a new "
+            "run from this checkpoint's weights alone",
+        )
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _restore(catalogue: Catalogue, groups: Groups) -> bool:
+    """Set the random state that was saved for this rank's place, if there is one."""
+    p = groups.parallel
+    shared = f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
+    for name in (random_name(groups), shared):
+        held = catalogue.objects.get(name)
+        if held is not None:
+            return restore_random(object_value(catalogue, held), groups)
+    return False
+
+
+class _States:
+    """A checkpoint's optimizer state, each state read as if it were a model's weights.
+
+    What a state lacks is read from the weights: so master weights that nobody kept are the weights,
+    and parameters without moments (router biases, frozen ones) are left to `require`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        groups: Groups,
+        *,
+        threads: int | None,
+        memory_bytes: int,
+        progress: Progress,
+    ) -> None:
+        self._root = source.catalogue.root
+        self._weights: dict[str, Weights] = {}
+        self._lacking: dict[str, set[str]] = {}
+        self._units: dict[str, dict[str, list[str]]] = {}
+        self._read: dict[tuple[str, str], Tensor] = {}
+        for state in {MAIN, *source.side.states}:
+            side = source.side
+            held = {n: t for n, t in side.canonical.items() if ":" not in n}
+            places = {n: side.placements[n] for n in held}
+            own = set()
+            for name in list(held):
+                if (found := f"{state}:{name}") in side.canonical:
+                    held[name] = replace(side.canonical[found], name=name)
+                    places[name] = replace(side.placements[found], canonical=name)
+                    own.add(name)
+            weights = Weights(
+                replace(source, side=replace(side, canonical=held, placements=places, states={})),
+                parallel=groups.parallel,
+                seat=seat_of(groups),
+                vocab_multiple=divisible_by(source.catalogue),
+                threads=threads,
+                memory_bytes=memory_bytes,
+                progress=progress,
+            )
+            weights.become(dict.fromkeys(weights.tensors, dtype("float32")))
+            self._weights[state] = weights
+            self._lacking[state] = weights.made_of(held.keys() - own)
+            self._units[state] = units_of(weights.tensors)
+
+    def require(self, wanted: set[tuple[str, str]]) -> None:
+        """Make sure that all states of all parameters are there.
+
+        Raises:
+            MappingError: some are not; or the parameters are of another model.
+        """
+        absent = []
+        for state, name in sorted(wanted):
+            there = self._weights.get(state)
+            if there is None or (state != MAIN and name in self._lacking[state]):
+                absent.append(f"{state} of {name}")
+            elif name not in there.tensors:
+                raise MappingError(
+                    "the model has a parameter that the checkpoint does not hold",
+                    file=self._root,
+                    tensor=name,
+                    hint="is it a checkpoint of this model?",
+                )
+        if absent:
+            raise MappingError(
+                f"the optimizer's state lacks {len(absent)} of {len(wanted)} tensors: "
+                f"{summarise(absent)}",
+                file=self._root,
+                hint=_OTHER_RUN,
+            )
+
+    def read(self, state: str, name: str) -> Tensor:
+        """This rank's state of a whole parameter, in float32; read a layer at a time."""
+        if (state, name) not in self._read:
+            unit = next(names for names in self._units[state].values() if name in names)
+            for other, tensor in self._weights[state].load(unit).items():
+                self._read[state, other] = tensor
+        return self._read.pop((state, name)).to(torch.float32)

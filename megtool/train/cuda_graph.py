@@ -1,0 +1,125 @@
+"""Graphed: a micro batch there and back as one CUDA graph, replayed for all of them.
+
+What a graph repeats are the passes: forward, loss and backward, with gradients added to the sums of
+the optimizer, which never move. Replicas add up after the last pass, and the step itself, its
+evaluations and its checkpoints are no part of a graph. Losses and gradients have the bits that they
+have without graphs, as far as a device's kernels give the same bits twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+from megtool.kernels.cuda_graphs import graphed
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.pipeline import Schedule
+from megtool.optim.optimizer import Optimizer
+from megtool.optim.scaler import DynamicScaler
+from megtool.train.config import TrainSettings
+
+_LOG = logging.getLogger(__name__)
+
+
+class GraphedSchedule(Schedule):
+    """A `Schedule` of one stage whose micro batches of `shape` (rows, tokens) are replayed.
+
+    There is a graph for each set of facts that batches have: rows of several texts have positions
+    and documents, filled-up rows have `counted_BS`. A batch of another shape goes without a graph,
+    and so does every one while `is_settled` says that passes are not yet what they will be. Between
+    `Optimizer.zero_grad` and `Optimizer.finish` all micro batches have the same facts: a graph is
+    captured before anything is summed up. On a CPU the rules of graphs are rehearsed, which is for
+    tests.
+
+    Raises (by `step`):
+        GraphRuleError: the passes cannot be captured; what breaks the rule is named by a rehearsal.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Decoder],
+        optimizer: Optimizer,
+        *,
+        num_microbatches: int,
+        shape: tuple[int, int],
+        is_settled: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(stages, num_microbatches=num_microbatches, scale=optimizer.scale_loss)
+        optimizer.sum_in_place()
+        self._optimizer, self._shape, self._is_settled = optimizer, shape, is_settled
+        device = self.groups.device
+        is_scaled = isinstance(optimizer.scaler, DynamicScaler) or optimizer.loss_scale != 1.0
+        # A tensor: a graph repeats a number that it was captured with.
+        self._factor = torch.ones((), device=device) if is_scaled else None
+        self._graphs = graphed(self._there_and_back, device, undo=optimizer.zero_grad)
+        self.num_replays = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs.captured)
+
+    def _pass(self, part: Batch, labels_BS: Tensor) -> None:
+        """One microbatch there and back; notes its loss."""
+        if part.shape != self._shape or not self._is_settled():
+            super()._pass(part, labels_BS)
+            return
+        if self._factor is not None:
+            self._factor.fill_(self._optimizer.loss_scale)
+        facts = (part.positions_BS, part.valid_BS, part.documents_BS, part.counted_BS)
+        before = self.num_graphs
+        loss: Tensor = self._graphs(part.tokens_BS, labels_BS, self._factor, *facts)
+        if self.num_graphs > before and self.groups.rank == 0:
+            _LOG.info("micro batches of %d x %d tokens are a CUDA graph", *self._shape)
+        self.num_replays += 1
+        self._losses.append(loss)
+
+    def _there_and_back(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        factor: Tensor | None,
+        positions_BS: Tensor | None,
+        valid_BS: Tensor | None,
+        documents_BS: Tensor | None,
+        counted_BS: Tensor | None,
+    ) -> Tensor:
+        """What is recorded; it leaves none of its tensors behind in the model."""
+        (decoder,) = self.stages
+        batch = Batch(
+            tokens_BS=tokens_BS,
+            positions_BS=positions_BS,
+            valid_BS=valid_BS,
+            documents_BS=documents_BS,
+            counted_BS=counted_BS,
+        )
+        loss, _ = decoder.loss(batch, labels_BS)
+        (loss if factor is None else loss * factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+def check_graphs(settings: TrainSettings, config: ModelConfig) -> None:
+    """Refuse beforehand a model or a device whose passes are no graphs; options are checked before.
+
+    Raises:
+        UsageError: the model has experts, or the device is no GPU.
+    """
+    if settings.cuda_graph_impl == "none":
+        return
+    if config.moe_layers:
+        raise UsageError(
+            "--cuda-graph-impl local of a model with experts: the shapes of their products are "
+            "what routers choose, and a graph repeats shapes",
+            hint="without --cuda-graph-impl",
+        )
+    if not torch.cuda.is_available() or (settings.device or "cuda").startswith("cpu"):
+        raise UsageError(
+            f"--cuda-graph-impl local on {settings.device or 'cpu'}: graphs are of CUDA devices",
+            hint="without --cuda-graph-impl",
+        )

@@ -1,0 +1,309 @@
+"""Distillation: a student that learns what a teacher of the same vocabulary expects.
+
+The loss is `(1 - weight) * CE + weight * t^2 * KL(teacher || student)`, both summed over the tokens
+that have labels, the divergence of both softmaxes at temperature t (Hinton et al., 2015).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.convert.sharding import check_layout
+from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.kernels.lm_head import bend
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.pipeline import stream_hidden
+from megtool.parallel.collectives import copy_to, gather_rows
+from megtool.parallel.context_parallel import own_tokens
+from megtool.parallel.pipeline_split import divisors, near
+
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits of each model that are held in float32 at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How a model makes logits of states: weight (this rank's rows), cap and scale."""
+
+    weight_VH: Tensor
+    softcap: float = 0.0
+    scale: float = 1.0
+
+    def logits(self, x_TH: Tensor, held: int) -> Tensor:
+        """The first `held` of this rank's columns, float32."""
+        return bend(F.linear(x_TH, self.weight_VH[:held]), self.softcap, self.scale)
+
+
+def divergence(
+    x_TH: Tensor,
+    student: Head,
+    teacher_x_TH: Tensor,
+    teacher: Head,
+    *,
+    held: int,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The sum over tokens of `t^2 * KL(softmax(teacher / t) || softmax(student / t))`, float32.
+
+    Logits are made of both models' states for some tokens at a time (`chunk`), and gradients of the
+    student's states and weight with them: logits are computed once, and those of all tokens never
+    exist. With `group`, weights are this rank's rows of one padded vocabulary, of which the first
+    `held` are no padding, and x's gradient is this rank's part of a sum over the group.
+    """
+    out: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        x_TH, student.weight_VH, student, teacher_x_TH, teacher, held, temperature, chunk, group
+    )
+    return out
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_VH: Tensor,
+        student: Head,
+        teacher_x_TH: Tensor,
+        teacher: Head,
+        held: int,
+        temperature: float,
+        chunk: int | None,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        device = x_TH.device
+        if chunk is None:
+            room = CHUNK.get(device.type, CHUNK["cuda"])
+            chunk = max(1, room // max(weight_VH.shape[0], 1))
+        g_x_TH = torch.empty_like(x_TH) if wants_x else None
+        g_weight_VH = None
+        if wants_weight:
+            g_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=device)
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for begin in range(0, x_TH.shape[0], chunk):
+            x_CH = x_TH[begin : begin + chunk]
+            s_CV = student.logits(x_CH, held)
+            bending = 1 - (s_CV / student.softcap).square() if student.softcap else None
+            s_CV, log_s_C = _softened(s_CV, temperature, group)
+            t_CV = teacher.logits(teacher_x_TH[begin : begin + chunk], held)
+            t_CV, log_t_C = _softened(t_CV, temperature, group)
+            log_t_CV = t_CV - log_t_C.unsqueeze(1)
+            log_s_CV = s_CV - log_s_C.unsqueeze(1)
+            p_CV = log_t_CV.exp()
+            # Underflown probabilities count for nothing: 0 * (finite difference).
+            part = (p_CV * (log_t_CV - log_s_CV)).sum()
+            total += part.float()
+            if not (wants_x or wants_weight):
+                continue
+            g_CV = log_s_CV.exp_().sub_(p_CV).mul_(temperature * student.scale)
+            if bending is not None:
+                g_CV.mul_(bending)
+            g_CV = g_CV.to(x_TH.dtype)
+            if g_x_TH is not None:
+                torch.mm(g_CV, weight_VH[:held], out=g_x_TH[begin : begin + chunk])
+            if g_weight_VH is not None:
+                g_weight_VH[:held] += g_CV.t() @ x_CH
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        ctx.save_for_backward(g_x_TH, g_weight_VH)
+        ctx.dtype = weight_VH.dtype
+        return total * temperature**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        g_x_TH, g_weight_VH = ctx.saved_tensors
+        by_x = None if g_x_TH is None else g_x_TH * g.to(g_x_TH.dtype)
+        by_weight = None if g_weight_VH is None else (g_weight_VH * g).to(ctx.dtype)
+        return by_x, by_weight, *(None,) * 7
+
+
+def _softened(
+    logits_CV: Tensor, temperature: float, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Logits over the temperature, and the logarithms of their exponentials' sums on all ranks."""
+    logits_CV = logits_CV / temperature
+    if not logits_CV.shape[1]:  # all of this rank's columns are padding
+        top_C = logits_CV.new_full((logits_CV.shape[0],), -torch.inf)
+    else:
+        top_C = logits_CV.amax(1)
+    if group is not None:
+        dist.all_reduce(top_C, dist.ReduceOp.MAX, group)
+    sum_C = (logits_CV - top_C.unsqueeze(1)).exp().sum(1)
+    if group is not None:
+        dist.all_reduce(sum_C, group=group)
+    return logits_CV, top_C + sum_C.log()
+
+
+def check_pair(student: ModelConfig, teacher: ModelConfig) -> None:
+    """Refuse a teacher that cannot teach this student.
+
+    Raises:
+        MappingError: another vocabulary.
+    """
+    if student.vocab_size != teacher.vocab_size:
+        raise MappingError(
+            f"the teacher has a vocabulary of {teacher.vocab_size}, and the student one of "
+            f"{student.vocab_size}",
+            hint="--teacher SRC: a model with the same tokenizer",
+        )
+
+
+def teachers_layout(
+    layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
+) -> ParallelConfig:
+    """How a teacher goes to the student's ranks: as the student, its stages evenly where its layers
+    are other ones, and without expert parallelism where it has no experts.
+
+    Raises:
+        LayoutError: they do not go evenly, or tp or ep does not divide the teacher.
+    """
+    if student.num_layers != teacher.num_layers:
+        if teacher.num_layers % layout.pp:
+            raise LayoutError(
+                f"pp={layout.pp} does not divide the {teacher.num_layers} layers of the teacher",
+                hint=f"--pp, of {near(divisors(teacher.num_layers), layout.pp)}, or a teacher of "
+                "as many layers as the student",
+            )
+        layout = replace(
+            layout,
+            vpp=1,
+            first_stage_layers=None,
+            last_stage_layers=None,
+            account_for_embedding=False,
+            account_for_loss=False,
+            pipeline_layout=None,
+        )
+    if not teacher.num_experts:
+        layout = replace(layout, ep=1, etp=layout.tp)
+    try:
+        check_layout(teacher, layout)
+    except LayoutError as e:
+        raise LayoutError(f"{e.message} of the teacher", hint=e.hint) from e
+    return layout
+
+
+class Distillation:
+    """The objective of a run with a teacher, which stands still.
+
+    `around` a step it is told the batch, whose microbatches `objective` meets one after the other.
+    The teacher has the student's groups, and sees whole rows. With pipeline stages, each runs the
+    teacher's own stage on all of the batch before the student's passes, and the last one keeps what
+    the teacher's last norm gives until then.
+
+    Raises:
+        UsageError: temperature or weight are out of their range.
+        MappingError: the vocabularies differ.
+        LayoutError: vocabularies that are cut in different places.
+    """
+
+    def __init__(
+        self,
+        student: Decoder,
+        teacher: Decoder | Sequence[Decoder],
+        *,
+        num_microbatches: int,
+        temperature: float = 1.0,
+        weight: float = 0.5,
+    ) -> None:
+        if temperature <= 0 or not 0 <= weight <= 1:
+            raise UsageError(
+                f"distillation at temperature {temperature} with weight {weight}",
+                hint="a temperature above 0, a weight from 0 to 1",
+            )
+        self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)
+        self.teacher = self.chunks[-1]
+        check_pair(student.config, self.teacher.config)
+        if student.groups.tp.size > 1 and student.padded_vocab != self.teacher.padded_vocab:
+            raise LayoutError(
+                f"tp={student.groups.tp.size} cuts vocabularies padded to {student.padded_vocab} "
+                f"and, of the teacher, {self.teacher.padded_vocab}, in different places",
+                hint="--tp 1, or a teacher padded alike",
+            )
+        for chunk in self.chunks:
+            chunk.eval().requires_grad_(False)
+        self.num_microbatches = num_microbatches
+        self.temperature, self.weight = temperature, weight
+        self._batches: deque[Batch] = deque()
+        self._states: deque[Tensor | None] = deque()
+
+    @contextmanager
+    def around(self, batch: Batch | None) -> Iterator[None]:
+        """While the passes of a batch are done; None is for an evaluation."""
+        if batch is not None:
+            self._batches.extend(_microbatches(batch, self.num_microbatches))
+            if self.weight and self.teacher.groups.pp.size > 1:
+                self._states.extend(stream_hidden(self.chunks, self._batches))
+        try:
+            yield
+        finally:
+            self._batches.clear()
+            self._states.clear()
+
+    def objective(self, head: Decoder, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
+        """The loss of the next microbatch: see the module."""
+        batch = self._batches.popleft()
+        labels_T = own_tokens(labels_BS, head.groups.cp).flatten()
+        loss = x_TH.new_zeros((), dtype=torch.float32)
+        if self.weight < 1:
+            loss = loss + (1 - self.weight) * head.loss_of(x_TH, labels_BS)[0]
+        if self.weight:
+            teacher_x_TH = self._states.popleft() if self._states else None
+            if teacher_x_TH is None:
+                with torch.no_grad():
+                    teacher_x_TH = self.teacher.hidden(batch)
+            loss = loss + self.weight * self._divergence(head, x_TH, teacher_x_TH, labels_T)
+        return loss
+
+    def _divergence(
+        self, head: Decoder, x_TH: Tensor, teacher_x_TH: Tensor, labels_T: Tensor
+    ) -> Tensor:
+        tp = head.groups.tp
+        x_TH = gather_rows(x_TH, tp) if head.sequence_parallel else copy_to(x_TH, tp)
+        counted_N = (labels_T != -100).nonzero().squeeze(1)
+        student, teacher = _head(head, x_TH), _head(self.teacher, teacher_x_TH)
+        local = head.padded_vocab // tp.size
+        held = min(max(head.config.vocab_size - tp.rank * local, 0), local)
+        return divergence(
+            x_TH.index_select(0, counted_N),
+            student,
+            teacher_x_TH.index_select(0, counted_N),
+            teacher,
+            held=held,
+            temperature=self.temperature,
+            group=tp.handle,
+        )
+
+
+def _head(decoder: Decoder, x_TH: Tensor) -> Head:
+    config = decoder.config
+    return Head(
+        weight_VH=decoder.output_weight_for(x_TH),
+        softcap=config.logit_softcap,
+        scale=config.logit_scale,
+    )
+
+
+def _microbatches(batch: Batch, count: int) -> Sequence[Batch]:
+    """A batch row by row as `megtool.model.pipeline.Schedule` divides it."""
+    shape = batch.tokens_BS.shape
+    parts: dict[str, tuple[Tensor, ...]] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if value is not None:
+            parts[field.name] = value.expand(shape).chunk(count)
+    return [Batch(**{name: part[n] for name, part in parts.items()}) for n in range(count)]

@@ -1,0 +1,297 @@
+"""FP8: the linear layers of a decoder computed in FP8, and their state as checkpoints keep it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.containers.te_extra_state import (
+    MORE,
+    NUM_GEMMS,
+    ExtraState,
+    decode,
+    delayed_recipe,
+    to_tree,
+    with_length,
+)
+from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.megatron_metadata import object_value
+from megtool.config import ModelConfig
+from megtool.convert.megatron import split_state
+from megtool.errors import MappingError, UsageError
+from megtool.kernels.dispatch import chosen
+from megtool.kernels.te_linear import check_sides
+from megtool.model.decoder import Decoder
+from megtool.model.linear import ColumnLinear, RowLinear
+from megtool.model.mla import DownLinear
+from megtool.model.moe import ExpertLinear
+from megtool.model.pipeline import build_stages
+from megtool.number_formats.delayed_scaling import Rule
+from megtool.optim.fp8.amax_history import Histories
+from megtool.optim.fp8.fp8_param_gather import mark_for_gather
+from megtool.optim.fp8.linear import fp8_product, require_products
+from megtool.optim.fp8.scaling import Scaling, make_scalings
+from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.fp8.transformer_engine import TeHistories, TeTraining, multiple_of
+from megtool.parallel.process_groups import Groups
+
+_LOG = logging.getLogger(__name__)
+
+_STATE = re.compile(r"(.+)\._extra_state/shard_(\d+)_(\d+)")
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A linear layer that is computed in FP8, by its module's name."""
+
+    name: str
+    module: ColumnLinear | RowLinear
+
+
+class Fp8Training:
+    """FP8 in the stages of this rank: every rank makes one, and calls its methods at the same time.
+
+    All dense linear layers between embedding and output layer are computed so, but those of the
+    first and last layers that `settings` leave out; experts, routers, the latent projections down,
+    attention and the output layer are not. `say` tells it in a sentence. State is that of delayed
+    scaling; the other recipes have none. Inside `kernels.choice.use("te")` Transformer Engine's
+    modules and recipes compute them, and end a step of delayed scaling with every pass.
+
+    Raises:
+        MissingPackageError: Transformer Engine was asked for, and cannot be loaded.
+        UsageError: the device has no FP8, the model computes in fp16, no layer is left, or
+            Transformer Engine cannot do the recipe, or alone can.
+    """
+
+    def __init__(self, stages: Sequence[Decoder], settings: Fp8Settings, groups: Groups) -> None:
+        require_products(groups.device)
+        first = stages[0]
+        if first.dtype == torch.float16:
+            raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
+        self.settings, self.groups = settings, groups
+        self.num_layers = first.config.num_layers
+        self._layers = left = layers_in_fp8(settings, self.num_layers)
+        self._members = [
+            _Member(f"decoder.layers.{n}.{name}", module)
+            for stage in stages
+            for n in stage.stage.layers
+            if n in left
+            for name, module in _linears(stage.decoder.layers[str(n)])
+        ]
+        self._stages = stages
+        self.histories: Histories | TeHistories | None
+        self._is_by_te = chosen(groups.device) == "te"
+        if self._is_by_te:
+            self._compute_by_te()
+        else:
+            scalings, self.histories = make_scalings(len(self._members), settings, groups.device)
+            for member, scaling in zip(self._members, scalings, strict=True):
+                member.module.product = _product(scaling)
+                if settings.recipe != "blockwise":
+                    mark_for_gather(member.module.weight)
+        inner = [m for stage in stages for m in stage.modules()]
+        kinds = {ExpertLinear: "experts", DownLinear: "latent projections down"}
+        self._left_out = [
+            word for kind, word in kinds.items() if any(isinstance(m, kind) for m in inner)
+        ]
+        if groups.rank == 0:
+            _LOG.info("%s", self.say())
+
+    def _compute_by_te(self) -> None:
+        """Transformer Engine's linear layers hold the weights, inside its region alone."""
+        weights = [member.module.weight for member in self._members]
+        made = TeTraining(weights, self.settings, self.groups)
+        for member, product in zip(self._members, made.products, strict=True):
+            member.module.product = product
+        for stage in self._stages:
+            setattr(stage, "run", made.around(stage.run))  # noqa: B010 - stands for the method
+        self.histories = made.histories
+
+    @property
+    def names(self) -> list[str]:
+        """The modules of this rank that are computed in FP8."""
+        return [member.name for member in self._members]
+
+    def say(self) -> str:
+        """What is computed in FP8, and by what."""
+        settings, left = self.settings, self._layers
+        rest = ", ".join([*self._left_out, "attention"])
+        if self._is_by_te:
+            by = "computed by Transformer Engine"
+        elif self.groups.device.type == "cpu":
+            by = "rounded to FP8 and multiplied as float32 (the numbers of FP8, not its speed)"
+        elif settings.recipe == "blockwise":
+            by = "rounded to FP8 and multiplied as bfloat16 (the numbers of FP8, not its speed)"
+        else:
+            by = "multiplied by torch._scaled_mm"
+        te = "; Transformer Engine is installed and does none of it: --kernels te has it do so"
+        is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
+        return (
+            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {left.start} to "
+            f"{left.stop - 1} of {self.num_layers} are {by}; {rest} and the output layer are not "
+            f"in FP8{te if is_idle else ''}"
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Every layer has the scales of a step before: passes do the same from now on."""
+        return self.histories is None or not any(self.histories.is_fresh)
+
+    def end_step(self) -> None:
+        """After the optimizer's step: scales follow what all ranks have seen."""
+        if self.histories is not None:
+            self.histories.end_step(self.groups)
+
+    def remove(self) -> None:
+        """Let the linear layers compute as before."""
+        for member in self._members:
+            member.module.product = None
+        for stage in self._stages if self._is_by_te else ():
+            delattr(stage, "run")
+
+    # Checkpoints.
+
+    def objects(self, names: Iterable[str]) -> dict[str, bytes]:
+        """This rank's states as ready items, by their name in a checkpoint that has `names`.
+
+        `names` are of tensors or of extra states: they tell whether layers are stacked there. One
+        rank of all that have the same layers gives them, the others nothing.
+        """
+        histories = self.histories
+        if histories is None or self.groups.tp.rank or self.groups.replicas.rank:
+            return {}
+        is_stacked = any(_STACKED.match(split_state(name)[2]) for name in names)
+        out = {}
+        for i, name in enumerate(self.names):
+            arrays = {n: t.numpy() for n, t in histories.state(i).items()}
+            item = object_item(to_tree(self._extra_state(arrays)))
+            out[_object_name(name, self.num_layers, is_stacked)] = item
+        return out
+
+    def load(self, catalogue: Catalogue) -> int:
+        """Take the states of a checkpoint, at whatever layout it was; returns how many there were.
+
+        Histories of another length are brought to this run's. Layers that have none begin anew.
+
+        Raises:
+            FormatError: a state is damaged.
+            MappingError: a state is of several products.
+        """
+        if self.histories is None:
+            return 0
+        found, number = {}, 0
+        for name in catalogue.objects:
+            if (module := _module_of(name)) is not None:
+                found[module] = name
+        for i, module in enumerate(self.names):
+            if module not in found:
+                continue
+            held = catalogue.objects[found[module]]
+            file = catalogue.path(held.extent[0]) if held.extent else catalogue.root
+            state = decode(object_value(catalogue, held), file=file)
+            if state is None or not state.is_delayed:
+                continue
+            if state.num_gemms != 1:
+                raise MappingError(
+                    f"its FP8 state is of {state.num_gemms} products", file=file, tensor=module
+                )
+            state = with_length(state, self.settings.amax_history_len)
+            self.histories.load(
+                i, {n: torch.from_numpy(np.array(a)) for n, a in state.tensors.items()}
+            )
+            number += 1
+        return number
+
+    def _extra_state(self, arrays: Mapping[str, np.ndarray]) -> ExtraState:
+        """A module's state as releases 2.x of Transformer Engine have it."""
+        forward, backward = self.settings.largest
+        rule = Rule(
+            max_fwd=forward,
+            max_bwd=backward,
+            margin=self.settings.margin,
+            algorithm=self.settings.amax_compute_algo,
+        )
+        facts = {
+            "recipe": delayed_recipe(rule, self.settings.amax_history_len),
+            MORE: {
+                "fp8_checkpoint": True,
+                "fp8_max_fwd": forward,
+                "fp8_max_bwd": backward,
+                NUM_GEMMS: 1,
+            },
+        }
+        return ExtraState(tensors=dict(arrays), facts=facts, release=2)
+
+
+def layers_in_fp8(settings: Fp8Settings, num_layers: int) -> range:
+    """The layers of a model that are computed in FP8.
+
+    Raises:
+        UsageError: there are none.
+    """
+    left = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
+    if not left:
+        raise UsageError(
+            f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
+            f"and the model has {num_layers}",
+            hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
+        )
+    return left
+
+
+def check_te(settings: Fp8Settings, config: ModelConfig, tp: int) -> None:
+    """Refuse a model of whose layers Transformer Engine makes no products, before it is loaded.
+
+    Raises:
+        UsageError: a rank's part of a weight has sides that do not suit the recipe.
+        LayoutError: tp does not divide it.
+    """
+    left, multiple = layers_in_fp8(settings, config.num_layers), multiple_of(settings.recipe)
+    (whole,) = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    for n in left:
+        for name, module in _linears(whole.decoder.layers[str(n)]):
+            out, inner = module.weight.shape
+            is_column = isinstance(module, ColumnLinear)
+            shape = (out // tp, inner) if is_column else (out, inner // tp)
+            check_sides(shape, multiple, f"decoder.layers.{n}.{name}")
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, ColumnLinear | RowLinear]]:
+    return [
+        (name, module)
+        for name, module in layer.named_modules()
+        if isinstance(module, ColumnLinear | RowLinear)
+    ]
+
+
+def _product(scaling: Scaling) -> Callable[[Tensor, Tensor], Tensor]:
+    return partial(fp8_product, scaling=scaling)
+
+
+def _object_name(module: str, num_layers: int, is_stacked: bool) -> str:
+    """Megatron's name of a module's extra state."""
+    match = _LAYER.fullmatch(module)
+    if match is None or not is_stacked:
+        return f"{module}._extra_state/shard_0_1"
+    return f"{match[1]}{match[3]}._extra_state/shard_{match[2]}_{num_layers}"
+
+
+def _module_of(name: str) -> str | None:
+    """The module, with its layer, that an extra state is of; None for other objects."""
+    match = _STATE.fullmatch(name)
+    if match is None:
+        return None
+    module = split_state(match[1])[2]
+    stacked = _STACKED.fullmatch(module)
+    return module if stacked is None else f"{stacked[1]}{match[2]}.{stacked[2]}"

@@ -1,0 +1,171 @@
+"""Balancing: experts of a run kept evenly busy, by losses of routers or a bias, and logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.errors import UsageError
+from megtool.model.decoder import Decoder
+from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
+from megtool.model.router import Router
+from megtool.parallel.collectives import all_max, all_sum
+from megtool.parallel.context_parallel import own_tokens
+from megtool.train.config import TrainSettings
+from megtool.train.evaluation import world_sum
+
+_KINDS = ("aux_loss", "seq_aux_loss", "none")
+
+
+def balance_settings(
+    settings: TrainSettings, config: ModelConfig, args: Mapping[str, Any]
+) -> BalanceSettings | None:
+    """What is said of routers, and with `--moe-losses-of-checkpoint` what the checkpoint says
+    beside it, in Megatron's `args` or in the keys of its Hugging Face config; None: nothing is.
+
+    Coefficients are taken as they are. transformers' own loss, of all layers at once, is larger by
+    the number of experts that a token chooses.
+
+    Raises:
+        UsageError: the model has no experts, or no bias that chooses them.
+    """
+    found: dict[str, Any] = {
+        "kind": settings.moe_router_load_balancing_type,
+        "aux_coeff": settings.moe_aux_loss_coeff,
+        "z_coeff": settings.moe_z_loss_coeff,
+        "bias_rate": settings.moe_router_bias_update_rate,
+    }
+    if settings.moe_losses_of_checkpoint:
+        for name, value in _kept(config, args, found).items():
+            found[name] = found[name] or value
+    if found["kind"] is None:
+        found["kind"] = "aux_loss"
+    told = BalanceSettings(**found)
+    if not (told.has_losses or told.bias_rate):
+        if settings.moe_losses_of_checkpoint:
+            raise UsageError(
+                "--moe-losses-of-checkpoint, and it has none",
+                hint="--moe-aux-loss-coeff X, --moe-z-loss-coeff X",
+            )
+        return None
+    if not config.moe_layers:
+        raise UsageError("losses of routers, and the model has no experts")
+    if told.bias_rate and not config.router_expert_bias:
+        raise UsageError(
+            "--moe-router-bias-update-rate, and no bias chooses the experts of this model",
+            hint="--moe-aux-loss-coeff X",
+        )
+    return told
+
+
+def _kept(config: ModelConfig, args: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its routers' losses; what is `given` besides decides.
+
+    Raises:
+        UsageError: it asks for another kind of loss, and nobody says which it is to be.
+    """
+    extra = config.extra
+    kept: dict[str, Any] = {
+        "aux_coeff": args.get(
+            "moe_aux_loss_coeff", extra.get("router_aux_loss_coef", extra.get("aux_loss_alpha"))
+        ),
+        "z_coeff": args.get("moe_z_loss_coeff", extra.get("router_z_loss_coef")),
+    }
+    kind = args.get("moe_router_load_balancing_type")
+    if given["kind"] is not None or given["aux_coeff"]:
+        kind = kind if kind in _KINDS[:2] else None
+    elif kept["aux_coeff"] and (
+        isinstance(kept["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
+    ):
+        raise UsageError(
+            f"--moe-losses-of-checkpoint, and it asks for {kind!r} by {kept['aux_coeff']}",
+            hint="--moe-aux-loss-coeff X --moe-router-load-balancing-type aux_loss",
+        )
+    if kind is None and extra.get("seq_aux"):
+        kind = "seq_aux_loss"
+    out: dict[str, Any] = {n: float(v) for n, v in kept.items() if isinstance(v, int | float)}
+    return out | ({"kind": kind} if kind in _KINDS else {})
+
+
+class Balancing:
+    """The routers of this rank's stages, from now on with losses, counts, and a bias that moves.
+
+    Every rank makes one, and the same calls: `begin` before the passes of a step, `end` after it.
+    """
+
+    def __init__(
+        self, stages: Sequence[Decoder], settings: BalanceSettings, num_microbatches: int
+    ) -> None:
+        self.settings, self.num_microbatches = settings, num_microbatches
+        self.groups = stages[0].groups
+        self._routers: list[tuple[Router, Balance]] = []
+        for decoder in stages:
+            for module in decoder.modules():
+                if isinstance(module, Router):
+                    module.balance = Balance(
+                        settings,
+                        decoder.config,
+                        self.groups,
+                        sequence_parallel=decoder.sequence_parallel,
+                    )
+                    self._routers.append((module, module.balance))
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """What is asked of routers, as Megatron's args have it."""
+        told = self.settings
+        found = {
+            "moe_aux_loss_coeff": told.aux_coeff,
+            "moe_router_load_balancing_type": told.kind if told.aux_coeff else None,
+            "moe_z_loss_coeff": told.z_coeff,
+            "moe_router_bias_update_rate": told.bias_rate,
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def begin(self, labels_BS: Tensor, loss_scale: float) -> None:
+        """Count anew; losses are to be worth as much as the mean loss of a label."""
+        own = own_tokens(labels_BS, self.groups.cp)
+        (labels,) = world_sum([float((own != -100).sum())], self.groups)
+        factor = loss_scale * labels / (self.num_microbatches * self.groups.dp.size)
+        for _, balance in self._routers:
+            balance.begin(factor)
+
+    @torch.no_grad()
+    def end(self) -> dict[str, float]:
+        """Move the bias, and say how it was: `aux_loss` (or `seq_aux_loss`) and `z_loss` without
+        coefficients, in the mean over layers, microbatches and replicas; the load of the busiest
+        and the idlest expert of any layer, of which 1 is as much as all have in the mean."""
+        groups = self.groups
+        sums = torch.zeros(3, dtype=torch.float64, device=groups.device)
+        for _, balance in self._routers:
+            # Parts of a loss are on ranks that share the tokens; others have the same.
+            if groups.tp.is_first or balance.has_parts:
+                sums[0] += balance.aux
+                sums[1] += balance.z
+            if groups.tp.is_first and groups.cp.is_first:
+                sums[2] += balance.passes
+        sums = all_sum(sums, groups.world)
+        extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=groups.device)
+        if self._routers:
+            loads = torch.stack([cast(Tensor, b.load_E) for _, b in self._routers]).double()
+            loads = all_sum(all_sum(loads, groups.tp), groups.replicas)
+            shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
+            extremes = torch.stack((shares.max(), -shares.min()))
+            if self.settings.bias_rate:
+                for (router, _), load_E in zip(self._routers, loads, strict=True):
+                    if router.expert_bias is not None:
+                        moved = moved_bias(
+                            router.expert_bias, load_E.float(), self.settings.bias_rate
+                        )
+                        router.expert_bias.copy_(moved)
+        extremes = all_max(extremes, groups.pp)
+        aux, z, passes = sums.tolist()
+        line = {"busiest_expert": float(extremes[0]), "idlest_expert": -float(extremes[1])}
+        if self.settings.has_losses:
+            name = "seq_aux_loss" if self.settings.kind == "seq_aux_loss" else "aux_loss"
+            line |= {name: aux / max(passes, 1), "z_loss": z / max(passes, 1)}
+        return line

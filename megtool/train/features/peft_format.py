@@ -1,0 +1,221 @@
+"""PEFT's form of adapters: what `PeftModel.from_pretrained` loads over a Hugging Face model.
+
+PEFT gives each of the model's linear modules matrices of its own. Modules that Megatron fuses share
+their A there, and have some of B's rows each, so that the two forms are exactly the same function.
+Experts are parameters that hold all of them (`target_parameters`), with matrices for each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megtool.config import ModelConfig
+from megtool.convert.dialects import write_side
+from megtool.convert.families import Family
+from megtool.errors import MappingError
+from megtool.model.lora import LoraSettings
+from megtool.quant.fake_quant.weight_views import canonical_side
+from megtool.tensors.placement import Placement
+from megtool.train.features.adapter_tensors import A, B, modules_of
+
+_EXPERTS = ".experts.experts."
+_SAY_TRANSPOSED = {"gpt_oss"}
+"""Families whose module of experts tells PEFT that inputs come before outputs."""
+_PARAMETERS = {"fc1": "gate_up_proj", "fc2": "down_proj"}
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where a canonical module lies in a Hugging Face module with `out` rows and `inner` columns:
+    its rows and columns are `rows` and `columns` of that; `is_transposed`: stored `[in, out]`."""
+
+    module: str
+    out: int
+    inner: int
+    rows: Tensor
+    columns: Tensor
+    is_transposed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Where the matrices of all experts lie in a parameter of a Hugging Face module.
+
+    The rows of a layer's weight are `rows` of the parameter, None where they are in order. Who has
+    inputs before outputs, and does not say so to PEFT, has both matrices swapped (`is_swapped`).
+    """
+
+    module: str
+    rows: Tensor | None = None
+    is_swapped: bool = False
+
+    def stored(self, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
+        """What PEFT takes for A and B."""
+        if self.rows is not None:
+            made = torch.empty_like(b_EOR)
+            made[:, self.rows] = b_EOR
+            b_EOR = made
+        if self.is_swapped:
+            a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
+        return a_ERI, b_EOR
+
+
+class PeftForm:
+    """Names and rows of a model's modules in its Hugging Face form.
+
+    Raises:
+        MappingError: the family has no place for a module, stores it as no matrix, or has several
+            as one.
+    """
+
+    def __init__(self, config: ModelConfig, family: Family, linears: Iterable[str]) -> None:
+        linears = list(linears)
+        self.experts = [n for n in linears if _EXPERTS in n]
+        dense = [n for n in linears if _EXPERTS not in n]
+        self.linear_of = {m: n for n in dense for m in modules_of(n, config)}
+        layers = {n.split(".")[2] for n in linears}
+        side = canonical_side(config, layers)
+        target = write_side(side, dialect="hf", family=family, config=config)
+        shapes = {t.name: t.shape for t in target.tensors}
+        self.pieces: dict[str, Piece] = {}
+        for module in self.linear_of:
+            found = target.placements.get(f"{module}.weight")
+            shape = shapes[found.stored] if found is not None else ()
+            if found is None or len(shape) != 2:
+                raise MappingError(
+                    f"{family.name} stores {module} as no matrix of its own", tensor=module
+                )
+            self.pieces[module] = _piece(found, side.canonical[f"{module}.weight"].shape, shape)
+        self._check_one_each()
+        self._mixtures: dict[str, Mixture] = {}
+        for name in self.experts:
+            first = f"layers.{name.split('.')[2]}.mlp.experts.0."
+            gated = ("gate", "up") if config.gated else ("up",)
+            parts = gated if name.endswith("fc1") else ("down",)
+            places = [target.placements[f"{first}{part}.weight"] for part in parts]
+            # transformers has all experts as two parameters of one module, whatever is stored.
+            within = places[0].stored.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
+            rows = None
+            is_stacked = len(shapes[places[0].stored]) == 3
+            if is_stacked:
+                size = side.canonical[f"{first}{parts[0]}.weight"].shape[0]
+                rows = torch.cat([_rows(p, size) for p in places])
+            self._mixtures[name] = Mixture(
+                module=f"{within}.experts",
+                rows=rows,
+                is_swapped=is_stacked and family.name not in _SAY_TRANSPOSED,
+            )
+
+    def _check_one_each(self) -> None:
+        """Modules of one of PEFT's share its A: they are of one linear layer, with its columns."""
+        first: dict[str, str] = {}
+        for module, piece in self.pieces.items():
+            other = first.setdefault(piece.module, module)
+            alike = self.linear_of[other] == self.linear_of[module]
+            if not (alike and torch.equal(self.pieces[other].columns, piece.columns)):
+                raise MappingError(
+                    f"{piece.module} is one module, and Megatron has several of it", tensor=module
+                )
+
+    def tensors(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """PEFT's tensors, of canonical matrices (`megtool.train.features.adapter_tensors`)."""
+        out: dict[str, Tensor] = {}
+        for module, piece in self.pieces.items():
+            a, b = whole[f"{self.linear_of[module]}.{A}"], whole[f"{module}.{B}"]
+            name = f"base_model.model.{piece.module}"
+            made = torch.zeros(a.shape[0], piece.inner, dtype=a.dtype)
+            made[:, piece.columns] = a
+            out.setdefault(f"{name}.{A}.weight", made)
+            empty = torch.zeros(piece.out, b.shape[1], dtype=b.dtype)
+            out.setdefault(f"{name}.{B}.weight", empty)[piece.rows] = b
+        modules = [mixture.module for mixture in self._mixtures.values()]
+        for linear, mixture in self._mixtures.items():
+            # A module's second parameter is wrapped around the first.
+            both = modules.count(mixture.module) == 2
+            inner = ".base_layer" if both and linear.endswith("linear_fc1") else ""
+            a, b = mixture.stored(whole[f"{linear}.{A}"], whole[f"{linear}.{B}"])
+            name = f"base_model.model.{mixture.module}{inner}"
+            out[f"{name}.{A}.weight"] = a.flatten(0, 1)
+            out[f"{name}.{B}.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+        return out
+
+    def config(self, settings: LoraSettings, base: str) -> bytes:
+        """PEFT's adapter_config.json; `base` is where the model lies that it belongs to."""
+        modules = {_within(p.module) for p in self.pieces.values()}
+        parameters = {
+            f"{_within(m.module)}.{_PARAMETERS[n[-3:]]}" for n, m in self._mixtures.items()
+        }
+        if parameters:
+            # PEFT takes modules of these names for experts of transformers 4, wherever they are.
+            mlps = {m for m in modules if m.startswith("mlp.")}
+            modules, parameters = modules - mlps, parameters | {f"{m}.weight" for m in mlps}
+        told = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": settings.rank,
+            "lora_alpha": settings.alpha,
+            "lora_dropout": settings.dropout,
+            "target_modules": sorted(modules),
+            # Of two of one module, the first is the inner one.
+            "target_parameters": sorted(parameters, reverse=True) or None,
+            "fan_in_fan_out": any(p.is_transposed for p in self.pieces.values()),
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "layers_to_transform": None,
+            "layers_pattern": None,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+        return (json.dumps(told, indent=2) + "\n").encode()
+
+
+def _within(module: str) -> str:
+    """What a module is called in its layer: `self_attn.q_proj`, which PEFT finds in all layers."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[0] + 1 :]) if numbers else module
+
+
+def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) -> Piece:
+    split = next(k for k in range(len(p.shape) + 1) if prod(p.shape[:k]) == canonical[0])
+    axes = {d for d, n in zip(p.dims[:split], p.shape[:split], strict=True) if n > 1}
+    dim = axes.pop() if axes else 0
+    if axes or any(
+        d == dim and n > 1 for d, n in zip(p.dims[split:], p.shape[split:], strict=True)
+    ):
+        raise MappingError(f"rows of {p.canonical} are no rows of {p.stored}", tensor=p.canonical)
+    return Piece(
+        module=p.stored.removesuffix(".weight"),
+        out=stored[dim],
+        inner=stored[1 - dim],
+        rows=_positions(p, dim, range(split)),
+        columns=_positions(p, 1 - dim, range(split, len(p.shape))),
+        is_transposed=dim == 1,
+    )
+
+
+def _rows(p: Placement, size: int) -> Tensor:
+    """Where the `size` rows of an expert's weight lie along a dimension of a parameter."""
+    split = next(k for k in range(len(p.shape) + 1) if prod(p.shape[:k]) == size)
+    dim = next(d for d, n in zip(p.dims[:split], p.shape[:split], strict=True) if n > 1)
+    return _positions(p, dim, range(split))
+
+
+def _positions(p: Placement, dim: int, axes: range) -> Tensor:
+    at = torch.tensor(p.base[dim])
+    for j in axes:
+        mult = p.mults[j] if p.dims[j] == dim else 0
+        at = at.unsqueeze(-1) + torch.arange(p.shape[j]) * mult
+    return at.flatten()

@@ -1,0 +1,94 @@
+"""Rounding: what becomes of a model by a recipe, for training that is to know of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.console import Progress
+from megtool.errors import CalibrationError, UsageError
+from megtool.inference.runtime import Manner
+from megtool.quant.pipeline.calibration_data import Wanted
+from megtool.quant.pipeline.request import Calibrating, Job, Writing
+from megtool.quant.pipeline.solve import check_given, settled
+from megtool.quant.resolve import decide
+
+if TYPE_CHECKING:
+    from megtool.quant.calibration.activation_sites import Point
+    from megtool.quant.qparams import Settlement
+
+
+def settle_for_training(job: Job, progress: Progress) -> tuple[tuple[Point, ...], Settlement]:
+    """The points of the model of a `job_for_training`, and what `megtool quantize` would do there.
+
+    Raises:
+        CalibrationError: nothing came of it.
+    """
+    found = settled(job, None, progress)
+    if found is None:
+        raise CalibrationError(f"recipe {job.decided.recipe.name} settled nothing")
+    return job.points, found.settlement
+
+
+def job_for_training(
+    source: Path,
+    recipe: str,
+    calibration: Path | None,
+    *,
+    iteration: str | None,
+    family: str | None,
+    like: Path | None,
+) -> Job:
+    """What `settle_for_training` settles, of the model in `source`, from headers alone.
+
+    Raises:
+        RecipeError: with all that is wrong with the recipe, or for this model.
+        CalibrationError: it needs a calibration and there is none, or one of another model.
+        UsageError: it leaves formats to be chosen.
+    """
+    decided = decide(source, recipe, iteration=iteration, family=family, like=like)
+    job = Job(
+        decided=decided,
+        destination=source,
+        recipe=recipe,
+        bits=None,
+        group_size=0,
+        began=time.monotonic(),
+        manner=Manner(),
+        calibrating=Calibrating(
+            wanted=Wanted(),
+            tokenizer=None,
+            unseen=None,
+            route_all=False,
+            resident=False,
+            spill=False,
+            backend="megtool",
+            given=() if calibration is None else (calibration,),
+            keep=None,
+            only=False,
+            work=None,
+        ),
+        writing=Writing(
+            memory_bytes=0,
+            max_shard_bytes=None,
+            overwrite=False,
+            fsync=False,
+            evaluate=None,
+            evaluate_tokens=0,
+            page=None,
+        ),
+    )
+    if job.chooses:
+        raise UsageError(
+            f"--qat {recipe}, which chooses formats by what they cost",
+            hint="a recipe that says each module's format",
+        )
+    if job.asks_data and calibration is None:
+        raise CalibrationError(
+            f"recipe {decided.recipe.name} needs to know the model's inputs",
+            hint=f"megtool quantize {source} FILE --recipe {recipe} --calibrate-only makes a FILE "
+            "for --calibration",
+        )
+    check_given(job)
+    return job

@@ -1,0 +1,143 @@
+"""Sizes: what a rank of a run holds, from the model's shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.inference.rank_weights import Source, decoder_of
+from megtool.model.decoder import Decoder
+from megtool.model.lora import add_adapters
+from megtool.model.pipeline import build_stages
+from megtool.parallel.process_groups import Group, Groups
+from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
+from megtool.train.config import TrainSettings
+from megtool.train.features.protocol import lora_settings
+from megtool.train.run_plan import freeze
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Elements and bytes of the rank that holds most; activations are not in it.
+
+    `adapter_bytes` are those of LoRA's adapters among `weight_bytes`.
+    """
+
+    parameters: int
+    trained: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    adapter_bytes: int = 0
+
+
+def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dtype: str) -> Sizes:
+    """What the largest stage of a model takes on each of its ranks.
+
+    Raises:
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+        MappingError: it is no decoder.
+    """
+    config, _ = decoder_of(source)
+    kind: torch.dtype = getattr(torch, dtype)
+    found = []
+    for stage in range(layout.pp):
+        stages = build_stages(
+            config,
+            seated(layout, stage),
+            dtype=kind,
+            sequence_parallel=settings.sequence_parallel,
+        )
+        freeze(stages, settings.freeze)
+        if (lora := lora_settings(settings)) is not None:
+            add_adapters(stages, lora)
+        found.append(_sizes(stages, settings, layout, kind))
+    return max(found, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
+
+
+def weight_bytes_of(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
+    """What the weights of a model take on each rank of its largest stage, as those of a teacher.
+
+    Raises:
+        LayoutError: the layout does not divide the model; the hint says which sizes do.
+    """
+    found = []
+    for stage in range(layout.pp):
+        stages = build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype))
+        held = [p for one in stages for p in one.parameters()]
+        found.append(sum(p.numel() * p.element_size() for p in held))
+    return max(found)
+
+
+def rounded_bytes_of(
+    config: ModelConfig, layout: ParallelConfig, dtype: str, modules: Iterable[str]
+) -> int:
+    """What a rank keeps of parameters that are rounded for a step: those with modules' weights."""
+    named, found = list(modules), [0]
+    for stage in range(layout.pp):
+        total = 0
+        for one in build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype)):
+            known = set(canonical_side(config, {str(n) for n in one.stage.layers}).canonical)
+            if one.stage.head:
+                known |= set(canonical_side(config, {""}).canonical)
+            held = WeightViews(one, [m for m in named if f"{m}.weight" in known])
+            for name in held.parameters(held.parts):
+                p = one.get_parameter(name)
+                total += p.numel() * p.element_size()
+        found.append(total)
+    return max(found)
+
+
+def seated(layout: ParallelConfig, stage: int) -> Groups:
+    """The groups of the first rank of a stage, without processes: for shapes alone."""
+
+    def group(size: int, rank: int = 0) -> Group:
+        return Group(ranks=tuple(range(size)), rank=rank)
+
+    groups = Groups.alone("meta")
+    return replace(
+        groups,
+        parallel=layout,
+        tp=group(layout.tp),
+        cp=group(layout.cp),
+        pp=group(layout.pp, stage),
+        dp=group(layout.dp),
+        ep=group(layout.ep),
+        etp=group(layout.etp),
+        expert_dp=group(layout.expert_dp),
+        replicas=group(layout.dp * layout.cp),
+        ends=group(min(2, layout.pp)),
+    )
+
+
+def _sizes(
+    stages: list[Decoder], settings: TrainSettings, layout: ParallelConfig, dtype: torch.dtype
+) -> Sizes:
+    parameters = [p for stage in stages for p in stage.parameters()]
+    trained = [p for p in parameters if p.requires_grad]
+    moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer]
+    each = moments * (2 if settings.exp_avg_dtype == "bf16" else 4)
+    if dtype != torch.float32:
+        each += 2 if settings.store_param_remainders else 4
+    shared = settings.use_distributed_optimizer
+    optimizer = 0.0
+    for p in trained:
+        replicas = layout.dp * layout.cp if getattr(p, "allreduce", True) else layout.expert_dp
+        optimizer += p.numel() * each / (1 if shared is False else replicas)
+    narrow = settings.grad_reduce_in_bf16
+    return Sizes(
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in trained),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        gradient_bytes=sum(p.numel() * (p.element_size() if narrow else 4) for p in trained),
+        optimizer_bytes=round(optimizer),
+        adapter_bytes=sum(
+            p.numel() * p.element_size()
+            for stage in stages
+            for n, p in stage.named_parameters()
+            if ".adapter." in n
+        ),
+    )

@@ -1,0 +1,294 @@
+"""Plan of a run: steps, rows of a step and who computes which, rates, and the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from megtool.errors import LayoutError, UsageError
+from megtool.train.config import TrainSettings
+
+if TYPE_CHECKING:
+    from megtool.model.decoder import Decoder
+    from megtool.optim.optimizer import Optimizer
+    from megtool.optim.param_groups import GroupRule, ParamGroup
+    from megtool.optim.schedules import Schedule
+    from megtool.optim.settings import OptimizerSettings
+    from megtool.parallel.process_groups import Groups
+
+_MOST_LENGTH = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """How much a run does: `train_iters` steps of `global_batch_size` rows of `seq_length` tokens.
+
+    Each of `replicas` computes `num_microbatches` passes of `micro_batch_size` rows for a step.
+    """
+
+    train_iters: int
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    replicas: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """Passes of a replica for each step."""
+        return self.rows // self.micro_batch_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of a replica in each step."""
+        return self.global_batch_size // self.replicas
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, those that fill rows up included."""
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def samples(self) -> int:
+        """Rows of the whole run."""
+        return self.train_iters * self.global_batch_size
+
+
+def row_length(settings: TrainSettings, max_positions: int) -> int:
+    """Tokens of a row.
+
+    Raises:
+        UsageError: more than the model has positions.
+    """
+    if settings.seq_length is None:
+        return min(max_positions, _MOST_LENGTH)
+    if settings.seq_length > max_positions:
+        raise UsageError(
+            f"--seq-length {settings.seq_length}, and the model has {max_positions} positions",
+            hint=f"{max_positions} at most",
+        )
+    return settings.seq_length
+
+
+def plan_of(
+    settings: TrainSettings,
+    *,
+    seq_length: int,
+    num_samples: int,
+    replicas: int,
+    stages: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+) -> RunPlan:
+    """The plan of a run on data of so many samples, by `replicas` of `stages` pipeline stages, each
+    of `cp` ranks that share rows, times `tp` that share these with sequence parallelism.
+
+    Raises:
+        LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
+        UsageError: there is no sample.
+    """
+    if not num_samples:
+        raise UsageError("the data has no sample", hint="is anything in it to be learned?")
+    if cp > 1:
+        from megtool.parallel.context_parallel import chunk_size
+
+        chunk_size(seq_length, cp)
+    if settings.sequence_parallel:
+        from megtool.model.decoder import rows_of_rank
+
+        rows_of_rank(settings.micro_batch_size * seq_length // cp, tp, cp)
+    micro, batch = settings.micro_batch_size, settings.global_batch_size
+    each = micro * replicas
+    if batch is None:
+        batch = each * stages
+    if batch % each:
+        below = batch // each * each
+        fits = f"{below} or {below + each}" if below else str(each)
+        raise LayoutError(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x "
+            f"dp={replicas}",
+            hint=f"the nearest that is: {fits}",
+        )
+    iters = settings.train_iters
+    if iters is None:
+        iters = max(1, math.ceil((settings.epochs or 1.0) * num_samples / batch))
+    return RunPlan(
+        train_iters=iters,
+        seq_length=seq_length,
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        replicas=replicas,
+    )
+
+
+def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
+    """The course of the learning rate and of weight decay, which counts samples, as Megatron's.
+
+    Raises:
+        UsageError: warm-up takes longer than the whole.
+    """
+    from megtool.optim.schedules import Schedule
+
+    batch = plan.global_batch_size
+    decay = settings.lr_decay_iters or plan.train_iters
+    warmup: float = settings.lr_warmup_iters or 0
+    samples = warmup * batch
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * decay
+        samples = settings.lr_warmup_fraction * (decay * batch)  # not rounded, as Megatron's
+    if warmup >= decay and warmup:
+        raise UsageError(
+            f"{warmup:g} steps of warm-up, and the learning rate has fallen after {decay}",
+            hint=f"--lr-warmup-iters {max(0, decay - 1)} at most, or a larger --lr-decay-iters",
+        )
+    one = settings.weight_decay
+    start, end = settings.start_weight_decay, settings.end_weight_decay
+    wsd = settings.lr_wsd_decay_iters
+    return Schedule(
+        kind=settings.lr_decay_style,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        init_lr=settings.lr_warmup_init,
+        warmup_steps=samples,
+        decay_steps=decay * batch,
+        wsd_decay_steps=None if wsd is None else wsd * batch,
+        wsd_decay_style=settings.lr_wsd_decay_style,
+        start_wd=one if start is None else start,
+        end_wd=one if end is None else end,
+        wd_incr_style=settings.weight_decay_incr_style,
+        wd_incr_steps=plan.samples,
+    )
+
+
+def rates_of(schedule: Schedule, num_steps: int) -> tuple[_Rate, float]:
+    """Each group's learning rate, and weight decay, after so many samples."""
+    return _Rate(schedule, num_steps), schedule.weight_decay(num_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    schedule: Schedule
+    num_steps: int
+
+    def __call__(self, group: ParamGroup) -> float:
+        return self.schedule.lr(self.num_steps, max_lr=group.max_lr, min_lr=group.min_lr)
+
+
+def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSettings:
+    """What the optimizer is told.
+
+    Losses are sums over tokens, not means as Megatron's; so that a loss scale means the same, it is
+    divided by the tokens of a pass, up to a power of two; it is saved as Megatron would have it.
+
+    Raises:
+        UsageError: a value is out of its range, or a rule cannot be read.
+    """
+    from megtool.optim.settings import OptimizerSettings
+
+    tokens = 2.0 ** (plan.micro_batch_size * plan.seq_length - 1).bit_length()
+    constant = settings.loss_scale
+    initial = settings.initial_loss_scale / tokens
+    return OptimizerSettings(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        muon_momentum=settings.muon_momentum,
+        clip_grad=settings.clip_grad,
+        loss_scale=None if constant is None else constant / tokens,
+        initial_loss_scale=initial,
+        min_loss_scale=min(initial, settings.min_loss_scale / tokens),
+        loss_scale_window=settings.loss_scale_window,
+        loss_scale_unit=tokens,
+        hysteresis=settings.hysteresis,
+        main_params="remainder" if settings.store_param_remainders else "float32",
+        moments="bfloat16" if settings.exp_avg_dtype == "bf16" else "float32",
+        offload_fraction=settings.optimizer_offload_fraction
+        or float(settings.optimizer_cpu_offload),
+        overlap_grad_reduce=settings.overlap_grad_reduce,
+        overlap_param_gather=settings.overlap_param_gather,
+        reduce_in_fp32=settings.grad_reduce_in_bf16,
+        fp8_param_gather=settings.fp8_param_gather,
+        bucket_size=settings.ddp_bucket_size,
+        rules=_rules(settings),
+    )
+
+
+def _rules(settings: TrainSettings) -> tuple[GroupRule, ...]:
+    """Rules of `--lr-mult` and `--wd-mult`, those of the same glob as one."""
+    from megtool.optim.param_groups import GroupRule
+
+    factors: dict[str, dict[str, float]] = {}
+    for name in ("lr_mult", "wd_mult"):
+        for text in getattr(settings, name):
+            glob, _, number = text.rpartition("=")
+            try:
+                factors.setdefault(glob, {})[name] = float(number)
+            except ValueError:
+                glob = ""
+            if not glob:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {text!r}",
+                    hint="a pattern, = and a number: '*.mlp.*=0.5'",
+                )
+    return tuple(GroupRule(glob, **values) for glob, values in factors.items())
+
+
+def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
+    """Leave parameters out of training; returns how many elements.
+
+    Raises:
+        UsageError: a pattern is of no parameter of this rank's stages; with several stages it may
+            be of another's, and is let pass.
+    """
+    frozen, used = 0, set[str]()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if fits := [g for g in globs if fnmatchcase(name, g)]:
+                used.update(fits)
+                parameter.requires_grad_(False)
+                frozen += parameter.numel()
+    if stages[0].groups.pp.size == 1 and (idle := [g for g in globs if g not in used]):
+        raise UsageError(
+            f"--freeze {idle[0]!r} is of no parameter",
+            hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight",
+        )
+    return frozen
+
+
+def make_optimizer(
+    stages: Sequence[Decoder], settings: TrainSettings, plan: RunPlan, groups: Groups
+) -> Optimizer:
+    """The optimizer of a rank's stages: distributed where there are replicas, else a plain one.
+
+    Raises:
+        UsageError: settings that do not go together, or nothing is left to train.
+    """
+    import torch
+
+    from megtool.parallel.collectives import all_sum
+
+    told = optimizer_settings(settings, plan)
+    named = [(n, p) for stage in stages for n, p in stage.named_parameters()]
+    learns = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
+    if not float(all_sum(learns, groups.world)):
+        raise UsageError("nothing is left to train", hint="fewer --freeze")
+    shared = settings.use_distributed_optimizer
+    if shared is None:
+        shared = groups.replicas.size > 1 or groups.expert_dp.size > 1 or told.fp8_param_gather
+    from megtool.optim.cpu_offload import HybridOptimizer
+    from megtool.optim.distributed import DistributedOptimizer
+    from megtool.optim.replicated import PlainOptimizer
+
+    made = (
+        DistributedOptimizer(named, told, groups, chunks=list(stages))
+        if shared
+        else PlainOptimizer(named, told, groups)
+    )
+    return HybridOptimizer(made) if told.offload_fraction else made
