@@ -9,7 +9,7 @@ from megtool.checkpoint.digest import SIDECAR, TensorDigest
 from megtool.checkpoint.read import Reader
 from megtool.commands.verify_report import Difference, DigestCheck
 from megtool.errors import MappingError
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -22,7 +22,7 @@ class Kept:
     needs no reading: a digest of a tensor that is not there, or of another type or shape.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: CheckpointSource) -> None:
         self.opened = opened
         self.here: dict[str, TensorDigest] = {}
         self.apart: dict[str, TensorDigest] = {}
@@ -121,7 +121,7 @@ class Kept:
             yield Pair(name=name, a=self.opened.side.placements[name], b=None)
 
 
-def _unfitting(opened: Opened, reason: MappingError) -> str:
+def _unfitting(opened: CheckpointSource, reason: MappingError) -> str:
     """Why a checkpoint is not read as the model it says it is, and what to do about it."""
     instead = (
         "the other's model is used"

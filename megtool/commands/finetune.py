@@ -38,7 +38,7 @@ from megtool.commands.finetune_setup import beside_of, check_early
 from megtool.console import Progress, silent
 from megtool.errors import DestinationError, UsageError
 from megtool.inference.runtime import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.train.config import TrainSettings
 from megtool.train.config_file import settings_of
 
@@ -270,7 +270,7 @@ class _Run:
                     _LOG.warning("the run goes on, and something has changed: %s", changed)
         return mine
 
-    def open_begun(self, begun: Path) -> Opened:
+    def open_begun(self, begun: Path) -> CheckpointSource:
         """The checkpoint to go on from, with its optimizer."""
         settings = self.settings
         if self.groups.rank == 0:
@@ -336,7 +336,7 @@ class _Run:
             )
         return rescaled(standing, before, now)
 
-    def template(self, opened: Opened, stages: Sequence[Decoder], optimizer: Optimizer) -> Any:
+    def template(self, opened: CheckpointSource, stages: Sequence[Decoder], optimizer: Optimizer) -> Any:
         """What saved iterations are but their values."""
         from megtool.dtypes import dtype
         from megtool.train.checkpointing.megatron_template import template_of

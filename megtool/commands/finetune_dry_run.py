@@ -12,7 +12,7 @@ from megtool.commands.finetune_setup import check_beside
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.inference.runtime import Runnable, usual_device
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.train.config import TrainSettings
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def open_feeds(
     )
 
 
-def stored_of(opened: Opened) -> Stored:
+def stored_of(opened: CheckpointSource) -> Stored:
     """An open checkpoint as loaders take it."""
     from megtool.inference.rank_weights import Source as Stored
 

@@ -14,7 +14,7 @@ from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.megatron_metadata import args_of
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.inference.runtime import Runnable, runnable_of
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.train.config import TrainSettings
 from megtool.train.train_state import Standing
 
@@ -126,7 +126,7 @@ def tell_of_tracker(folder: Path, begun: Path) -> None:
         )
 
 
-def check_loaded(runnable: Runnable, loaded: Opened, train_iters: int) -> None:
+def check_loaded(runnable: Runnable, loaded: CheckpointSource, train_iters: int) -> None:
     """Hold what `--load` names against SRC, and against the steps there are to do.
 
     Raises:
@@ -157,7 +157,7 @@ def iteration_of(catalogue: Catalogue) -> int:
     return value if isinstance(value, int) else 0
 
 
-def batch_before(before: Mapping[str, Any] | None, loaded: Opened | None) -> int | None:
+def batch_before(before: Mapping[str, Any] | None, loaded: CheckpointSource | None) -> int | None:
     """The rows of a step of the run that goes on: its checkpoint says, else what DST keeps."""
     found = None if loaded is None else args_of(loaded.catalogue).get("global_batch_size")
     if found is None and before is not None:

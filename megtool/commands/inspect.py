@@ -16,7 +16,7 @@ from megtool.console import Progress, format_bytes, silent
 from megtool.convert.megatron import split_state
 from megtool.reports import Fold, columns, count, draw, fold, fold_names, shown
 from megtool.reshard.megatron.common_state import source_layout
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.tensors.sharded import GlobalTensor
 
 _OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")
@@ -260,7 +260,7 @@ def _line(t: GlobalTensor, num_shards: int, statistics: Statistics | None) -> Te
     )
 
 
-def _num_shards(opened: Opened, number: int) -> int:
+def _num_shards(opened: CheckpointSource, number: int) -> int:
     rows = opened.catalogue.shards.of(number)
     return int(rows.stop - rows.start)
 
@@ -269,7 +269,7 @@ def _iteration(value: Any) -> int | str | None:
     return value if isinstance(value, int | str) else None
 
 
-def _reason(opened: Opened) -> str:
+def _reason(opened: CheckpointSource) -> str:
     if opened.reason is not None:
         return opened.reason.message
     if opened.model is not None:
@@ -277,7 +277,7 @@ def _reason(opened: Opened) -> str:
     return "no config.json, and no args of Megatron's"
 
 
-def _parameters(opened: Opened) -> int:
+def _parameters(opened: CheckpointSource) -> int:
     """Elements of the model's weights, each counted once."""
     canonical = opened.side.canonical.items()
     if opened.is_canonical:
@@ -292,7 +292,7 @@ def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
     return dict(out)
 
 
-def _statistics(opened: Opened, threads: int, progress: Progress) -> dict[str, Statistics]:
+def _statistics(opened: CheckpointSource, threads: int, progress: Progress) -> dict[str, Statistics]:
     catalogue = opened.catalogue
     total = catalogue.num_bytes
     progress("statistics", 0, total)

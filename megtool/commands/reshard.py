@@ -15,7 +15,7 @@ from megtool.console import Progress, silent
 from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
-from megtool.reshard.execute import Manner, carry_out, plan_job
+from megtool.reshard.execute import ExecutionOptions, execute, plan_job
 from megtool.reshard.megatron.amax import wish_of
 from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.parse_size import parse_size
@@ -133,7 +133,7 @@ def reshard(
         amax=wish_of(amax, te, amax_history),
     )
     memory_bytes = parse_size(memory, "memory")
-    manner = Manner(
+    manner = ExecutionOptions(
         threads=_num_threads(threads, memory_bytes),
         memory_bytes=memory_bytes,
         digest=_digest_mode(digest),
@@ -145,7 +145,7 @@ def reshard(
     job = plan_job(opened, chosen.open_others(opened), request, manner)
     if check is not None:
         check(job.plan)
-    return carry_out(job, manner, files or Files(), progress, began=began)
+    return execute(job, manner, files or Files(), progress, began=began)
 
 
 def _num_threads(asked: int | None, memory_bytes: int) -> int:

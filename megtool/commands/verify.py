@@ -27,7 +27,7 @@ from megtool.convert.binding import missing
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.errors import UsageError
 from megtool.reshard.align import Choice, open_both, open_one
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -232,7 +232,7 @@ def _at(index: tuple[int, ...] | None) -> str:
     return str(list(index or ()))
 
 
-def _incomplete(opened: Opened) -> Iterator[Difference]:
+def _incomplete(opened: CheckpointSource) -> Iterator[Difference]:
     """Tensors that the model should have and the checkpoint has not."""
     model, side = opened.model, opened.side
     if not opened.is_canonical or model is None:
@@ -243,8 +243,8 @@ def _incomplete(opened: Opened) -> Iterator[Difference]:
 
 
 def _matched(
-    a: Opened,
-    b: Opened,
+    a: CheckpointSource,
+    b: CheckpointSource,
     halves: Sequence[Half],
     loosely: bool,
     found: _Found,
@@ -294,7 +294,7 @@ def _matched(
 
 
 def _asides(
-    opened: Opened, kept: Kept, reader: Reader, found: _Found, stack: ExitStack
+    opened: CheckpointSource, kept: Kept, reader: Reader, found: _Found, stack: ExitStack
 ) -> Iterator[_Task]:
     """What is checked in each checkpoint by itself: digests of tensors that are not compared as
     they are, replicas, and copies of the tied embedding."""
@@ -320,7 +320,7 @@ def _replicas(one: Half, other: Half, found: _Found) -> _Task:
     return _Task([Pair(name=n, a=p, b=p) for n, p in places.items()], one, other, settle)
 
 
-def _tied_copies(opened: Opened, half: Half, found: _Found) -> _Task:
+def _tied_copies(opened: CheckpointSource, half: Half, found: _Found) -> _Task:
     """Output matrices that are no part of the model, because they repeat its embedding: do they?"""
     pairs = []
     place = opened.side.placements.get(_EMBEDDING)

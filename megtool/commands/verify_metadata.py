@@ -18,7 +18,7 @@ from megtool.lint.rules import View, apply
 from megtool.quant.recipes.compressed_targets import means
 from megtool.quant.recipes.engine_support import Target
 from megtool.quant.verification.stored_folder import open_folder
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 
 _NEUTRAL = frozenset(
     (
@@ -60,7 +60,7 @@ _VIEWS = (View(target=Target(engine="vllm")), View(target=Target(engine="trtllm"
 """One engine that goes by config.json, and one that goes by hf_quant_config.json."""
 
 
-def check_words(opened: Opened) -> tuple[list[Difference], list[str]]:
+def check_words(opened: CheckpointSource) -> tuple[list[Difference], list[str]]:
     """Contradictions between the files of a quantised folder and its tensors, and what is odd.
 
     Nothing for a checkpoint that is no such folder.
@@ -94,7 +94,7 @@ _IN_ARGS = ("num_layers", "hidden_size", "rope_base", "norm_eps")
 """What Megatron's args say of every model; of the rest a part has to be supplied."""
 
 
-def check_configs(a: Opened, b: Opened) -> Iterator[Difference]:
+def check_configs(a: CheckpointSource, b: CheckpointSource) -> Iterator[Difference]:
     """What the configurations of two checkpoints say otherwise of the model: layers and heads,
     positions, norms. Nothing where one is not known."""
     mine, theirs = _config(a), _config(b)
@@ -110,12 +110,12 @@ def check_configs(a: Opened, b: Opened) -> Iterator[Difference]:
         yield _difference("config.json", text)
 
 
-def _config_file(opened: Opened) -> Path | None:
+def _config_file(opened: CheckpointSource) -> Path | None:
     found = opened.path / "config.json"
     return found if found.is_file() else None
 
 
-def _config(opened: Opened) -> ModelConfig | None:
+def _config(opened: CheckpointSource) -> ModelConfig | None:
     """By the config.json of a folder, whether or not its tensors fit it."""
     if (file := _config_file(opened)) is None:
         return opened.model.config if opened.model is not None else None

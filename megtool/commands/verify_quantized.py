@@ -20,23 +20,23 @@ from megtool.quant.verification.sqnr_thresholds import (
 )
 from megtool.quant.verification.unquantized_tensors import compare_kept
 from megtool.quant.verification.weight_error import Floats, Weight, measure, without_columns
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 
 
-def packings_differ(a: Opened, b: Opened) -> bool:
+def packings_differ(a: CheckpointSource, b: CheckpointSource) -> bool:
     """Whether any tensor is quantised on one side alone, or otherwise on the other."""
     x, y = a.side.placements, b.side.placements
     return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
 
 
-def _packing(opened: Opened, name: str) -> str:
+def _packing(opened: CheckpointSource, name: str) -> str:
     place = opened.side.placements.get(name)
     stored = opened.catalogue[place.stored] if place is not None else None
     return (stored.packing or "") if stored is not None else ""
 
 
-def _numbers(opened: Opened, name: str) -> str:
+def _numbers(opened: CheckpointSource, name: str) -> str:
     """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
     byte each where inputs have codes too (W4A8), and they are no closer for that."""
     packing = _packing(opened, name)
@@ -59,8 +59,8 @@ class QuantisedPair:
     has the plain modules behind such norms too.
     """
 
-    a: Opened
-    b: Opened
+    a: CheckpointSource
+    b: CheckpointSource
     sqnr: float | None
     weights: list[str] = field(default_factory=list)
     casts: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class QuantisedPair:
 
     @classmethod
     def of(
-        cls, a: Opened, b: Opened, readers: Sequence[Reader], sqnr: float | None
+        cls, a: CheckpointSource, b: CheckpointSource, readers: Sequence[Reader], sqnr: float | None
     ) -> QuantisedPair:
         """Sort the tensors of both: what is in neither list is compared bit by bit."""
         turned = _is_quantised(a) and not _is_quantised(b)
@@ -218,9 +218,9 @@ def _together(norm: Norm | None, stored: Floats | None) -> Floats | None:
     return norm.factors * stored
 
 
-def _dtype(opened: Opened, name: str) -> str:
+def _dtype(opened: CheckpointSource, name: str) -> str:
     return opened.side.canonical[name].dtype.name
 
 
-def _is_quantised(opened: Opened) -> bool:
+def _is_quantised(opened: CheckpointSource) -> bool:
     return bool(opened.catalogue.packed)

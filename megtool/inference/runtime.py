@@ -22,7 +22,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.reshard.auxiliary_files import hugging_face_files, saved_tokenizer
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ class Source:
 class Runnable:
     """An opened checkpoint of a decoder."""
 
-    opened: Opened
+    opened: CheckpointSource
     config: ModelConfig
 
     @property
@@ -152,7 +152,7 @@ def open_runnable(source: Source) -> Runnable:
     return runnable_of(opened)
 
 
-def runnable_of(opened: Opened) -> Runnable:
+def runnable_of(opened: CheckpointSource) -> Runnable:
     """An open checkpoint as one of a decoder.
 
     Raises:

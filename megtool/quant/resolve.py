@@ -13,14 +13,14 @@ from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
 from megtool.reshard.fp8_state.modelopt_amax import is_buffer
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
     """What a recipe makes of a checkpoint, from headers alone."""
 
-    opened: Opened
+    opened: CheckpointSource
     recipe: Recipe
     modules: Modules
     matched: Matched
@@ -90,7 +90,7 @@ def decide(
     return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)
 
 
-def _architecture(opened: Opened) -> str:
+def _architecture(opened: CheckpointSource) -> str:
     """The first of `architectures` in the config.json that goes with a model, or would."""
     model = opened.model
     if model is None:

@@ -28,7 +28,7 @@ from megtool.reshard.fp8_state.collect import Scaling, require, require_told, sc
 from megtool.reshard.fp8_state.modelopt_amax import Buffer, is_buffer
 from megtool.reshard.fp8_state.weight_amax import WEIGHT, sites_of
 from megtool.reshard.megatron.extra_state_names import Site
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _check_experts(
             )
 
 
-def _save(opened: Opened, inputs: Inputs, statistics: dict[str, Statistics], target: Path) -> None:
+def _save(opened: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path) -> None:
     from megtool.quant.calibration.calibration_file import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint, of_model
 

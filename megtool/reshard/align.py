@@ -8,7 +8,7 @@ from pathlib import Path
 from megtool.checkpoint.formats.save_folder import is_save_folder
 from megtool.convert.dialects import read_side
 from megtool.errors import MappingError
-from megtool.reshard.source import Model, Opened, open_model
+from megtool.reshard.source import Model, CheckpointSource, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Choice:
             return self
         return replace(self, iteration=None)
 
-    def open(self, path: Path, model: Model | None = None) -> Opened:
+    def open(self, path: Path, model: Model | None = None) -> CheckpointSource:
         """Open a checkpoint, which may lack tensors. One that does not fit its own model keeps the
         stored names, and `reason` says why."""
         return open_model(
@@ -40,7 +40,7 @@ class Choice:
         )
 
 
-def open_one(path: Path, choice: Choice) -> Opened:
+def open_one(path: Path, choice: Choice) -> CheckpointSource:
     """Open a checkpoint under the names that its digests have, if it has any.
 
     Raises:
@@ -53,7 +53,7 @@ def open_one(path: Path, choice: Choice) -> Opened:
     return opened
 
 
-def open_both(a: Path, b: Path, choice: Choice) -> tuple[Opened, Opened]:
+def open_both(a: Path, b: Path, choice: Choice) -> tuple[CheckpointSource, CheckpointSource]:
     """Open two checkpoints under canonical names, or both under stored names.
 
     Where one knows no model, the other's is tried.
@@ -84,6 +84,6 @@ def open_both(a: Path, b: Path, choice: Choice) -> tuple[Opened, Opened]:
     return x, y
 
 
-def _keep_names(opened: Opened) -> None:
+def _keep_names(opened: CheckpointSource) -> None:
     """Every stored tensor is its own canonical one, padding and all."""
     opened.side = read_side(opened.catalogue.tensors, dialect="identity")

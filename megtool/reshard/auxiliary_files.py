@@ -9,7 +9,7 @@ from megtool.checkpoint.formats import WITH_HF_FOLDER
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError
-from megtool.reshard.source import Model, Opened
+from megtool.reshard.source import Model, CheckpointSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = (
 )
 
 
-def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
+def hugging_face_files(source: CheckpointSource, dtype: DType | None) -> dict[str, bytes]:
     """The small files of the model's Hugging Face folder, its config.json telling the dtype."""
     files = _plain(
         {
@@ -48,7 +48,7 @@ def hugging_face_files(source: Opened, dtype: DType | None) -> dict[str, bytes]:
     return files
 
 
-def saved_tokenizer(source: Opened) -> dict[str, bytes]:
+def saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
     """The tokenizer of Hugging Face that Megatron saved beside its data, unless `hf/` has one."""
     own = source.attachments()
     if any(name.startswith("tokenizer") for name in own):
@@ -82,7 +82,7 @@ def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
     return out
 
 
-def _tokenizer_files(source: Opened) -> dict[str, bytes]:
+def _tokenizer_files(source: CheckpointSource) -> dict[str, bytes]:
     from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
 
     warnings: list[str] = []
@@ -114,7 +114,7 @@ def _with_dtype(config: bytes, dtype: DType) -> bytes:
 
 
 def files_beside_ranks(
-    source: Opened, dtype: DType | None, left_out: tuple[str, ...] = ()
+    source: CheckpointSource, dtype: DType | None, left_out: tuple[str, ...] = ()
 ) -> dict[str, bytes]:
     """Hugging Face files under `hf/`, and what else lies beside a Megatron checkpoint's data.
 

@@ -10,7 +10,7 @@ from megtool.checkpoint.plan import Dropped, Source
 from megtool.console import format_bytes
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -21,7 +21,7 @@ class Average:
     Tensors of floats are averaged; what else there is, and all beside the tensors, is the source's.
     """
 
-    others: tuple[Opened, ...]
+    others: tuple[CheckpointSource, ...]
     shares: tuple[float, ...]
 
 
@@ -48,7 +48,7 @@ def parse_shares(text: str | None, count: int) -> tuple[float, ...]:
     return tuple(w / total for w in given)
 
 
-def check_same(first: Opened, others: Sequence[Opened], *, partial: bool) -> None:
+def check_same(first: CheckpointSource, others: Sequence[CheckpointSource], *, partial: bool) -> None:
     """Every checkpoint holds the tensors of the first, in their shapes.
 
     With `partial` only some tensors of the first are asked for, and others may hold more.
@@ -80,7 +80,7 @@ def check_same(first: Opened, others: Sequence[Opened], *, partial: bool) -> Non
             raise _differ(f"it holds {extra!r}, which {first.path} lacks", other, extra)
 
 
-def _differ(what: str, other: Opened, name: str) -> MappingError:
+def _differ(what: str, other: CheckpointSource, name: str) -> MappingError:
     return MappingError(
         what,
         file=other.path,
@@ -89,7 +89,7 @@ def _differ(what: str, other: Opened, name: str) -> MappingError:
     )
 
 
-def sources_of(first: Opened, others: Sequence[Opened]) -> list[Source]:
+def sources_of(first: CheckpointSource, others: Sequence[CheckpointSource]) -> list[Source]:
     """What each other checkpoint gives to a mean: its tensors of floats, and nothing else."""
     out = []
     for other in others:
@@ -106,7 +106,7 @@ def _has_mean(tensor: GlobalTensor) -> bool:
     return tensor.dtype.is_float and not is_optimizer_state(tensor.name)
 
 
-def dropped_optimizers(opened: Sequence[Opened]) -> list[Dropped]:
+def dropped_optimizers(opened: Sequence[CheckpointSource]) -> list[Dropped]:
     """The optimizer state of checkpoints, which a mean does not have."""
     return [
         Dropped(

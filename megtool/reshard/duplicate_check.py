@@ -8,7 +8,7 @@ from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.reshard.megatron.bucket_order_check import box_of, index_of, parts, probes
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -16,7 +16,7 @@ _SAME_AS = {"head.weight": "embed.weight"}
 """Where embeddings are tied the one is not there, and is the other."""
 
 
-def no_copies(source: Opened, *, whole: bool = False) -> dict[str, str]:
+def no_copies(source: CheckpointSource, *, whole: bool = False) -> dict[str, str]:
     """Stored tensors that are said to repeat another one and do not, each with what differs.
 
     Some elements of each are compared, all with `whole`. What they repeat may not have been

@@ -32,7 +32,7 @@ from megtool.reshard.average import Average, dropped_optimizers, sources_of
 from megtool.reshard.inventory import Account, account_of
 from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import write_staged
 from megtool.reshard.target import Request, Target, make_target
 from megtool.tensors.placement import Placement
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class ExecutionOptions:
     """How a job is carried out, whatever it is.
 
     All buffers of all threads take `memory_bytes` at most. `strict` refuses to drop anything.
@@ -61,7 +61,7 @@ class Manner:
 class Job:
     """What is read, what is to be written, the plan between them, and what becomes of it all."""
 
-    opened: Opened
+    opened: CheckpointSource
     average: Average | None
     target: Target
     plan: Plan
@@ -69,16 +69,16 @@ class Job:
     destination: Path
 
     @property
-    def all_opened(self) -> list[Opened]:
+    def all_opened(self) -> list[CheckpointSource]:
         """The source, and the checkpoints that are averaged with it."""
         return [self.opened, *(self.average.others if self.average else ())]
 
 
 def plan_job(
-    opened: Opened,
+    opened: CheckpointSource,
     average: Average | None,
     request: Request,
-    manner: Manner,
+    manner: ExecutionOptions,
     *,
     made: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> Job:
@@ -145,8 +145,8 @@ def _given(target: Target, made: Mapping[str, NDArray[np.float32]]) -> Given:
     return Given(values=tuple(values))
 
 
-def carry_out(
-    job: Job, manner: Manner, files: Files, progress: Progress, *, began: float
+def execute(
+    job: Job, manner: ExecutionOptions, files: Files, progress: Progress, *, began: float
 ) -> ReshardReport:
     """Do a planned job, or with `manner.dry_run` find out whether it can be done.
 
@@ -180,7 +180,7 @@ def carry_out(
     )
 
 
-def _write(job: Job, stage: Stage, manner: Manner, progress: Progress) -> dict[str, Any]:
+def _write(job: Job, stage: Stage, manner: ExecutionOptions, progress: Progress) -> dict[str, Any]:
     """Carry out the plan and commit it; what the report says of that."""
     opened, target, plan = job.opened, job.target, job.plan
     written: list[Sidecar] = []
@@ -250,7 +250,7 @@ def _shares(job: Job) -> tuple[tuple[str, float], ...]:
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 
 
-def places_of(opened: Opened) -> list[Path]:
+def places_of(opened: CheckpointSource) -> list[Path]:
     """Files and folders that the destination must neither be in nor hold."""
     catalogue = opened.catalogue
     if opened.path.is_dir():
@@ -258,18 +258,18 @@ def places_of(opened: Opened) -> list[Path]:
     return [opened.path, *(catalogue.path(i) for i in range(len(catalogue.files)))]
 
 
-def placements_read(opened: Opened, target: Target) -> Mapping[str, Placement]:
+def placements_read(opened: CheckpointSource, target: Target) -> Mapping[str, Placement]:
     """The source's placements that the target asks for, under the one name they are read by."""
     wanted = {opened.repeats.get(n, n) for n in target.side.placements}
     return {n: p for n, p in opened.side.placements.items() if n in wanted}
 
 
-def expected_digests(opened: Opened) -> dict[str, int]:
+def expected_digests(opened: CheckpointSource) -> dict[str, int]:
     """Digests the source is known to have, under the names this run uses."""
     return {name: d.crc32c for name, d in _known(opened).items()}
 
 
-def _known(opened: Opened) -> dict[str, TensorDigest]:
+def _known(opened: CheckpointSource) -> dict[str, TensorDigest]:
     sidecar = opened.sidecar
     if sidecar is None or (sidecar.names == "canonical") != opened.is_canonical:
         return {}
@@ -282,7 +282,7 @@ def _known(opened: Opened) -> dict[str, TensorDigest]:
 
 
 def write_digests(
-    opened: Opened, target: Target, plan: Plan, copied: CopyReport, stage: Stage
+    opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport, stage: Stage
 ) -> Sidecar:
     """Put the digests of what was written beside it, if there are any, and return them."""
     sidecar = _sidecar_of(opened, target, plan, copied)
@@ -291,7 +291,7 @@ def write_digests(
     return sidecar
 
 
-def _sidecar_of(opened: Opened, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
+def _sidecar_of(opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
     """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
     known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}

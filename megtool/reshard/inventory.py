@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.plan import Dropped, Op, Plan
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"
@@ -63,7 +63,7 @@ class Account:
         return ", ".join(f"{n:,} {what}" for what, n in numbers.items())
 
 
-def account_of(opened: Opened, target: Target, plan: Plan) -> Account:
+def account_of(opened: CheckpointSource, target: Target, plan: Plan) -> Account:
     """The account of a planned job, whose `plan.dropped` has all that is dropped but for files."""
     held = opened.catalogue
     used: dict[str, None] = {}
@@ -103,7 +103,7 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _files(opened: Opened, target: Target) -> tuple[list[str], list[str], list[Dropped]]:
+def _files(opened: CheckpointSource, target: Target) -> tuple[list[str], list[str], list[Dropped]]:
     """Small files of the source that lie in the target as they are, or written anew, or neither."""
     folder = f"{target.sidecar_folder}/" if target.sidecar_folder else ""
     written = {n.removeprefix(folder): data for n, data in target.destination.all_small()}

@@ -18,14 +18,14 @@ from megtool.convert.megatron_args import args_from_config
 from megtool.errors import MappingError
 from megtool.reshard.megatron.bridge_files import with_model
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
-from megtool.reshard.source import Model, Opened
+from megtool.reshard.source import Model, CheckpointSource
 
 _LIST = r"((?:module\.)*(?:decoder|encoder)\.layers\.)"
 _STACKED = re.compile(_LIST + r"(?!\d)(.*/shard_)(\d+)((?:\.\d+)*)_(\d+)((?:\.\d+)*)")
 _PER_LAYER = re.compile(_LIST + r"(\d+)(\..*)")
 
 
-def select_layers(opened: Opened, text: str) -> Opened:
+def select_layers(opened: CheckpointSource, text: str) -> CheckpointSource:
     """The checkpoint as if it had only the layers that `text` names (`0-15`, `0-3,8`).
 
     Weights, optimizer state, objects kept layer by layer and everything that says how many layers
@@ -93,7 +93,7 @@ def _leave_modelopt(catalogue: Catalogue) -> None:
 
 
 def _described(
-    opened: Opened, model: Model, config: ModelConfig, changed: dict[str, Any]
+    opened: CheckpointSource, model: Model, config: ModelConfig, changed: dict[str, Any]
 ) -> tuple[Model, dict[str, bytes]]:
     """The model with its new configuration, and the small files that describe it anew."""
     edited = dict(opened.edited)

@@ -62,7 +62,7 @@ class Model:
 
 
 @dataclass(slots=True, kw_only=True)
-class Opened:
+class CheckpointSource:
     """An open checkpoint. `reason` says why no model is known, where `model` is None.
 
     `left_out` counts the stored tensors that were not selected, `optimizer_bytes` those of
@@ -106,7 +106,7 @@ class Opened:
         return carried if self.catalogue.format in WITH_HF_FOLDER else dict(found)
 
 
-def unknown_model(opened: Opened, needs: str) -> MappingError:
+def unknown_model(opened: CheckpointSource, needs: str) -> MappingError:
     """What to raise where a model has to be known and is not; `needs` says what for."""
     reason = opened.reason
     return MappingError(
@@ -129,7 +129,7 @@ def open_model(
     optimizer: bool = True,
     prove_all: bool = False,
     for_format: str | None = None,
-) -> Opened:
+) -> CheckpointSource:
     """Open a checkpoint and find its model, from headers and small files alone.
 
     State in buckets and files per rank are read as tensors of the model; `optimizer` false leaves
@@ -199,7 +199,7 @@ def open_model(
         model = replace(model, config=side.config)
     for warning in catalogue.warnings:
         _LOG.warning("%s", warning)
-    return Opened(
+    return CheckpointSource(
         path=path,
         catalogue=catalogue,
         model=model,

@@ -11,7 +11,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
 from megtool.reshard.average import Average, check_same, parse_shares
 from megtool.reshard.layer_subset import select_layers
-from megtool.reshard.source import Model, Opened, open_model, selector
+from megtool.reshard.source import Model, CheckpointSource, open_model, selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Selection:
     average: Sequence[Path] = ()
     weights: str | None = None
 
-    def open(self, path: Path) -> Opened:
+    def open(self, path: Path) -> CheckpointSource:
         """Open the source.
 
         Raises:
@@ -51,7 +51,7 @@ class Selection:
             raise UsageError("--weights without --average", hint="--average OTHER names others")
         return self._open(path, self.iteration, self._keep(), None)
 
-    def open_others(self, first: Opened) -> Average | None:
+    def open_others(self, first: CheckpointSource) -> Average | None:
         """Open the checkpoints to average with the source, None where there are none.
 
         Globs are about the source's names: of the others what the source has is taken. An
@@ -77,7 +77,7 @@ class Selection:
         iteration: str | None,
         keep: Callable[[str], bool] | None,
         model: Model | None,
-    ) -> Opened:
+    ) -> CheckpointSource:
         opened = open_model(
             path,
             iteration=iteration,

@@ -32,7 +32,7 @@ from megtool.reshard.megatron.amax_report import AmaxWish
 from megtool.reshard.megatron.master_weight_check import check_masters
 from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
 from megtool.reshard.rename_patterns import renamed
-from megtool.reshard.source import Opened, unknown_model
+from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.writers import hf, megatron_legacy, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Request, Target, fill_of
 
@@ -58,7 +58,7 @@ def choose_format(source: Catalogue, to: str | None) -> str:
     return name
 
 
-def make_target(source: Opened, request: Request) -> Target:
+def make_target(source: CheckpointSource, request: Request) -> Target:
     """Decide what to write, down to the last byte that is not tensor data.
 
     Raises:
@@ -125,7 +125,7 @@ def make_target(source: Opened, request: Request) -> Target:
 
 
 def _write(
-    source: Opened,
+    source: CheckpointSource,
     kind: str,
     dialect: str,
     parallel: ParallelConfig | None,
@@ -176,7 +176,7 @@ def _state_names(kind: str, dialect: str) -> str | None:
     return STATE_LAST if kind == "dcp" else STATE_FIRST
 
 
-def _dialect(source: Opened, kind: str) -> str:
+def _dialect(source: CheckpointSource, kind: str) -> str:
     """How the target's tensors are named."""
     own = source.side.dialect
     if kind in MEGATRON:
@@ -196,11 +196,11 @@ def _dialect(source: Opened, kind: str) -> str:
     raise unknown_model(source, f"writing {kind!r} needs the model's family")
 
 
-def _is_megatron(source: Opened) -> bool:
+def _is_megatron(source: CheckpointSource) -> bool:
     return is_megatron(t.name for t in source.catalogue.tensors)
 
 
-def _parallel(source: Opened, request: Request, kind: str) -> ParallelConfig | None:
+def _parallel(source: CheckpointSource, request: Request, kind: str) -> ParallelConfig | None:
     """The layout asked for; what was not said stays as the source's args have it, else 1."""
     said = [k for k, v in request.layout.items() if v not in (None, False, 1)]
     if kind not in CUT_BY_RANKS:
@@ -250,7 +250,7 @@ def _renamed(side: TargetSide, renames: Sequence[str]) -> TargetSide:
     )
 
 
-def _dropped_tensors(source: Opened, side: TargetSide, *, whole: bool) -> list[Dropped]:
+def _dropped_tensors(source: CheckpointSource, side: TargetSide, *, whole: bool) -> list[Dropped]:
     """Stored tensors that the target does not hold, each with its reason.
 
     What a family's table leaves out (a tied copy, rotary frequencies) is no loss, unless it is no

@@ -21,7 +21,7 @@ from megtool.quant.qparams import INPUTS, PACKINGS, Cache, Settlement, Treatment
 from megtool.quant.recipes.formats import FORMATS, SMOOTHED, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ _KINDS = {
 class Made:
     """A quantised folder, what it was made of, and what was decided."""
 
-    source: Opened
+    source: CheckpointSource
     path: Path
     decisions: list[Decision]
     settlement: Settlement

@@ -19,7 +19,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.process_groups import Groups
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.train.build_model import load_for_training
 from megtool.train.checkpointing.megatron_template import template_of
 from megtool.train.checkpointing.resume import Resumed, resume
@@ -45,7 +45,7 @@ class Trained:
     ) -> None:
         torch.set_num_threads(1)
         self.groups = groups or Groups.start(ParallelConfig(**(layout or {})))
-        self.opened: Opened = open_model(source)
+        self.opened: CheckpointSource = open_model(source)
         assert self.opened.model is not None
         self.source = Source(
             catalogue=self.opened.catalogue,

@@ -32,7 +32,7 @@ from megtool.reshard.auxiliary_files import saved_tokenizer
 from megtool.reshard.duplicate_check import no_copies
 from megtool.reshard.execute import expected_digests, peak_rss_bytes, places_of
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import Opened, open_model, unknown_model
+from megtool.reshard.source import CheckpointSource, open_model, unknown_model
 from megtool.reshard.staged_write import write_staged
 
 _LOG = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def export_gguf(
 
 
 def _planned(
-    opened: Opened, place: Path, kind: str, name: str, split: str | None
+    opened: CheckpointSource, place: Path, kind: str, name: str, split: str | None
 ) -> tuple[Plan, list[str]]:
     """The plan, and what is to be said about it."""
     family, config = _model_of(opened)
@@ -196,7 +196,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _model_of(opened: Opened) -> tuple[Family, ModelConfig]:
+def _model_of(opened: CheckpointSource) -> tuple[Family, ModelConfig]:
     """The family and the configuration, which have to be known.
 
     Raises:
@@ -208,7 +208,7 @@ def _model_of(opened: Opened) -> tuple[Family, ModelConfig]:
     return model.family, model.config
 
 
-def _tokenizer(opened: Opened, vocab_size: int, split: str | None) -> Mapping[str, Any]:
+def _tokenizer(opened: CheckpointSource, vocab_size: int, split: str | None) -> Mapping[str, Any]:
     """The keys of the tokenizer: a GGUF source's own, else those of its tokenizer.json."""
     own = opened.catalogue.metadata.get("gguf", {})
     if "tokenizer.ggml.tokens" in own and opened.like is None:
@@ -223,7 +223,7 @@ def _tokenizer(opened: Opened, vocab_size: int, split: str | None) -> Mapping[st
         raise type(e)(e.message, file=opened.like or opened.path, hint=e.hint) from e
 
 
-def _dropped(opened: Opened) -> list[Dropped]:
+def _dropped(opened: CheckpointSource) -> list[Dropped]:
     """Stored tensors that mean nothing to the model; copies are compared with what they repeat."""
     differ = no_copies(opened, whole=False)
     for name, reason in differ.items():

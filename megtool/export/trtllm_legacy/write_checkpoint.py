@@ -30,7 +30,7 @@ from megtool.export.trtllm_legacy.quantized_weights import CodedWeights, coded_w
 from megtool.reshard.duplicate_check import no_copies
 from megtool.reshard.execute import peak_rss_bytes, places_of
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import Opened, open_model, unknown_model
+from megtool.reshard.source import CheckpointSource, open_model, unknown_model
 from megtool.reshard.staged_write import write_staged, written_files
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
@@ -135,7 +135,7 @@ def export_legacy(
 
 
 def _planned(
-    opened: Opened,
+    opened: CheckpointSource,
     tp: int,
     pp: int,
     dtype: str | None,
@@ -180,14 +180,14 @@ def _planned(
     return legacy, plan, catalogue
 
 
-def _coded(opened: Opened) -> CodedFolder | None:
+def _coded(opened: CheckpointSource) -> CodedFolder | None:
     """The source's quantised modules, if it is a folder that has any."""
     if opened.catalogue.format != "hf" or quantisation(opened.catalogue.metadata) is None:
         return None
     return read_coded(opened.path)
 
 
-def _check_model(opened: Opened) -> None:
+def _check_model(opened: CheckpointSource) -> None:
     """It is known what is exported, and legacy engines have a model for it.
 
     Raises:
@@ -201,7 +201,7 @@ def _check_model(opened: Opened) -> None:
     check_family(model.family.name if model.family else None, model.config)
 
 
-def _model_of(opened: Opened, folder: CodedFolder | None) -> Model:
+def _model_of(opened: CheckpointSource, folder: CodedFolder | None) -> Model:
     """What is exported."""
     model, config = opened.model, opened.side.config
     if model is None or model.family is None or config is None:
@@ -218,7 +218,7 @@ def _model_of(opened: Opened, folder: CodedFolder | None) -> Model:
     )
 
 
-def _dtype_of(opened: Opened, asked: str | None, weights: CodedWeights | None) -> tuple[DType, str]:
+def _dtype_of(opened: CheckpointSource, asked: str | None, weights: CodedWeights | None) -> tuple[DType, str]:
     """The type of what is not quantised, and what is to be said about it."""
     known = ("bfloat16", "float16") if weights else ("bfloat16", "float16", "float32")
     if asked is not None:

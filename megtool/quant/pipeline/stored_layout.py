@@ -22,7 +22,7 @@ from megtool.quant.pipeline.weight_layout import Lie, check_blocks, lie_of, misp
 from megtool.quant.qparams import Floats, Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import Target
 from megtool.tensors.sharded import GlobalTensor
 
@@ -76,7 +76,7 @@ def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict
 
 
 def stored_modules(
-    opened: Opened,
+    opened: CheckpointSource,
     decisions: Sequence[Decision],
     treatments: Mapping[str, Treatment],
     target: Target,
@@ -221,7 +221,7 @@ def _with_one_scale(piece: Piece) -> Weight:
     return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
 
 
-def folded_norms(opened: Opened, settlement: Settlement, target: Target) -> list[Folded]:
+def folded_norms(opened: CheckpointSource, settlement: Settlement, target: Target) -> list[Folded]:
     """The norms that take factors."""
     tensors = {t.name: t for t in target.side.tensors}
     config = opened.side.config

@@ -10,7 +10,7 @@ from megtool.errors import MappingError
 from megtool.quant.packed_tensors.transposed import TURNED
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import Request, Target, make_target
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -19,7 +19,7 @@ EXPERTS_RECIPE = "mxfp4_experts"
 """The shipped recipe for what is stored in blocks."""
 
 
-def target_of(opened: Opened, decisions: Sequence[Decision], request: Request) -> Target:
+def target_of(opened: CheckpointSource, decisions: Sequence[Decision], request: Request) -> Target:
     """The Hugging Face folder to be written, experts where loaders look for their codes.
 
     Where no expert becomes codes, they lie as the family has them unquantised.

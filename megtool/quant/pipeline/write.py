@@ -53,7 +53,7 @@ from megtool.reshard.execute import (
     places_of,
     write_digests,
 )
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.target import Request, Target
 from megtool.tensors.sharded import GlobalTensor
@@ -88,7 +88,7 @@ class Unproved(MegtoolError):
     exit_status = 7
 
 
-def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
+def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> None:
     """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
 
     Raises:
@@ -108,7 +108,7 @@ def check_storable(opened: Opened, decisions: Sequence[Decision]) -> None:
 
 
 def write(
-    opened: Opened,
+    opened: CheckpointSource,
     decisions: Sequence[Decision],
     settlement: Settlement,
     destination: Path,
@@ -220,7 +220,7 @@ def _said(
 
 
 def find_shared_amaxes(
-    opened: Opened,
+    opened: CheckpointSource,
     modules: Sequence[StoredModule],
     files: Files,
     *,
@@ -259,7 +259,7 @@ def find_shared_amaxes(
 
 
 def _plan(
-    opened: Opened,
+    opened: CheckpointSource,
     decisions: Sequence[Decision],
     settlement: Settlement,
     modules: Sequence[StoredModule],

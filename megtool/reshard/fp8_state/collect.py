@@ -13,7 +13,7 @@ from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.expert_extra_state import expert_states
 from megtool.reshard.megatron.extra_state_names import Site, holds_nothing, is_extra_state, site_of
 from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Scaling:
         return own | {b.site for b in self.buffers}
 
 
-def scaling_of(opened: Opened) -> Scaling:
+def scaling_of(opened: CheckpointSource) -> Scaling:
     """Read the states, and no weight.
 
     Raises:
@@ -83,7 +83,7 @@ def scaling_of(opened: Opened) -> Scaling:
     )
 
 
-def require_told(scaling: Scaling, opened: Opened) -> None:
+def require_told(scaling: Scaling, opened: CheckpointSource) -> None:
     """Refuse a checkpoint of which it is not known which expert's some of the numbers are.
 
     Raises:
@@ -100,7 +100,7 @@ def require_told(scaling: Scaling, opened: Opened) -> None:
         )
 
 
-def require(scaling: Scaling, opened: Opened) -> None:
+def require(scaling: Scaling, opened: CheckpointSource) -> None:
     """Refuse a checkpoint that holds nothing of it.
 
     Raises:

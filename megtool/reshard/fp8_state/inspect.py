@@ -23,7 +23,7 @@ from megtool.reshard.fp8_state.weight_amax import num_bytes, weight_amaxes
 from megtool.reshard.megatron.extra_state_names import Site
 from megtool.reshard.megatron.fp8_faults import layout_of
 from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 
 _NAMES = {"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")}
 
@@ -162,7 +162,7 @@ def _of_buffers(scaling: Scaling, amaxes: Mapping[Site, float]) -> list[AmaxLine
     ]  # fmt: skip
 
 
-def _merged(opened: Opened, scaling: Scaling) -> tuple[int, int]:
+def _merged(opened: CheckpointSource, scaling: Scaling) -> tuple[int, int]:
     """How many ranks the states are of at most, and in how many modules these differed."""
     merged = merged_of(opened.catalogue)
     held = opened.catalogue.objects

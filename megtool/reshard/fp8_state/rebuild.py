@@ -23,13 +23,13 @@ from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import Site
 
 if TYPE_CHECKING:
-    from megtool.reshard.source import Opened
+    from megtool.reshard.source import CheckpointSource
 
 STALE = ("uncovered", "stale", "zeros")
 
 
 def rebuild(
-    source: Opened, states: Mapping[Site, ExtraState], *, threads: int | None = None
+    source: CheckpointSource, states: Mapping[Site, ExtraState], *, threads: int | None = None
 ) -> tuple[dict[Site, ExtraState], list[AmaxFinding]]:
     """The states that change, and what was wrong with each of them.
 

@@ -15,7 +15,7 @@ from megtool.checkpoint.param_groups import BY_DP
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
-from megtool.reshard.execute import Manner, carry_out, plan_job
+from megtool.reshard.execute import ExecutionOptions, execute, plan_job
 from megtool.reshard.fp8_state.collect import Scaling, require, require_told, scaling_of
 from megtool.reshard.fp8_state.modelopt_amax import Array, rebuilt_buffers
 from megtool.reshard.fp8_state.weight_amax import weight_amaxes
@@ -23,7 +23,7 @@ from megtool.reshard.megatron.amax_report import AmaxFinding, AmaxHow, AmaxRepor
 from megtool.reshard.megatron.optimizer import sharding_type
 from megtool.reshard.parse_size import parse_size
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import Opened, open_model
+from megtool.reshard.source import CheckpointSource, open_model
 from megtool.reshard.target import Request
 
 FORMATS = ("torch_dist", "megatron")
@@ -94,7 +94,7 @@ def rewrite(
         destination=destination,
         amax=AmaxWish(how=how),
     )
-    manner = Manner(
+    manner = ExecutionOptions(
         threads=threads or min(8, os.cpu_count() or 1),
         memory_bytes=parse_size(memory, "memory"),
         digest=DigestMode("buffered"),
@@ -106,11 +106,11 @@ def rewrite(
     job = plan_job(opened, None, request, manner, made=made)
     if findings:
         job.target.amax = _with(job.target.amax, how, len(made), findings)
-    return carry_out(job, manner, Files(), progress, began=began)
+    return execute(job, manner, Files(), progress, began=began)
 
 
 def _buffers(
-    opened: Opened, scaling: Scaling, how: AmaxHow, threads: int | None
+    opened: CheckpointSource, scaling: Scaling, how: AmaxHow, threads: int | None
 ) -> tuple[dict[str, Array], list[AmaxFinding]]:
     """New values of ModelOpt's buffers that weights contradict, and what was wrong.
 

@@ -42,7 +42,7 @@ from megtool.reshard.megatron.extra_state_names import (
 )
 from megtool.reshard.megatron.fp8_faults import as_finding, faults_of, label
 from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 
 LONGEST = 1 << 20
 """Steps of the longest history that is written."""
@@ -97,7 +97,7 @@ class States:
     is written, as it does; 1 where states go to a module of their own, or are joined here.
     """
 
-    def __init__(self, source: Opened, carried: Carried, wish: AmaxWish, *, mix: int = 1) -> None:
+    def __init__(self, source: CheckpointSource, carried: Carried, wish: AmaxWish, *, mix: int = 1) -> None:
         self.findings: list[AmaxFinding] = []
         self._source, self._carried, self._wish = source, carried, wish
         self._merged = merged_of(source.catalogue)

@@ -40,7 +40,7 @@ from megtool.reshard.megatron.extra_state_names import (
 )
 from megtool.reshard.megatron.model_space import saved_layout
 from megtool.reshard.megatron.rank_objects import is_of_rank
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")
@@ -66,7 +66,7 @@ class Carried:
 
 
 def carried_objects(
-    source: Opened, tensors: Sequence[GlobalTensor], parallel: ParallelConfig, target: str
+    source: CheckpointSource, tensors: Sequence[GlobalTensor], parallel: ParallelConfig, target: str
 ) -> Carried:
     """What becomes of every object in a `target` of Megatron's that stores `tensors`.
 
@@ -103,7 +103,7 @@ def _keep(out: Carried, held: Catalogue, name: str, new: str) -> None:
     out.moved.append(name)
 
 
-def _place_group(out: Carried, source: Opened, name: str, target: str, has_state: bool) -> None:
+def _place_group(out: Carried, source: CheckpointSource, name: str, target: str, has_state: bool) -> None:
     if has_state:
         out.derived.append(name)
     elif source.side.states:
@@ -112,7 +112,7 @@ def _place_group(out: Carried, source: Opened, name: str, target: str, has_state
         out.drop(name, "its optimizer state is left out", is_lost=False)
 
 
-def _place_state(out: Carried, source: Opened, name: str, spelling: Spelling) -> None:
+def _place_state(out: Carried, source: CheckpointSource, name: str, spelling: Spelling) -> None:
     """An extra state under the name the target has for it."""
     site = site_of(name)
     if site is not None and spelling.has(site):
@@ -171,7 +171,7 @@ def _rank_obstacle(held: Catalogue, want: ParallelConfig) -> str | None:
 
 
 def written_objects(
-    source: Opened,
+    source: CheckpointSource,
     carried: Carried,
     tensors: Sequence[GlobalTensor],
     *,
@@ -203,13 +203,13 @@ def item_of(catalogue: Catalogue, held: StoredObject) -> bytes:
         return object_item([load_object(f.fileno(), *held.extent[1:], file=path)])
 
 
-def values_of(source: Opened, carried: Carried) -> dict[str, Any]:
+def values_of(source: CheckpointSource, carried: Carried) -> dict[str, Any]:
     """The objects on their way by their new names, as inert trees."""
     return {n: object_value(source.catalogue, o) for n, o in carried.kept.items()}
 
 
 def join_grouped(
-    source: Opened,
+    source: CheckpointSource,
     carried: Carried,
     experts: int,
     findings: list[AmaxFinding],

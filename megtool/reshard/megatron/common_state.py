@@ -20,7 +20,7 @@ from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args, layout_fields
 from megtool.dtypes import DType
 from megtool.reshard.megatron.rank_objects import MODELOPT
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -32,7 +32,7 @@ def source_layout(catalogue: Catalogue) -> dict[str, int]:
 
 
 def common_state(
-    source: Opened,
+    source: CheckpointSource,
     parallel: ParallelConfig,
     tensors: Sequence[GlobalTensor],
     dtype: DType | None,
@@ -96,7 +96,7 @@ def _saving_args(optimizer: str | None, has_state: bool, target: str) -> dict[st
 
 def _set_optimizer(
     common: dict[str, Any],
-    source: Opened,
+    source: CheckpointSource,
     has_state: bool,
     tensors: Sequence[GlobalTensor],
     parallel: ParallelConfig,
@@ -134,7 +134,7 @@ _OPTIMIZER = ("optimizer", "opt_param_scheduler", "lr_scheduler")
 
 
 def account_for_common(
-    source: Opened, written: Mapping[str, Any] | None, target: str
+    source: CheckpointSource, written: Mapping[str, Any] | None, target: str
 ) -> tuple[list[str], list[str], list[Dropped]]:
     """What becomes of each part of the common state: moved, derived, or dropped and why.
 

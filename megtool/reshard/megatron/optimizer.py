@@ -15,7 +15,7 @@ from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError
 from megtool.reshard.megatron.dp_reshardable_writer import Run
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.registration_order import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
@@ -122,7 +122,7 @@ def require_states(side: TargetSide, wanted: Iterable[str]) -> None:
             )
 
 
-def run_of(source: Opened, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
+def run_of(source: CheckpointSource, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
     """How the run that will load the checkpoint cuts its buckets, as far as the source says."""
     args = args_of(source.catalogue)
     floats = [t.dtype.name for t in weights if t.dtype.is_float]

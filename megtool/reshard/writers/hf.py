@@ -11,11 +11,11 @@ from megtool.dtypes import DType
 from megtool.reshard.auxiliary_files import hugging_face_files, saved_tokenizer
 from megtool.reshard.megatron.common_state import account_for_common
 from megtool.reshard.megatron.extra_state_names import EMPTY, is_empty_state
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Request, Target
 
 
-def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+def lay_out(source: CheckpointSource, request: Request, out: Target, dtype: DType | None) -> None:
     """Lay out safetensors files, and list what they have no place for."""
     single = request.destination.name if out.format == "safetensors" else None
     small = {} if single else hugging_face_files(source, dtype) | saved_tokenizer(source)

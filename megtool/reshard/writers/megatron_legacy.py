@@ -39,7 +39,7 @@ from megtool.reshard.megatron.local_names import module_to_local, to_local
 from megtool.reshard.megatron.optimizer import require_states, run_of, states_of, warn_of_order
 from megtool.reshard.megatron.rank_files import expert_rank
 from megtool.reshard.megatron.rank_objects import of_chunk, own_state
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors import buckets
 from megtool.tensors.registration_order import registered
@@ -49,7 +49,7 @@ _LINEAR = tuple(f".linear_{n}{SUFFIX}" for n in ("qkv", "proj", "fc1", "fc2"))
 _FLAT = "distrib_optim"
 
 
-def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+def lay_out(source: CheckpointSource, request: Request, out: Target, dtype: DType | None) -> None:
     """Lay out `model_optim_rng.pt`, and `distrib_optim.pt` where there is state, of every rank."""
     config = source.model.config if source.model else None
     if config is None:
@@ -107,7 +107,7 @@ class _Writer:
 
     def __init__(
         self,
-        source: Opened,
+        source: CheckpointSource,
         config: ModelConfig,
         parallel: ParallelConfig,
         weights: Sequence[GlobalTensor],
@@ -274,7 +274,7 @@ class _Writer:
         return out
 
 
-def _check_names(source: Opened, weights: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
+def _check_names(source: CheckpointSource, weights: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
     """The tensors' names say which rank file each belongs in.
 
     Raises:

@@ -41,12 +41,12 @@ from megtool.reshard.megatron.optimizer import (
     states_of,
     warn_of_order,
 )
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 
-def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+def lay_out(source: CheckpointSource, request: Request, out: Target, dtype: DType | None) -> None:
     """Lay out one data file per rank, the objects, and the files beside them."""
     parallel = out.parallel or ParallelConfig()
     megatron = out.format == "torch_dist"
@@ -60,7 +60,7 @@ def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) 
 
 
 def _lay_out(
-    source: Opened,
+    source: CheckpointSource,
     request: Request,
     out: Target,
     dtype: DType | None,
@@ -109,7 +109,7 @@ def _lay_out(
         out.sidecar_folder = folder_name(iteration)
 
 
-def _mix(source: Opened, parallel: ParallelConfig) -> int:
+def _mix(source: CheckpointSource, parallel: ParallelConfig) -> int:
     """The experts that share one FP8 state on each rank of the run that will load it."""
     config = source.model.config if source.model else None
     if config is None or not registration_order(source.catalogue).grouped_experts:
@@ -118,7 +118,7 @@ def _mix(source: Opened, parallel: ParallelConfig) -> int:
 
 
 def _bridge_files(
-    source: Opened,
+    source: CheckpointSource,
     out: Target,
     parallel: ParallelConfig,
     have: dict[str, bytes],
@@ -148,7 +148,7 @@ def _bridge_files(
 
 
 def _lay_out_by_buckets(
-    source: Opened,
+    source: CheckpointSource,
     request: Request,
     out: Target,
     dtype: DType | None,

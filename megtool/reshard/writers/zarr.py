@@ -14,11 +14,11 @@ from megtool.dtypes import DType
 from megtool.reshard.auxiliary_files import files_beside_ranks
 from megtool.reshard.megatron.checkpoint_objects import item_of
 from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.source import Opened
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.writers.target_spec import Request, Target
 
 
-def lay_out(source: Opened, request: Request, out: Target, dtype: DType | None) -> None:
+def lay_out(source: CheckpointSource, request: Request, out: Target, dtype: DType | None) -> None:
     """Lay out the arrays, and beside them all objects and the common state as the source has them.
 
     Nothing here depends on a layout of ranks, so what belongs to the source's ranks stays true.

@@ -21,7 +21,7 @@ from megtool.dtypes import DType
 from megtool.reshard.megatron.common_state import saved_iteration
 from megtool.reshard.megatron.dp_reshardable_writer import Run, lay_out_buckets, objects_of
 from megtool.reshard.megatron.optimizer import NONE, run_of, warn_of_order
-from megtool.reshard.source import Opened, unknown_model
+from megtool.reshard.source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Request
 from megtool.tensors.sharded import GlobalTensor
@@ -33,7 +33,7 @@ _STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state", RERUN
 
 
 def template_of(
-    opened: Opened,
+    opened: CheckpointSource,
     parallel: ParallelConfig,
     dtype: DType | None = None,
     *,
@@ -79,7 +79,7 @@ def template_of(
     )
 
 
-def _weights_of(opened: Opened) -> Opened:
+def _weights_of(opened: CheckpointSource) -> CheckpointSource:
     """The checkpoint without its optimizer's state."""
     side = opened.side
     weights = {n: t for n, t in side.canonical.items() if ":" not in n}
@@ -133,7 +133,7 @@ def _without_scales(name: str, item: bytes) -> bytes:
 
 
 def _flat(
-    opened: Opened,
+    opened: CheckpointSource,
     weights: Sequence[GlobalTensor],
     config: ModelConfig,
     parallel: ParallelConfig,
