@@ -37,10 +37,10 @@ FAMILY = Family(
         (
             True,
             "attention in chunks, and queries that are scaled in layers without rotation and "
-            "normalised in the others alone, have to be set by hand in Megatron",
+            "normalized in the others alone, have to be set by hand in Megatron",
         ),
     ),
-    # Quantised experts lie in a tensor each: loaders (vLLM's, SGLang's) take codes of no others.
+    # Quantized experts lie in a tensor each: loaders (vLLM's, SGLang's) take codes of no others.
     # The intermediate size is that of experts, the routed and the shared one.
     config=(
         Key("num_hidden_layers", "num_layers"),

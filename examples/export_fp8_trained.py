@@ -1,4 +1,4 @@
-"""Amax: a checkpoint that was trained in FP8, quantised with the scales of its training, no data.
+"""Amax: a checkpoint that was trained in FP8, quantized with the scales of its training, no data.
 
 python examples/export_fp8_trained.py ./checkpoints/fp8-run ./scratch
 """

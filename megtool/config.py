@@ -31,7 +31,7 @@ class ModelConfig:
 
     Attention is latent where `kv_lora_rank` is not 0: a query head then has `qk_nope_head_dim +
     qk_rope_head_dim` elements, and a rank of 0 for queries means that they are projected directly.
-    `router_pre_softmax` says that scores are normalised before the choice of experts, not among
+    `router_pre_softmax` says that scores are normalized before the choice of experts, not among
     the chosen. `num_mtp_layers` layers after the last one predict further tokens (multi-token
     prediction); each is like the last one.
 

@@ -206,8 +206,8 @@ def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
 
 def say(kind: str, text: str) -> None:
     """Write one `kind: text` line to stderr: `error`, `warning`, `hint`, or "" for no prefix."""
-    colour = _COLOURS.get(kind, "") if coloured(sys.stderr) else ""
-    prefix = f"{colour}{kind}:{_PLAIN if colour else ''} " if kind else ""
+    color = _COLOURS.get(kind, "") if colored(sys.stderr) else ""
+    prefix = f"{color}{kind}:{_PLAIN if color else ''} " if kind else ""
     prefix = f"  {prefix}" if kind == "hint" else prefix
     with contextlib.suppress(OSError):  # nobody reads, or the disk is full; the work goes on
         print(prefix + printable(text), file=sys.stderr, flush=True)
@@ -217,8 +217,8 @@ _COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "hint": "\x1b[36m"}
 _PLAIN = "\x1b[0m"
 
 
-def coloured(stream: TextIO) -> bool:
-    """Whether colours belong on `stream`: a terminal that can, and no `NO_COLOR` set."""
+def colored(stream: TextIO) -> bool:
+    """Whether colors belong on `stream`: a terminal that can, and no `NO_COLOR` set."""
     return (
         stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "") != "dumb"
     )

@@ -128,7 +128,7 @@ def test_peers_do_the_same_job_in_more_memory(measure: Measure) -> None:
     assert [f for f in figures if f["peak_bytes"] > 64 * MIB] == []
 
 
-def test_quantised_folders_are_smaller_and_memory_is_bounded(measure: Measure) -> None:
+def test_quantized_folders_are_smaller_and_memory_is_bounded(measure: Measure) -> None:
     printed, figures = measure("quantize_speed.py")
     assert len(figures) == 8
     assert "w4a16_nvfp4" in printed

@@ -1,4 +1,4 @@
-"""Imports go down: a file imports its own folder and lower floors, never a neighbour."""
+"""Imports go down: a file imports its own folder and lower floors, never a neighbor."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def faults(package: Path) -> list[str]:
             elif FLOOR_OF[target] > FLOOR_OF[room]:
                 found.append(f"{where}:{line}: {room} imports {name!r} from above")
             elif FLOOR_OF[target] == FLOOR_OF[room] and {room, target} & FOLDERS:
-                found.append(f"{where}:{line}: {room} imports its neighbour {name!r}")
+                found.append(f"{where}:{line}: {room} imports its neighbor {name!r}")
     return found
 
 
@@ -78,8 +78,8 @@ def test_every_import_goes_down(checkout: Path) -> None:
     [
         ("tensors/box.py", "from megtool.checkpoint.plan import Plan", "from above"),
         ("tensors/box.py", "def f():\n    import megtool.cli.app", "from above"),
-        ("convert/family.py", "from megtool.checkpoint import plan", "neighbour"),
-        ("tensors/box.py", "from megtool import packing", "neighbour"),
+        ("convert/family.py", "from megtool.checkpoint import plan", "neighbor"),
+        ("tensors/box.py", "from megtool import packing", "neighbor"),
         ("tensors/box.py", "from . import relation", "relative"),
         ("tools/box.py", "", "has no floor"),
         ("tensors/box.py", "import megtool.tools", "no room"),

@@ -3,7 +3,7 @@
 python examples/benchmarks/export_speed.py [--gib 1] [--dir DIR] [--rounds 3] [--source NAME]...
 
 Sources: a Hugging Face folder of bfloat16 weights, the same as a Megatron checkpoint of four ranks,
-and quantised folders made of it by shipped recipes. Each is written in every form it has, by two
+and quantized folders made of it by shipped recipes. Each is written in every form it has, by two
 threads.
 """
 
@@ -23,7 +23,7 @@ from bench.table import Table, mib, parser, show, times, verdict, workplace
 from megtool.commands.reshard import reshard
 
 PLAIN, CODED = 1.1, 3.0
-"""Limits: of weights that stay as they are, and of quantised ones."""
+"""Limits: of weights that stay as they are, and of quantized ones."""
 
 Form = tuple[str, Mapping[str, Any], float | None]
 LEGACY = {"to": "trtllm-legacy", "tp": 2}
@@ -41,23 +41,23 @@ SOURCES: Mapping[str, tuple[Form, ...]] = {
         ("vllm", {"to": "vllm"}, CODED),
         ("compressed-tensors", {"to": "compressed-tensors"}, CODED),
         ("trtllm-legacy, TP=2", LEGACY, CODED),
-        ("hf, dequantised", {"to": "hf"}, None),
+        ("hf, dequantized", {"to": "hf"}, None),
     ),
     "int4_weight_only": (
         ("trtllm", {"to": "trtllm"}, CODED),
         ("compressed-tensors", {"to": "compressed-tensors"}, None),
-        ("hf, dequantised", {"to": "hf"}, None),
+        ("hf, dequantized", {"to": "hf"}, None),
     ),
     "w4a16_nvfp4": (
         ("unified", {"to": "unified"}, CODED),
         ("compressed-tensors", {"to": "compressed-tensors"}, CODED),
-        ("hf, dequantised", {"to": "hf"}, None),
+        ("hf, dequantized", {"to": "hf"}, None),
     ),
 }
 NOTE = (
     "bfloat16 Llama of normal numbers, files in the page cache, no fsync on either side; cp is "
     "`cp -r --reflink=never` of the source around each run. `s` is of `export()` in a fresh "
-    "process, its imports included; memory is anonymous, of the whole process. Dequantising writes "
+    "process, its imports included; memory is anonymous, of the whole process. Dequantizing writes "
     "two to four times the bytes that are read, and repacking INT4 moves every code."
 )
 

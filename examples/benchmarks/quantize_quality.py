@@ -30,7 +30,7 @@ from megtool.errors import MegtoolError, MissingPackageError
 from megtool.inference.compare import differences
 from megtool.inference.evaluate import token_scores
 from megtool.inference.windows import IGNORED, batches
-from megtool.quant.backend_modelopt import modelopt_config, quantised_model
+from megtool.quant.backend_modelopt import modelopt_config, quantized_model
 from megtool.quant.pipeline.calibration_data import Wanted, read_samples
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
@@ -66,7 +66,7 @@ class Score:
 
 
 def main() -> None:
-    """Quantise by every recipe in turn, by both, and print the table as it grows."""
+    """Quantize by every recipe in turn, by both, and print the table as it grows."""
     options = parser(__doc__, gib=None)
     options.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     options.add_argument("--data", type=Path, help="text to calibrate on; default: megtool's own")
@@ -107,7 +107,7 @@ def measure(
     """One recipe: a row."""
     group = group_for(given, name)
     began = time.perf_counter()
-    ours, bits, told = quantised(given, name, group, out)
+    ours, bits, told = quantized(given, name, group, out)
     took = time.perf_counter() - began
     shutil.rmtree(out, ignore_errors=True)
     say(f"{name}: {told or shown(ours)} in {took:.0f} s")
@@ -171,7 +171,7 @@ def group_for(given: argparse.Namespace, name: str) -> int:
     return 0
 
 
-def quantised(
+def quantized(
     given: argparse.Namespace, name: str, group: int, out: Path
 ) -> tuple[Score | None, float, str]:
     """Our figures and bits a weight; why there are none."""
@@ -222,10 +222,10 @@ class Peer:
         try:
             if self._model is None:
                 off = {"quant_cfg": [{"quantizer_name": "*", "enable": False}], "algorithm": "max"}
-                self._model = quantised_model(self._given.model, off, ())
+                self._model = quantized_model(self._given.model, off, ())
             decided = decide(self._given.model, name, group_size=group or None)
             config = self._config(name, decided)
-            found = quantised_model(self._given.model, config, self._samples)
+            found = quantized_model(self._given.model, config, self._samples)
         except MissingPackageError as e:
             return None, e.hint or e.message
         except MegtoolError as e:

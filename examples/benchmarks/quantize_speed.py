@@ -1,8 +1,8 @@
-"""How long weights take to be quantised, as a multiple of `cp` of the bytes that are read.
+"""How long weights take to be quantized, as a multiple of `cp` of the bytes that are read.
 
 python examples/benchmarks/quantize_speed.py [--gib 1] [--dir DIR] [--rounds 3] [--recipe NAME]...
 
-Files to a quantised Hugging Face folder, by two threads, no data: decided, settled by weights
+Files to a quantized Hugging Face folder, by two threads, no data: decided, settled by weights
 alone, searched for amax where a format needs that of whole weights, encoded and written.
 """
 

@@ -132,7 +132,7 @@ class PlanSummary:
         return asdict(self)
 
 
-def summarise(
+def summarize(
     plan: Plan, *, threads: int = 1, memory_bytes: int = 256 << 20, digest_all: bool = False
 ) -> PlanSummary:
     """Sum up a plan as `copy.execute` would carry it out with these settings.

@@ -19,7 +19,7 @@ Reopen = Callable[[Path], Catalogue]
 class Relocator:
     """Locates contained shards of a planned catalogue through the reopened checkpoint.
 
-    The checkpoint is opened once, at first use; shards are recognised by the place of their
+    The checkpoint is opened once, at first use; shards are recognized by the place of their
     containers (where some are cells, by their tensor and box), so the planned catalogue may be a
     selection.
 

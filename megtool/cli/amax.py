@@ -54,7 +54,7 @@ def _inspect(
     """Show every module's FP8 scaling, and what is wrong with it.
 
     Reads Transformer Engine's extra states of any release, without it and without running their
-    pickles, and the amax buffers of ModelOpt's quantisers. Exit status 7 if something is wrong.
+    pickles, and the amax buffers of ModelOpt's quantizers. Exit status 7 if something is wrong.
 
     Example: megtool amax inspect ./checkpoints/fp8-run
     """

@@ -229,7 +229,7 @@ def _verify(
         float | None,
         option(
             "Tolerance",
-            "Least signal over noise of quantised weights, in dB; default by format: FP8 25, "
+            "Least signal over noise of quantized weights, in dB; default by format: FP8 25, "
             "INT8 24, NVFP4 14, MXFP4 10, INT4 9 (6 dB and more below the worst of sound ones).",
             "--sqnr",
             metavar="DB",
@@ -242,7 +242,7 @@ def _verify(
 ) -> int:
     """Check one checkpoint against its digests, or two against each other.
 
-    Where one of two is quantised, weights are compared by signal over noise, and the folder's
+    Where one of two is quantized, weights are compared by signal over noise, and the folder's
     config files with its tensors. Exit status 7 when they differ.
 
     Example: megtool verify ./SmolLM2-135M-Instruct ./out

@@ -85,7 +85,7 @@ def _export(
     overwrite: Overwrite = False,
     fsync: Fsync = True,
 ) -> int:
-    """Write a checkpoint as the files that an engine loads, quantised or not.
+    """Write a checkpoint as the files that an engine loads, quantized or not.
 
     Codes and scales go over as they are, packed as the form packs them. No GPU, no framework, and
     little memory; an interrupted run resumes when the same command is given again.

@@ -1,4 +1,4 @@
-"""Demo: a real model through every format and layout and back, and quantised for engines."""
+"""Demo: a real model through every format and layout and back, and quantized for engines."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class DemoReport:
     """What the demo did and found.
 
     `verdicts` say whether the last checkpoint of the model, and of its training, equals the first.
-    `texts` (of the first folder and the last), `loss` (of the last training step) and `quantised`
-    (what lint and verify say of the quantised folder, and its text) are None where transformers is
+    `texts` (of the first folder and the last), `loss` (of the last training step) and `quantized`
+    (what lint and verify say of the quantized folder, and its text) are None where transformers is
     not installed. `sound` says that engines have nothing against that folder.
     """
 
@@ -58,12 +58,12 @@ class DemoReport:
     verdicts: tuple[str, ...]
     texts: tuple[str, str] | None = None
     loss: float | None = None
-    quantised: tuple[tuple[str, str], ...] | None = None
+    quantized: tuple[tuple[str, str], ...] | None = None
     sound: bool = True
 
     @property
     def exit_status(self) -> int:
-        """0 if every last checkpoint equals its first and engines load the quantised, else 7."""
+        """0 if every last checkpoint equals its first and engines load the quantized, else 7."""
         same = self.texts is None or self.texts[0] == self.texts[1]
         return 0 if self.equal and same and self.sound else 7
 
@@ -92,7 +92,7 @@ class DemoReport:
             yield f"prompt  {PROMPT}"
             yield f"first   {self.texts[0]}"
             yield f"last    {self.texts[1]}   ({same})"
-        yield from (f"{name:<8}{text}" for name, text in self.quantised or ())
+        yield from (f"{name:<8}{text}" for name, text in self.quantized or ())
         yield f"folder  {self.folder}"
 
 
@@ -104,7 +104,7 @@ def demo(folder: str | Path | None = None) -> DemoReport:
     is verified against the first. Where transformers is installed, both generate the same text, and
     six of its layers are trained for two steps: weights, master weights and moments then go through
     Megatron's default optimizer format, another layout and the legacy format, and are verified.
-    Last, the checkpoint at TP=3 PP=2 is calibrated and quantised to FP8 (weights, inputs and KV
+    Last, the checkpoint at TP=3 PP=2 is calibrated and quantized to FP8 (weights, inputs and KV
     cache), exported for vLLM, held against the rules of three engines and against its source, and
     decoded, to generate text once more.
 
@@ -164,7 +164,7 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
     jobs: list[Job] = [("GGUF -> Hugging Face", str(weights), "hf", []), *_MODEL]
     steps = [_step(folder, job) for job in jobs]
     pairs = [("hf", "hf-again")]
-    texts, loss, quantised, sound = None, None, None, True
+    texts, loss, quantized, sound = None, None, None, True
     if importlib.util.find_spec("transformers"):
         _LOG.info("train six of its layers for two steps")
         steps.append(_step(folder, ("six of its layers", "hf", "six", ["--layers=0-5"])))
@@ -173,7 +173,7 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
         pairs.append(("trained", "trained-ranks"))
         _LOG.info("generate text from both")
         texts = generate(folder / "hf"), generate(folder / "hf-again")
-        more, quantised, sound = _quantised(folder, kept=kept)
+        more, quantized, sound = _quantized(folder, kept=kept)
         steps += more
     found = [_verify(folder, a, b) for a, b in pairs]
     where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
@@ -184,12 +184,12 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
         verdicts=tuple(verdict for _, verdict in found),
         texts=texts,
         loss=loss,
-        quantised=quantised,
+        quantized=quantized,
         sound=sound,
     )
 
 
-def _quantised(folder: Path, *, kept: bool) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
+def _quantized(folder: Path, *, kept: bool) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
     """The model in FP8: the steps to it, what is found about it, and whether that is good."""
     page = folder / "fp8.html"
     steps = [

@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.formats.quantized import quantisation
+from megtool.checkpoint.formats.quantized import quantization
 from megtool.checkpoint.plan import Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
@@ -19,7 +19,7 @@ from megtool.lint.tables import ENGINES
 from megtool.quant.recipes.engine_support import read_target
 
 FORMS: Mapping[str, str] = {
-    "hf": "plain Hugging Face folder; quantised weights are decoded",
+    "hf": "plain Hugging Face folder; quantized weights are decoded",
     "unified": "Hugging Face folder with ModelOpt's codes and scales",
     "vllm": "unified, as vLLM loads it",
     "sglang": "unified, as SGLang loads it",
@@ -53,13 +53,13 @@ def export(
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
-    """Write the checkpoint `source`, quantised or not, in any format and layout, as `to` (`FORMS`).
+    """Write the checkpoint `source`, quantized or not, in any format and layout, as `to` (`FORMS`).
 
     `target` is an engine, or one with its version (`vllm@0.16.0`): what it cannot load is refused
-    before a byte is staged. Codes and scales of quantised weights go over as they are where the
+    before a byte is staged. Codes and scales of quantized weights go over as they are where the
     form has a place for them; they are packed anew where it packs otherwise, and brought to common
     scales where it has one for several weights. `tp` and `pp` are ranks of `trtllm-legacy`, `kind`
-    is the number format of `gguf`, `dtype` that of weights that are not quantised (`hf`,
+    is the number format of `gguf`, `dtype` that of weights that are not quantized (`hf`,
     `trtllm-legacy`). Nothing but headers is in memory at once, and a run that was interrupted
     resumes when it is called again with the same arguments.
 
@@ -88,14 +88,14 @@ def export(
         from megtool.export.gguf.write_file import export_gguf
 
         return export_gguf(source, destination, kind=kind or "bf16", **known, **common)
-    catalogue = _quantised(Path(source))
+    catalogue = _quantized(Path(source))
     if to == "hf" or catalogue is None:
         shards = {"dtype": dtype, "max_shard_size": max_shard_size}
         return _plain(source, destination, to, engine, catalogue, **shards, **known, **common)
     for flag, value in {"--dtype": dtype, "--iteration": iteration, "--like": like}.items():
         if value is not None:
             raise UsageError(
-                f"{flag} means nothing for --to {to} of a quantised folder",
+                f"{flag} means nothing for --to {to} of a quantized folder",
                 hint="its tensors keep their types, and its config.json stays; --to hf decodes it",
             )
     from megtool.export.quantized_folder import export_folder
@@ -145,13 +145,13 @@ def _check_options(
             )
 
 
-def _quantised(source: Path) -> Catalogue | None:
-    """A Hugging Face folder that says it is quantised, be it the KV cache alone; None for others:
+def _quantized(source: Path) -> Catalogue | None:
+    """A Hugging Face folder that says it is quantized, be it the KV cache alone; None for others:
     files of other formats hold plain weights."""
     if "hf" not in detect_format(source).names:
         return None
     catalogue = open_checkpoint(source)
-    return None if quantisation(catalogue.metadata) is None else catalogue
+    return None if quantization(catalogue.metadata) is None else catalogue
 
 
 def _plain(
@@ -159,7 +159,7 @@ def _plain(
     destination: str | Path,
     to: str,
     engine: str,
-    quantised: Catalogue | None,
+    quantized: Catalogue | None,
     **more: Any,
 ) -> ExportReport:
     """A plain Hugging Face folder, whatever the source is."""
@@ -167,15 +167,15 @@ def _plain(
 
     if to == "compressed-tensors":
         raise UsageError(
-            f"{source} is not quantised: compressed-tensors would hold nothing but plain weights",
+            f"{source} is not quantized: compressed-tensors would hold nothing but plain weights",
             hint="megtool quantize does that first; --to hf writes it plain",
         )
     notes: list[str] = []
     wrong: list[str] = []
-    if quantised is not None:
-        wrong += wrong_scales(quantised.root)
-        if quantised.set_aside:
-            count = several(len(quantised.set_aside), "scale")
+    if quantized is not None:
+        wrong += wrong_scales(quantized.root)
+        if quantized.set_aside:
+            count = several(len(quantized.set_aside), "scale")
             notes.append(f"{count} of inputs and of the KV cache are left out: all is plain")
 
     def check(plan: Plan) -> None:
@@ -197,7 +197,7 @@ def _plain(
         tensors=found.tensors,
         num_bytes=found.num_bytes,
         source_bytes=found.plan.read_bytes,
-        decoded=len(quantised.packed) if quantised is not None else 0,
+        decoded=len(quantized.packed) if quantized is not None else 0,
         files=tuple(str(f.relative_to(place)) for f in there),
         notes=tuple(notes),
         overflowed=found.overflowed,

@@ -336,7 +336,9 @@ class _Run:
             )
         return rescaled(standing, before, now)
 
-    def template(self, opened: CheckpointSource, stages: Sequence[Decoder], optimizer: Optimizer) -> Any:
+    def template(
+        self, opened: CheckpointSource, stages: Sequence[Decoder], optimizer: Optimizer
+    ) -> Any:
         """What saved iterations are but their values."""
         from megtool.dtypes import dtype
         from megtool.train.checkpointing.megatron_template import template_of

@@ -27,7 +27,7 @@ class FinetunePlan:
     """What a run would do. Bytes are those of the rank with most parameters.
 
     `adapter_bytes` are among `weight_bytes`; `rounded_bytes` are those of the weights that
-    quantisation-aware training keeps while rounded ones are in their place.
+    quantization-aware training keeps while rounded ones are in their place.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Beside: what LoRA, quantisation-aware training and distillation need beside settings."""
+"""Beside: what LoRA, quantization-aware training and distillation need beside settings."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def check_beside(
 
 
 def _job(runnable: Runnable, settings: TrainSettings) -> Job:
-    """What quantisation-aware training rounds, and by what, from headers alone."""
+    """What quantization-aware training rounds, and by what, from headers alone."""
     from megtool.train.features.qat_setup import job_for_training
 
     return job_for_training(

@@ -292,7 +292,9 @@ def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
     return dict(out)
 
 
-def _statistics(opened: CheckpointSource, threads: int, progress: Progress) -> dict[str, Statistics]:
+def _statistics(
+    opened: CheckpointSource, threads: int, progress: Progress
+) -> dict[str, Statistics]:
     catalogue = opened.catalogue
     total = catalogue.num_bytes
     progress("statistics", 0, total)

@@ -26,7 +26,7 @@ _SHOWN = 3
 class LintReport:
     """What engines would have against a folder.
 
-    `targets` are engines with their versions, `form` is how the folder says it is quantised, and
+    `targets` are engines with their versions, `form` is how the folder says it is quantized, and
     `formats` counts its linear modules by what their tensors are ("" is plain; experts that lie
     in one tensor are one). `num_rules` were held against it, those that are not about this form
     left out.
@@ -65,7 +65,7 @@ class LintReport:
         held = [f"{n} {algo}" for algo, n in self.formats.items() if algo]
         held += [f"{kept} kept"] if kept else []
         ranks = f", for {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
-        yield f"{self.path} ({self.form or 'not quantised'}): {', '.join(held)}{ranks}"
+        yield f"{self.path} ({self.form or 'not quantized'}): {', '.join(held)}{ranks}"
         for target in self.targets:
             mine = self.of(target)
             errors = sum(f.severity == "error" for f in mine)

@@ -20,7 +20,7 @@ from megtool.checkpoint.replicas import as_pair
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.digest_check import Kept
 from megtool.commands.verify_metadata import check_configs, check_words
-from megtool.commands.verify_quantized import QuantisedPair, packings_differ
+from megtool.commands.verify_quantized import QuantizedPair, packings_differ
 from megtool.commands.verify_report import Difference, Kind, VerifyReport
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
@@ -58,7 +58,7 @@ def verify(
     optimizer state that the other format has no place for. `iteration` chooses one of a save
     folder, whichever of the two is one. Memory is bounded by a few buffers a thread.
 
-    Where one of the two is quantised and the other is not, or otherwise, weights are compared by
+    Where one of the two is quantized and the other is not, or otherwise, weights are compared by
     signal over noise instead: each format has its threshold (`quant.proofs.closeness.LEAST`), or
     `sqnr` (dB) stands for all of them. Factors of columns that a norm has taken, or that lie beside
     a weight, are undone; config files are held against the tensors.
@@ -74,7 +74,7 @@ def verify(
     choice = Choice(family=family, like=None if like is None else Path(like), iteration=iteration)
     opened = [open_one(Path(a), choice)] if b is None else [*open_both(Path(a), Path(b), choice)]
     found = _Found()
-    near: QuantisedPair | None = None
+    near: QuantizedPair | None = None
     kept = [Kept(o) for o in opened]
     with ExitStack() as stack:
         readers = [stack.enter_context(Reader(o.catalogue, Files())) for o in opened]
@@ -87,7 +87,7 @@ def verify(
             pairs = list(kept[0].alone())
         else:
             if not (atol or rtol) and packings_differ(opened[0], opened[1]):
-                near = QuantisedPair.of(opened[0], opened[1], readers, sqnr)
+                near = QuantizedPair.of(opened[0], opened[1], readers, sqnr)
             apart = near.apart() if near else set()
             pairs = list(_matched(opened[0], opened[1], halves, bool(atol or rtol), found, apart))
         for o in opened:

@@ -1,4 +1,4 @@
-"""Verify, of a quantised folder: what its config files say, held against its tensors."""
+"""Verify, of a quantized folder: what its config files say, held against its tensors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _VIEWS = (View(target=Target(engine="vllm")), View(target=Target(engine="trtllm"
 
 
 def check_words(opened: CheckpointSource) -> tuple[list[Difference], list[str]]:
-    """Contradictions between the files of a quantised folder and its tensors, and what is odd.
+    """Contradictions between the files of a quantized folder and its tensors, and what is odd.
 
     Nothing for a checkpoint that is no such folder.
     """
@@ -135,11 +135,11 @@ def _difference(module: str, text: str) -> Difference:
 
 
 def _lists(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Modules that are said to be quantised and are not, or the other way round."""
+    """Modules that are said to be quantized and are not, or the other way round."""
     for one in subject.linear:
         for where, said in _said(subject, one):
             if one.algo and not said:
-                yield one.name, f"holds codes, and {where} says that it is not quantised"
+                yield one.name, f"holds codes, and {where} says that it is not quantized"
             elif said and not one.algo:
                 yield one.name, f"holds no codes, and {where} says that it is {said}"
 
@@ -167,7 +167,7 @@ def _said(subject: Subject, one: Linear) -> Iterator[tuple[str, str]]:
             if alone
             else group_of(subject.said, one.name, classes=bool(one.algo) or one.last != "lm_head")
         )
-        yield "config.json", "quantised" if group is not None else ""
+        yield "config.json", "quantized" if group is not None else ""
     elif subject.form == "fp8" and one.algo:  # what has no codes need not be listed
         alone = any(p == one.name for p in lists_of(subject.said))
-        yield "config.json", "" if alone else "quantised"
+        yield "config.json", "" if alone else "quantized"

@@ -1,4 +1,4 @@
-"""Verify, where one side is quantised: weights by signal over noise, and the folder's own words."""
+"""Verify, where one side is quantized: weights by signal over noise, and the folder's own words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from megtool.checkpoint.formats.quantized import quantisation
+from megtool.checkpoint.formats.quantized import quantization
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify_report import Difference
@@ -25,7 +25,7 @@ from megtool.tensors.box import numel
 
 
 def packings_differ(a: CheckpointSource, b: CheckpointSource) -> bool:
-    """Whether any tensor is quantised on one side alone, or otherwise on the other."""
+    """Whether any tensor is quantized on one side alone, or otherwise on the other."""
     x, y = a.side.placements, b.side.placements
     return any(_packing(a, n) != _packing(b, n) for n in x if n in y)
 
@@ -40,7 +40,7 @@ def _numbers(opened: CheckpointSource, name: str) -> str:
     """The packing by the numbers that it stores: compressed-tensors keeps codes of four bits in a
     byte each where inputs have codes too (W4A8), and they are no closer for that."""
     packing = _packing(opened, name)
-    said = quantisation(opened.catalogue.metadata) or {}
+    said = quantization(opened.catalogue.metadata) or {}
     if not packing.startswith("int8") or not isinstance(said.get("config_groups"), dict):
         return packing
     stored = opened.side.placements[name].stored
@@ -51,8 +51,8 @@ def _numbers(opened: CheckpointSource, name: str) -> str:
 
 
 @dataclass(slots=True)
-class QuantisedPair:
-    """Two checkpoints of which one is quantised, or both in different formats.
+class QuantizedPair:
+    """Two checkpoints of which one is quantized, or both in different formats.
 
     `a` is the reference: the plain one, or the first. `weights` are compared by signal over noise,
     `casts` are plain tensors of two types, `norms` those that differ, with their factors. `weights`
@@ -72,9 +72,9 @@ class QuantisedPair:
     @classmethod
     def of(
         cls, a: CheckpointSource, b: CheckpointSource, readers: Sequence[Reader], sqnr: float | None
-    ) -> QuantisedPair:
+    ) -> QuantizedPair:
         """Sort the tensors of both: what is in neither list is compared bit by bit."""
-        turned = _is_quantised(a) and not _is_quantised(b)
+        turned = _is_quantized(a) and not _is_quantized(b)
         one, other = (b, a) if turned else (a, b)
         first, second = reversed(readers) if turned else readers
         out = cls(one, other, sqnr)
@@ -222,5 +222,5 @@ def _dtype(opened: CheckpointSource, name: str) -> str:
     return opened.side.canonical[name].dtype.name
 
 
-def _is_quantised(opened: CheckpointSource) -> bool:
+def _is_quantized(opened: CheckpointSource) -> bool:
     return bool(opened.catalogue.packed)

@@ -73,7 +73,7 @@ class VerifyReport:
     names they are `stored` by. `num_tensors` were compared with those of B, or, of a single
     checkpoint, held against digests; `num_bytes` were read for it on one side. `within` is the
     largest difference that the tolerance let pass. `notes` say what is odd, and no difference.
-    `weights` are those compared by signal over noise, the worst first, where one side is quantised.
+    `weights` are those compared by signal over noise, the worst first, where one side is quantized.
     """
 
     a: str
@@ -102,7 +102,7 @@ class VerifyReport:
     @property
     def verdict(self) -> Literal["equal", "close", "different", "ok", "unverified"]:
         """One word. One checkpoint is `ok` only if every tensor was held against a digest; two are
-        `close` if one is quantised, and every weight has no more noise than its format may."""
+        `close` if one is quantized, and every weight has no more noise than its format may."""
         if self.differences:
             return "different"
         if self.b is not None:

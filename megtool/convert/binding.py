@@ -262,7 +262,7 @@ def missing(
     return absent, found
 
 
-def summarise(names: Sequence[str], limit: int = 4) -> str:
+def summarize(names: Sequence[str], limit: int = 4) -> str:
     """The first few names, and how many more there are."""
     shown = ", ".join(repr(n) for n in islice(names, limit))
     more = len(names) - limit

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
-from megtool.convert.binding import Binding, missing, summarise
+from megtool.convert.binding import Binding, missing, summarize
 from megtool.convert.canonical import VOCABULARY, Model, Weight
 from megtool.convert.canonical_view import Padding, Side, TargetSide
 from megtool.convert.families import Family
@@ -91,28 +91,28 @@ def read_side(
     if unmatched:
         raise UnknownTensorsError(
             f"{len(unmatched)} stored tensors are not known to "
-            f"{family.name if family else dialect!r}: {summarise(unmatched)}",
+            f"{family.name if family else dialect!r}: {summarize(unmatched)}",
             tensor=unmatched[0],
             hint=_what_to_do(unmatched),
         )
     absent, flags = missing(out.canonical, model)
     if absent and not partial:
         raise MappingError(
-            f"{len(absent)} tensors are missing: {summarise(absent)}",
+            f"{len(absent)} tensors are missing: {summarize(absent)}",
             tensor=absent[0],
             hint="the checkpoint is incomplete, or its configuration belongs to another model",
         )
     return replace(out, config=replace(config, **flags))  # type: ignore[arg-type]
 
 
-_QUANTISED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
+_QUANTIZED = (".weight_scale", ".weight_packed", ".qweight", "_blocks", "_scales")
 
 
 def _what_to_do(unknown: Sequence[str]) -> str:
     """A hint about stored tensors that no table knows."""
-    if any(mark in n for n in unknown for mark in _QUANTISED):
+    if any(mark in n for n in unknown for mark in _QUANTIZED):
         return (
-            "they look like parts of quantised weights, which are read where config.json has the "
+            "they look like parts of quantized weights, which are read where config.json has the "
             "quantization_config they were saved with"
         )
     return "exclude them, or add rows for them to the family's table"
@@ -272,7 +272,7 @@ def _homeless(
     what = (
         f"{len(names)} tensors of optimizer state {state!r}" if state else f"{len(names)} tensors"
     )
-    text = f"{what} have no place in {dialect!r}: {summarise(names)}"
+    text = f"{what} have no place in {dialect!r}: {summarize(names)}"
     gap = first_gap(table, model, names[0], canonical)
     if gap is None:
         hint = "exclude them, or add rows for them to the family's table"

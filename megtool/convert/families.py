@@ -68,7 +68,7 @@ class Family:
 
     @property
     def for_codes(self) -> Family:
-        """The family with the names and places that loaders look for quantised weights in."""
+        """The family with the names and places that loaders look for quantized weights in."""
         rows = tuple(r for r in self.hf if not (isinstance(r, Row) and r.plain))
         return self if len(rows) == len(self.hf) else replace(self, hf=rows)
 

@@ -59,7 +59,7 @@ def planned_of(plan: Plan, path: Path) -> PlannedFolder:
 
 
 def wrong_scales(source: Path) -> Iterator[str]:
-    """Scales of a quantised folder that make its weights wrong as they are decoded."""
+    """Scales of a quantized folder that make its weights wrong as they are decoded."""
     with open_folder(source) as folder:
         found: dict[str, list[str]] = {}
         for module, tensors in folder.modules.items():

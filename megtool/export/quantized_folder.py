@@ -1,4 +1,4 @@
-"""Export to a quantised Hugging Face folder: codes and scales as another form has them."""
+"""Export to a quantized Hugging Face folder: codes and scales as another form has them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megtool import __version__
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.computed_tensors import Feed
 from megtool.checkpoint.digest import SIDECAR, DigestMode
-from megtool.checkpoint.formats.quantized import QUANT_FILE, quantisation
+from megtool.checkpoint.formats.quantized import QUANT_FILE, quantization
 from megtool.checkpoint.formats.safetensors import (
     DEFAULT_SHARD_BYTES,
     INDEX,
@@ -70,7 +70,7 @@ def export_folder(
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
-    """Write a quantised Hugging Face folder in ModelOpt's form or that of compressed-tensors.
+    """Write a quantized Hugging Face folder in ModelOpt's form or that of compressed-tensors.
 
     Codes and scales keep their values: where the two pack them alike their bytes are copied, else
     put elsewhere; nothing is rounded again. What is compressed-tensors and stays so keeps all that
@@ -78,7 +78,7 @@ def export_folder(
     what is planned, before anything is staged.
 
     Raises:
-        FormatError: the source is not quantised, or not whole.
+        FormatError: the source is not quantized, or not whole.
         MappingError: tensors of the model (of `family`, else the one its config names) are missing,
             the form has no place for something (which modules, and what to do), scales are wrong,
             or the engine cannot load the result.
@@ -98,7 +98,7 @@ def export_folder(
         plan = _plan(folder, form, job, shard_bytes or DEFAULT_SHARD_BYTES)
         notes = [*folder.notes, *form.notes(folder)]
         if folder.has_untied_head:
-            notes.append("lm_head is quantised: tie_word_embeddings becomes false")
+            notes.append("lm_head is quantized: tie_word_embeddings becomes false")
         laid_out = plan.target.catalogue
         planned = planned_folder(place, laid_out, plan.target.all_small(), job.elements(values))
         notes += check_rules(planned, target)
@@ -151,9 +151,9 @@ def _check_algos(folder: CodedFolder, engine: Target) -> None:
     """Refuse formats that no version of an engine's loader has, before any work."""
     if not folder.modules:
         raise MappingError(
-            f"{engine.name} loads no folder in which nothing but the KV cache is quantised",
+            f"{engine.name} loads no folder in which nothing but the KV cache is quantized",
             file=folder.catalogue.root,
-            hint="quantise weights too, or give the engine the model it was made from and let it "
+            hint="quantize weights too, or give the engine the model it was made from and let it "
             "choose the cache; --to unified and --to compressed-tensors keep the scales",
         )
     loads = {a for line in engine.lines("linear") for a in line.algos}
@@ -184,7 +184,7 @@ def _read(source: Path, to: str) -> tuple[Form, CodedFolder]:
     """The folder, and the form it is to have."""
     if to != "compressed-tensors":
         return ModelOptForm(), read_coded(source)
-    config = quantisation(open_as_stored(source).metadata)
+    config = quantization(open_as_stored(source).metadata)
     if config is not None and is_compressed(config):
         return WholeForm(), read_whole(source)
     return CompressedForm(), read_coded(source)
@@ -194,7 +194,7 @@ def _formats(folder: CodedFolder) -> list[str]:
     """What modules are in, in the words of the form."""
     if not folder.carried:
         return sorted({m.algo for m in folder.modules})
-    config = quantisation(folder.catalogue.metadata) or {}
+    config = quantization(folder.catalogue.metadata) or {}
     groups = config.get("config_groups")
     said = [g.get("format") for g in groups.values()] if isinstance(groups, dict) else []
     return sorted({str(f) for f in said if f} or {str(config.get("format"))})
@@ -260,7 +260,7 @@ def _job(folder: CodedFolder, form: Form, values: Values) -> _Job:
                 f"{folder.catalogue[name].numel} scales of one KV cache: {form.name} has one",
                 file=folder.catalogue.root,
                 tensor=name,
-                hint="quantise with kv_fp8, or leave the cache as it is",
+                hint="quantize with kv_fp8, or leave the cache as it is",
             )
         out.tensors.append(made)
         given.append((made, in_dtype(values.of(name).reshape(made.shape), made.dtype)))

@@ -1,4 +1,4 @@
-"""Coded: quantised linear modules of a folder as the parts their codes and scales lie in.
+"""Coded: quantized linear modules of a folder as the parts their codes and scales lie in.
 
 What all forms have in common stands here; how each one stores it is a file in `folders/`. Nothing
 is decoded: a part says which stored tensor holds codes or scales, and which rows and columns of
@@ -17,7 +17,7 @@ from megtool.number_formats.packed_parts import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coded:
-    """One quantised linear module.
+    """One quantized linear module.
 
     `name` is that of the module in its Hugging Face folder (no `.weight`), `shape` `[out, in]` that
     of its weight. `algo` is one of `quant.recipes.formats.FORMATS`, `group_size` the columns (or
@@ -49,12 +49,12 @@ class Coded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedFolder:
-    """A quantised folder: its catalogue as stored (nothing decoded), and what its tensors are.
+    """A quantized folder: its catalogue as stored (nothing decoded), and what its tensors are.
 
     `caches` are stored scales of keys and of values by the name of the attention they belong to
     (`model.layers.0.self_attn` -> names of both tensors), and `kv_algo` what they are scales of.
     `cache_biases` are what keys and values are shifted by first. `kept` are the linear modules that
-    are not quantised, `carried` those that are, and are not among `modules` because nothing of them
+    are not quantized, `carried` those that are, and are not among `modules` because nothing of them
     changes. `notes` say what becomes otherwise, for people. `form` is `modelopt`,
     `compressed-tensors` or `fp8` (DeepSeek, and others of its method).
     """
@@ -71,7 +71,7 @@ class CodedFolder:
 
     @property
     def has_untied_head(self) -> bool:
-        """Its output layer is quantised, and the config has it for the embedding once more."""
+        """Its output layer is quantized, and the config has it for the embedding once more."""
         names = [*(m.name for m in self.modules), *self.carried]
         config = self.catalogue.metadata.get("config")
         config = config if isinstance(config, dict) else {}

@@ -1,4 +1,4 @@
-"""Read: a quantised folder as stored, and what its tensors are; nothing is decoded."""
+"""Read: a quantized folder as stored, and what its tensors are; nothing is decoded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.quantized import packed_weights, quantisation
+from megtool.checkpoint.formats.quantized import packed_weights, quantization
 from megtool.checkpoint.formats.safetensors import open_as_stored
 from megtool.errors import FormatError
 from megtool.export.folders import read_compressed, read_fp8_blocks, read_modelopt
@@ -25,20 +25,20 @@ _EMBEDDING = re.compile(
 
 
 def read_coded(path: Path) -> CodedFolder:
-    """The quantised modules of a Hugging Face folder; headers, and a few bytes of shapes, alone.
+    """The quantized modules of a Hugging Face folder; headers, and a few bytes of shapes, alone.
 
     Raises:
-        FormatError: the folder is not quantised, or by a method that is not known; a scale is
+        FormatError: the folder is not quantized, or by a method that is not known; a scale is
             missing, or does not belong to its weight; what the config says is not what is stored;
             a weight is stacked with others.
     """
     catalogue = open_as_stored(path)
-    config = quantisation(catalogue.metadata)
+    config = quantization(catalogue.metadata)
     if config is None:
         raise FormatError(
-            "it is not quantised: its config names no quantization_config",
+            "it is not quantized: its config names no quantization_config",
             file=catalogue.root,
-            hint="quantise it first (megtool quantize), or export it with --to hf",
+            hint="quantize it first (megtool quantize), or export it with --to hf",
         )
     folded, stored = packed_weights(catalogue, config)
     found = [Found.of(f, stored) for f in folded]
@@ -68,24 +68,24 @@ def read_coded(path: Path) -> CodedFolder:
 
 
 def is_modelopt(config: Mapping[str, Any]) -> bool:
-    """What `quantisation` found is ModelOpt's."""
+    """What `quantization` found is ModelOpt's."""
     return str(config.get("quant_method", "")).lower().startswith("modelopt")
 
 
 def is_compressed(config: Mapping[str, Any]) -> bool:
-    """What `quantisation` found is of compressed-tensors."""
+    """What `quantization` found is of compressed-tensors."""
     return str(config.get("quant_method", "")).lower().startswith("compressed")
 
 
 def read_whole(path: Path) -> CodedFolder:
-    """A folder of compressed-tensors that is to stay one: `carried` are its quantised modules, with
+    """A folder of compressed-tensors that is to stay one: `carried` are its quantized modules, with
     whatever it says of them, and its tensors are what they are.
 
     Raises:
-        FormatError: scales or codes are missing, or the config leaves a quantised module out.
+        FormatError: scales or codes are missing, or the config leaves a quantized module out.
     """
     catalogue = open_as_stored(path)
-    config = quantisation(catalogue.metadata) or {}
+    config = quantization(catalogue.metadata) or {}
     folded, stored = packed_weights(catalogue, config)
     found = [Found(folded=f, stored=stored) for f in folded]
     if found:
@@ -186,19 +186,19 @@ def _caches(catalogue: Catalogue) -> dict[str, tuple[str, str]]:
     return {name: (held["k"], held["v"]) for name, held in found.items()}
 
 
-def _kept(catalogue: Catalogue, quantised: set[str]) -> tuple[str, ...]:
-    """Matrices that are weights of modules, neither quantised nor tables of embeddings; a head that
+def _kept(catalogue: Catalogue, quantized: set[str]) -> tuple[str, ...]:
+    """Matrices that are weights of modules, neither quantized nor tables of embeddings; a head that
     is tied counts as one, as engines have a module for it."""
     out = [
         t.name.removesuffix(".weight")
         for t in catalogue.tensors
         if t.name.endswith(".weight")
         and len(t.shape) == 2
-        and t.name.removesuffix(".weight") not in quantised
+        and t.name.removesuffix(".weight") not in quantized
         and not _EMBEDDING.search(t.name.removesuffix(".weight"))
     ]
     config = catalogue.metadata.get("config")
     tied = isinstance(config, dict) and config.get("tie_word_embeddings")
-    if tied and not any(n.rpartition(".")[2] == "lm_head" for n in (*quantised, *out)):
+    if tied and not any(n.rpartition(".")[2] == "lm_head" for n in (*quantized, *out)):
         out.append("lm_head")
     return tuple(out)

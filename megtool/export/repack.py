@@ -1,4 +1,4 @@
-"""Repack: feeds that put codes and scales of quantised weights into tensors of another form.
+"""Repack: feeds that put codes and scales of quantized weights into tensors of another form.
 
 Where source and target have the same numbers, bits change places and nothing is computed. Only a
 scale that is given anew (siblings that engines run as one, brought to one scale) has elements
@@ -124,7 +124,7 @@ def _check(
     if not same or (have.dtype != codes.dtype and numbers(packing) == "fp8"):
         raise FormatError(
             f"{coded.name} is stored as {coded.packing} of {have.dtype}, and is to be {packing} of "
-            f"{codes.dtype}: that is to quantise it again",
+            f"{codes.dtype}: that is to quantize it again",
             tensor=coded.parts[0][1],
             hint=_DECODE,
         )
@@ -132,7 +132,7 @@ def _check(
     zeros = coded.part(ZEROS)
     if zeros is not None and (ZEROS not in roles or SCALE in given):
         raise FormatError(
-            f"{coded.name} has zero points (it is quantised asymmetrically), and {packing} of this "
+            f"{coded.name} has zero points (it is quantized asymmetrically), and {packing} of this "
             "form has none",
             tensor=zeros[1],
             hint=_DECODE,
@@ -153,7 +153,7 @@ def _check(
         if part.dtype.startswith("float8") and found[0].dtype != part.dtype:
             raise FormatError(
                 f"{found[0].dtype} scales of {coded.name} are to be {part.dtype}: that is to "
-                "quantise it again",
+                "quantize it again",
                 tensor=found[1],
                 hint=_DECODE,
             )

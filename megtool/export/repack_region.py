@@ -1,4 +1,4 @@
-"""Moved: rows of a box of a quantised weight in their new places, in another form."""
+"""Moved: rows of a box of a quantized weight in their new places, in another form."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ _MOST_NOTES = 8
 class ExportReport:
     """What was written, or would be.
 
-    `to` is the form asked for, `engine` what it is for. Of quantised modules, `exact` keep their
-    codes and scales (packed anew or not), and `requantised` were decoded and encoded again by other
+    `to` is the form asked for, `engine` what it is for. Of quantized modules, `exact` keep their
+    codes and scales (packed anew or not), and `requantized` were decoded and encoded again by other
     scales; `decoded` were made plain, `plain` had been it before. `files` are relative paths.
     `overflowed` counts, by the source's tensors, numbers too large for float16, infinite now.
-    `algo` and `kv_algo` are what the result says of itself, "" and None where it is not quantised.
+    `algo` and `kv_algo` are what the result says of itself, "" and None where it is not quantized.
     """
 
     source: str
@@ -32,7 +32,7 @@ class ExportReport:
     num_bytes: int
     source_bytes: int
     exact: int = 0
-    requantised: int = 0
+    requantized: int = 0
     decoded: int = 0
     plain: int = 0
     files: tuple[str, ...]
@@ -60,12 +60,12 @@ class ExportReport:
         yield f"{self.to}: {self.algo or 'plain weights'}{cache}{engine}"
         told = (
             (self.exact, "with codes and scales as they were"),
-            (self.requantised, "brought to other scales"),
+            (self.requantized, "brought to other scales"),
             (self.decoded, "made plain"),
         )
         for number, words in told:
             if number:
-                yield f"{several(number, 'quantised module')} {words}"
+                yield f"{several(number, 'quantized module')} {words}"
         for note in self.notes[:_MOST_NOTES]:
             yield f"note: {note}"
         if len(self.notes) > _MOST_NOTES:

@@ -67,7 +67,7 @@ def check_codes(box: Slice, part: Part, shape: tuple[int, int]) -> None:
             raise UsageError(
                 f"{what} {box.at[dim]} to {box.end[dim]} of a weight are of {box.coded.name}, and "
                 f"{per} {what} are stored in one {part.dtype}",
-                hint="cut it otherwise (another tensor-parallel size), or keep it unquantised",
+                hint="cut it otherwise (another tensor-parallel size), or keep it unquantized",
             )
 
 

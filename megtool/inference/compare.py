@@ -72,7 +72,7 @@ class Differences:
 
 
 def differences(ours_TV: Tensor, theirs_TV: Tensor) -> Differences:
-    """KL(ours || theirs), the likeliest tokens, and the absolute difference of centred logits.
+    """KL(ours || theirs), the likeliest tokens, and the absolute difference of centered logits.
 
     In fp32, KL's sum in fp64: it is a small difference of large numbers where models are close.
     """

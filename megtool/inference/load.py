@@ -46,7 +46,7 @@ def load(
 ) -> Decoder:
     """The decoder of a checkpoint with this rank's weights in it, for inference.
 
-    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is quantised).
+    Weights become `dtype`, else what most of them are stored as (bfloat16 where that is quantized).
     `device` is where they go, that of `groups` by default. With `on_demand` a layer is in memory
     only while it is needed, and the next one while it is read: a model larger than memory still
     runs. `check` looks for NaN and infinities. `memory_bytes` bounds the buffers on the way.

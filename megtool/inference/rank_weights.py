@@ -23,7 +23,7 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.console import Progress, silent
-from megtool.convert.binding import missing, summarise
+from megtool.convert.binding import missing, summarize
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.convert.dialects import Side, TargetSide, is_optimizer_state, write_side
 from megtool.convert.megatron import is_encoder_decoder
@@ -223,7 +223,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, Side]:
     if absent:
         raise MappingError(
             f"{len(absent)} tensors of the model are not among those selected, or not there: "
-            f"{summarise(absent)}",
+            f"{summarize(absent)}",
             file=where,
             tensor=absent[0],
             hint="a model runs whole: select every layer, or make the ones wanted a model of "

@@ -2,7 +2,7 @@
 
 A draw spends one uniform number per token, taken from a generator of the sequence's own on the
 CPU. So a sequence gets the same text from the same seed alone or in a batch, whatever its
-neighbours, and on any device (as far as the logits are the same there).
+neighbors, and on any device (as far as the logits are the same there).
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _backward(
 ) -> None:
     """Every num_programs-th tile; each program leaves its own sums for weight and bias.
 
-    With n the normalised row and d the gradient times the weight: dx = (d - n mean(d n)) * inverse,
+    With n the normalized row and d the gradient times the weight: dx = (d - n mean(d n)) * inverse,
     and for LayerNorm d less its mean. The sums are added up afterwards, always in one order.
     """
     program = tl.program_id(0)

@@ -16,7 +16,7 @@ def rotate(
 ) -> Tensor:
     """Turn the first R elements of every head by the angles of its position; the rest passes.
 
-    Element i makes a pair with element i + R/2, or with its neighbour where `interleaved`
+    Element i makes a pair with element i + R/2, or with its neighbor where `interleaved`
     (GPT-J, GLM, DeepSeek); cos and sin hold R values a position, two for each pair, in the order
     of the elements (Hugging Face's form, scaled as YaRN likes it). Their batch may be 1.
 

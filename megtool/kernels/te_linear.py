@@ -84,7 +84,7 @@ class TeLinear:
     def __init__(self, weight_OI: nn.Parameter, num_rows: int) -> None:
         check_sides(tuple(weight_OI.shape), num_rows)
         out, inner = weight_OI.shape
-        # On `meta` nothing is allocated, and nothing initialised, for what is put in its place.
+        # On `meta` nothing is allocated, and nothing initialized, for what is put in its place.
         self.module = load().pytorch.Linear(
             inner, out, bias=False, params_dtype=weight_OI.dtype, device="meta"
         )

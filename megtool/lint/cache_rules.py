@@ -72,7 +72,7 @@ def _cache_scales(subject: Subject, view: View) -> Iterator[Fault]:
             module=_CONFIG, text=f"a KV cache in {algo}, and no k_scale or v_scale is there"
         )
     if held and not algo and (subject.form != "modelopt" or not _said_anywhere(subject)):
-        text = f"{held[0]} is there, and no file says that the KV cache is quantised"
+        text = f"{held[0]} is there, and no file says that the KV cache is quantized"
         yield Fault(module=_CONFIG, text=text + more(held))
 
 
@@ -163,7 +163,7 @@ RULES = (
         forms=("modelopt", "compressed-tensors"),
         sources=_LOADING,
         meaning="engines take 1 where there is no scale, and leave scales out that are not said",
-        hint="calibrate the KV cache, or leave it unquantised",
+        hint="calibrate the KV cache, or leave it unquantized",
         check=_cache_scales,
     ),
     Rule(

@@ -80,7 +80,7 @@ def _unloaded(group: Said, form: str, experts: bool, view: View) -> str:
     """Why a group is not loaded; empty where it is."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        return "weights are not quantised"
+        return "weights are not quantized"
     bits, kind = weights.get("num_bits"), str(weights.get("type", "int"))
     strategy, size = str(weights.get("strategy") or "tensor"), weights.get("group_size")
     inputs = kind_of_inputs(group.get("input_activations"))
@@ -225,14 +225,14 @@ RULES = (
         forms=_COMPRESSED,
         sources=_SOURCES,
         meaning="the engine goes on with numbers that no file gives",
-        hint="export it again: every quantised module needs its scales",
+        hint="export it again: every quantized module needs its scales",
         check=_parts,
     ),
     Rule(
         id="fp8-config",
         forms=("fp8",),
         sources=_FP8_SOURCES,
-        meaning="the loader stops, or leaves modules unquantised that hold codes",
+        meaning="the loader stops, or leaves modules unquantized that hold codes",
         hint="blocks of 128 x 128 with activation_scheme dynamic are loaded by all three",
         check=_fp8,
     ),

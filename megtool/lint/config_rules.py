@@ -1,4 +1,4 @@
-"""Config rules: files, and what they say of the model and of its quantisation."""
+"""Config rules: files, and what they say of the model and of its quantization."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _method(subject: Subject, view: View) -> Iterator[Fault]:
     if not subject.form:
         coded = [one.name for one in subject.coded()]
         if coded:
-            text = f"says nothing of quantisation, and {coded[0]} holds codes"
+            text = f"says nothing of quantization, and {coded[0]} holds codes"
             yield Fault(module=_CONFIG, text=text + more(coded))
         return
     lines = [m for m in METHODS if m.engine == view.engine and m.form == subject.form]
@@ -305,7 +305,7 @@ RULES = (
         id="mixed",
         forms=("modelopt",),
         sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_CONFIG},
-        meaning="the loader stops, or leaves modules unquantised that hold codes",
+        meaning="the loader stops, or leaves modules unquantized that hold codes",
         hint="choose formats that the engine mixes",
         check=_mixed,
     ),
@@ -314,7 +314,7 @@ RULES = (
         forms=("modelopt",),
         sources={**_ALL_MODELOPT, "trtllm": at.TRTLLM_CONFIG},
         meaning="the engine waits for scales that never come, or looks the layer up in vain",
-        hint="list what is quantised, and nothing else",
+        hint="list what is quantized, and nothing else",
         check=_listed,
     ),
 )

@@ -64,7 +64,7 @@ class Subject:
     """A folder to be linted.
 
     `form` is `modelopt`, `compressed-tensors`, `fp8`, `mxfp4`, "" where nothing is said of
-    quantisation, or whatever else `quant_method` says. `inline` and `beside` are what config.json
+    quantization, or whatever else `quant_method` says. `inline` and `beside` are what config.json
     and hf_quant_config.json say, `stacked` weights of experts in one tensor, `embeddings` those
     that hold codes. `model` is what the model's own family has against the weights, None where
     none is known.
@@ -108,7 +108,7 @@ class Subject:
 
 def read_subject(folder: Folder) -> Subject:
     """What lint needs of a folder: headers, config files, and the few bytes of `weight_shape`."""
-    said = folder.quantisation or {}
+    said = folder.quantization or {}
     form = str(said.get("quant_method", "")).lower().replace("_tensors", "-tensors")
     beside = in_quant_file(folder)
     if form in MODELOPT_METHODS or (not form and beside is not None):

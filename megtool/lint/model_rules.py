@@ -71,7 +71,7 @@ RULES = (
     Rule(
         id="tensors-missing",
         sources=_SOURCES,
-        meaning="engines stop, or go on with whatever memory holds (quantised models are not "
+        meaning="engines stop, or go on with whatever memory holds (quantized models are not "
         "checked for what was not loaded)",
         hint="export the model again, whole",
         check=_missing,
@@ -80,7 +80,7 @@ RULES = (
         id="sizes-said",
         sources=_SOURCES,
         meaning="engines build the model by config.json, and stop at tensors of other sizes",
-        hint="config.json must be that of the model that was quantised",
+        hint="config.json must be that of the model that was quantized",
         check=_sizes,
     ),
     Rule(

@@ -52,7 +52,7 @@ class _Lists:
 
 
 def left_alone(subject: Subject, view: View) -> set[str]:
-    """Units that the engine builds without quantisation."""
+    """Units that the engine builds without quantization."""
     lists = _Lists.of(subject, view)
     out = set()
     for unit in subject.units() if lists is not None else ():
@@ -113,7 +113,7 @@ def _expected(subject: Subject, view: View, plain: Sequence[Linear]) -> bool:
     """Whether the engine waits for codes of a module that no list names."""
     first = plain[0]
     if subject.form != "modelopt" and (first.is_router or first.last == "lm_head"):
-        return False  # engines build these without quantisation in any case
+        return False  # engines build these without quantization in any case
     return bool(algo_said(subject, view, first))
 
 
@@ -223,7 +223,7 @@ RULES = (
             "trtllm": at.TRTLLM_EXCLUDED,
         },
         meaning="codes are taken for weights, or the engine waits for scales that never come",
-        hint="list the modules that are not quantised, and no others",
+        hint="list the modules that are not quantized, and no others",
         check=_exclude,
     ),
     Rule(
@@ -275,7 +275,7 @@ RULES = (
     Rule(
         id="stacked-experts",
         sources={"vllm": at.VLLM_MODELOPT, "sglang": at.SGLANG_MODELOPT},
-        meaning="loaders of quantised experts take one tensor an expert",
+        meaning="loaders of quantized experts take one tensor an expert",
         hint="export it with a tensor for every expert",
         check=_stacked,
     ),

@@ -203,7 +203,7 @@ def _apart(folder: Folder, modules: Sequence[Linear], last: str) -> str:
 
 
 def _read(subject: Subject, view: View) -> Iterator[tuple[Linear, str]]:
-    """Modules that the engine reads as quantised, with the format it takes them for."""
+    """Modules that the engine reads as quantized, with the format it takes them for."""
     skipped = left_alone(subject, view)
     for one in subject.coded():
         said = algo_said(subject, view, one)
@@ -220,7 +220,7 @@ RULES = (
         forms=_MODELOPT,
         sources=_SOURCES,
         meaning="engines stop, or go on with a scale that is whatever memory holds",
-        hint="export it again: every quantised module needs its scales",
+        hint="export it again: every quantized module needs its scales",
         check=_needed,
     ),
     Rule(

@@ -92,7 +92,7 @@ RULES = (
             "trtllm": at.TRTLLM_LINEAR,
         },
         meaning="the loader stops, or a block would lie on two ranks",
-        hint="fewer ranks, smaller groups, or leave the module unquantised",
+        hint="fewer ranks, smaller groups, or leave the module unquantized",
         check=_divides,
     ),
     Rule(
@@ -102,7 +102,7 @@ RULES = (
         sources={"sglang": at.SGLANG_MODELOPT_2025},
         meaning="releases of 2025 stop as they put the scales into their kernels' order; later "
         "sources pad them",
-        hint="take a newer release, or leave the module unquantised",
+        hint="take a newer release, or leave the module unquantized",
         check=_unpadded,
     ),
     Rule(

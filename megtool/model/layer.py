@@ -80,11 +80,11 @@ class Layer(nn.Module):
         attended, norm = self.attend(x_TH, frame), self.mlp_norm
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
         if self.config.parallel_residual:
-            normal_TH = norm.normalise(x_TH)
+            normal_TH = norm.normalize(x_TH)
             x_TH = self._add(x_TH, attended, first)
         elif first is not None:
             x_TH = self._add(x_TH, attended, first)
-            normal_TH = norm.normalise(x_TH)
+            normal_TH = norm.normalize(x_TH)
         else:
             if self.config.residual_scale != 1:
                 attended = attended * self.config.residual_scale

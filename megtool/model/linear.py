@@ -75,24 +75,24 @@ class ColumnLinear(nn.Module):
         self.bias = new(rows, split=True) if bias else None
 
     def forward(self, x_TH: Tensor, *, is_normal: bool = False) -> Tensor:
-        """`[T, out/tp]`; `is_normal`: of rows that are normalised already."""
-        return self.project(x_TH if is_normal else self.normalise(x_TH))
+        """`[T, out/tp]`; `is_normal`: of rows that are normalized already."""
+        return self.project(x_TH if is_normal else self.normalize(x_TH))
 
-    def normalise(self, x_TH: Tensor) -> Tensor:
+    def normalize(self, x_TH: Tensor) -> Tensor:
         """The rows after the norm that this layer carries, or as they are."""
         if self.norm is None or self.layer_norm_weight is None:
             return x_TH
         return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
 
     def of_sum(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What `normalise` gives for the sum of both, and that sum."""
+        """What `normalize` gives for the sum of both, and that sum."""
         if self.norm is None or self.layer_norm_weight is None:
             return (total := x_TH + residual_TH), total
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         return self.norm.of_sum(x_TH, residual_TH, weight, bias)
 
     def project(self, x_TH: Tensor) -> Tensor:
-        """The product alone, of rows that are normalised already."""
+        """The product alone, of rows that are normalized already."""
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         if self.product is not None:

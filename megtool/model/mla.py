@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
         if turn is not None:
             rope = rotate(rope, *turn, interleaved=True)
             shared = rotate(shared, *turn, interleaved=True)
-        latent = self.linear_kv_up_proj.normalise(latent)
+        latent = self.linear_kv_up_proj.normalize(latent)
         if self.cache_tap is not None:
             latent, shared = self._tapped(latent, shared, self.cache_tap)
         if frame.cache is None:
@@ -261,7 +261,7 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def _pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
-    """A rotation of neighbours, which are what latent attention turns in every model."""
+    """A rotation of neighbors, which are what latent attention turns in every model."""
     if turn is None or config.rope_interleaved:
         return turn
     cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in turn)

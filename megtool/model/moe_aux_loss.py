@@ -50,7 +50,7 @@ class Balance:
     """The losses of one router, and what it has chosen since `begin`.
 
     Of E experts of which each of T tokens chooses k, with the tokens c_e whose k best scores expert
-    e is among, and p_e the sum of its normalised scores, a microbatch has the losses
+    e is among, and p_e the sum of its normalized scores, a microbatch has the losses
     `E / (k T^2) * sum_e(c_e p_e)` (of each row, and their mean, with `seq_aux_loss`), and the mean
     of `logsumexp(logits)^2`. They are means over a microbatch, as Megatron's; a decoder's own loss
     is a sum over labels. So `factor`, which their gradients are multiplied with, is the number of

@@ -34,7 +34,7 @@ class Norm:
         return self.kind == "layernorm"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x` normalised over its last dimension, in its dtype."""
+        """`x` normalized over its last dimension, in its dtype."""
         if self.kind == "layernorm":
             return layer_norm(x, weight, bias, self.eps, zero_centered=self.zero_centered)
         return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
@@ -42,7 +42,7 @@ class Norm:
     def of_sum(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`x + residual` normalised, and that sum."""
+        """`x + residual` normalized, and that sum."""
         zero_centered = self.zero_centered
         if self.kind == "layernorm":
             return add_layer_norm(x, residual, weight, bias, self.eps, zero_centered=zero_centered)
@@ -75,14 +75,14 @@ class NormLayer(nn.Module):
             self.bias = mark(nn.Parameter(bias), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` normalised over its last dimension."""
+        """`x` normalized over its last dimension."""
         return self.norm(x, self.weight, self.bias)
 
-    def normalise(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """As a call."""
         out: Tensor = self(x)
         return out
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual` normalised, and that sum."""
+        """`x + residual` normalized, and that sum."""
         return self.norm.of_sum(x, residual, self.weight, self.bias)

@@ -5,7 +5,7 @@ Formulas as in transformers' `modeling_rope_utils.py`, whose names of the kinds 
 
 `dynamic` and `longrope` depend on how long a row is: here by the largest position of the row itself
 in the pass (transformers takes the largest of the whole batch, so that a row's numbers depend on
-its neighbours there). As in transformers, keys in a cache keep the rotation of the pass that wrote
+its neighbors there). As in transformers, keys in a cache keep the rotation of the pass that wrote
 them: a text that is read in portions, and grows past the length at which these two change, gets
 other numbers than in one pass.
 """

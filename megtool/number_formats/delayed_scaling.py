@@ -31,7 +31,7 @@ INPUT, WEIGHT, OUTPUT = range(3)
 GRAD_OUTPUT, GRAD_INPUT = range(2)
 
 _UNUSED = {"fwd": (OUTPUT,), "bwd": (GRAD_INPUT,)}
-"""What no linear layer quantises: there, histories of zeros are as they should be."""
+"""What no linear layer quantizes: there, histories of zeros are as they should be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ def faults(
     """What is wrong with a state's numbers.
 
     `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
-    are all quantised; of others, and of several products whose `columns` are not known (None),
+    are all quantized; of others, and of several products whose `columns` are not known (None),
     histories of zeros are no fault. Nor are those of gradients where there never were any: in the
     first of layers that are frozen.
     """
@@ -301,5 +301,5 @@ def kinds_of(direction: str, number: int, columns: Columns) -> NDArray[np.int_]:
 
 
 def unused(direction: str, number: int, columns: Columns) -> NDArray[np.bool_]:
-    """Which columns are of what no linear layer quantises."""
+    """Which columns are of what no linear layer quantizes."""
     return np.asarray(np.isin(kinds_of(direction, number, columns), _UNUSED[direction]))

@@ -130,7 +130,7 @@ def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
     torch divides elements by a scale of the same type in that type, and by a tensor without
     dimensions in the type of the elements: so modelopt's FP8 per tensor, of bfloat16, is rounded
     twice, and so is all that compressed-tensors makes with scales in the weight's own type. In FP8
-    of a bfloat16 weight that moves 4% of the codes to the farther neighbour.
+    of a bfloat16 weight that moves 4% of the codes to the farther neighbor.
     """
     if style == "modelopt":
         return dtype if name == "fp8" and scale.shape == () else "float32"
@@ -187,7 +187,7 @@ def _found(
             )
     found = amax(values, dtype, part, lo, hi)
     if not np.isfinite(found).all():
-        raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+        raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
     return found
 
 
@@ -249,7 +249,7 @@ def _look_up(
     codes = Part(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
     for box, _, into in slabs(bits, one, codes, out.view(np.uint8)):
         if name == "int8" and not is_number(box, _SHORT[dtype]):
-            raise FormatError("elements are NaN", hint="they cannot be quantised")
+            raise FormatError("elements are NaN", hint="they cannot be quantized")
         look_up(table, box, into)
 
 

@@ -50,7 +50,7 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
             f"the gguf package does not encode {kind}", hint=f"it does: {', '.join(encodings())}"
         )
     if not np.isfinite(values).all():
-        raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+        raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
     try:
         with np.errstate(over="raise"):
             out = package().quants.quantize(values, package().GGMLQuantizationType[kind])

@@ -1,6 +1,6 @@
 """Packed tensors as parts: which box of each part a box of elements needs, and scales beside it.
 
-A quantised tensor lies in several arrays: codes, scales, perhaps zero points. Each array's
+A quantized tensor lies in several arrays: codes, scales, perhaps zero points. Each array's
 dimensions say which elements an index of theirs serves (`Span`), so any box of elements can be
 decoded from boxes of the parts, however large the tensor is.
 """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megtool.errors import UsageError
 from megtool.optim.buffers import Bucket, Buffer, Kind, in_registration_order, make_buffer
 from megtool.optim.flat_shards import Pending
-from megtool.optim.fp8.fp8_param_gather import forget, gather_quantised, is_marked
+from megtool.optim.fp8.fp8_param_gather import forget, gather_quantized, is_marked
 from megtool.optim.grad_reduce import Reduction
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.param_gather import Gathering
@@ -169,7 +169,7 @@ class DistributedOptimizer(Optimizer):
     def _gather_as_fp8(self, bucket: Bucket, tag: int) -> Pending:
         shard = next(s for s in self.shards if s.bucket is bucket)
         mains = [(at, s.main) for at, s in shard.segments if s.main is not None]
-        return gather_quantised(bucket, mains, tag=tag)
+        return gather_quantized(bucket, mains, tag=tag)
 
     def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[Buffer]:
         """Chunk by chunk, dense before experts, and by dtypes in the order they come in."""

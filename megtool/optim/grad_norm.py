@@ -99,7 +99,7 @@ def first_of_ranks(mine: str | None, names: Sequence[str], groups: Groups) -> st
 
 
 def _runs(segment: Segment, groups: Groups) -> list[tuple[int, int, bool]]:
-    """Neighbouring spans that are counted here, or are not, as one; padding is zeros."""
+    """Neighboring spans that are counted here, or are not, as one; padding is zeros."""
     runs: list[tuple[int, int, bool]] = []
     for span in segment.spans:
         here = counts_here(span.facts, groups, replicated=segment.replicated)

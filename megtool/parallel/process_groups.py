@@ -94,7 +94,7 @@ class Groups:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Groups:
-        """One process: every group has size 1, and nothing is initialised."""
+        """One process: every group has size 1, and nothing is initialized."""
         return cls(parallel=ParallelConfig(), device=torch.device(device))
 
     @classmethod
@@ -113,7 +113,7 @@ class Groups:
         parallelism grows to fill the world, as in Megatron: a layout fits every multiple of its
         own world size, and `parallel` of the result says what it became. Without torchrun's
         environment a layout of one rank is `alone`. Every process has to call this, and with the
-        same arguments. A world that the caller has initialised is used, and not stopped.
+        same arguments. A world that the caller has initialized is used, and not stopped.
 
         Raises:
             LayoutError: the world has another size, or the order of axes is none; the hint says
@@ -165,7 +165,7 @@ class Groups:
         return mine
 
     def stop(self) -> None:
-        """Leave all groups, and the world if `start` has initialised it.
+        """Leave all groups, and the world if `start` has initialized it.
 
         Collectives are an error from then on. To be called before the process exits.
         """

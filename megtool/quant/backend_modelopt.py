@@ -62,7 +62,7 @@ def calibrate_with_modelopt(
         CalibrationError: it found no amax where one is needed.
     """
     config = modelopt_config(recipe, decisions, device=str(device))
-    model = quantised_model(folder, config, batches, dtype=dtype, device=device, progress=progress)
+    model = quantized_model(folder, config, batches, dtype=dtype, device=device, progress=progress)
     return read_settlement(model, decisions, points)
 
 
@@ -195,7 +195,7 @@ def _setting(packing: str) -> dict[str, Any]:
     return {"num_bits": bits, "block_sizes": {-1: sizes[0], "type": "static"}}
 
 
-def quantised_model(
+def quantized_model(
     folder: Path,
     config: Mapping[str, Any],
     batches: Sequence[Batch],

@@ -20,7 +20,7 @@ def check_quantizers(
     decisions: Sequence[Decision],
     points: Sequence[Point],
 ) -> None:
-    """Refuse modules that ModelOpt could not quantise one by one, such as experts that transformers
+    """Refuse modules that ModelOpt could not quantize one by one, such as experts that transformers
     has fused.
 
     The model of `hf_config`, a config.json, is built on torch's meta device, and ModelOpt puts

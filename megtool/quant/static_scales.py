@@ -138,7 +138,7 @@ def inputs_of(scaling: Scaling) -> Inputs:
     caches: dict[int, dict[str, float]] = {}
     for buffer in scaling.buffers:
         layer = buffer.site.layer
-        if buffer.quantiser == "input_quantizer":
+        if buffer.quantizer == "input_quantizer":
             found, why = _of_buffer(buffer)
             broken.pop(buffer.site, None)
             if why:
@@ -148,7 +148,7 @@ def inputs_of(scaling: Scaling) -> Inputs:
         elif buffer.site.module.endswith(_ATTENTION) and layer is not None:
             found, why = _of_buffer(buffer)
             if not why:
-                caches.setdefault(layer, {})[buffer.quantiser[0]] = found
+                caches.setdefault(layer, {})[buffer.quantizer[0]] = found
     return Inputs(
         amax={site: a for site, a in amax.items() if site not in broken},
         broken=broken,
@@ -182,9 +182,9 @@ def input_amax(state: ExtraState) -> tuple[float, str]:
 
 def _of_buffer(buffer: Buffer) -> tuple[float, str]:
     if not (math.isfinite(buffer.top) and np.isfinite(buffer.values).all()):
-        return 0.0, f"{buffer.quantiser} holds NaN or infinity"
+        return 0.0, f"{buffer.quantizer} holds NaN or infinity"
     if (buffer.values < 0).any() or buffer.top <= 0:
-        return 0.0, f"{buffer.quantiser} holds no magnitude"
+        return 0.0, f"{buffer.quantizer} holds no magnitude"
     return buffer.top, ""
 
 
@@ -271,7 +271,9 @@ def _check_experts(
             )
 
 
-def _save(opened: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path) -> None:
+def _save(
+    opened: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path
+) -> None:
     from megtool.quant.calibration.calibration_file import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint, of_model
 
@@ -311,8 +313,8 @@ def _origin(scaling: Scaling) -> str:
     if own:
         steps = max(s.history_length for s in own)
         named.append(f"delayed scaling of up to {steps:,} steps")
-    if any(b.quantiser == "input_quantizer" for b in scaling.buffers):
-        named.append("ModelOpt's quantisers")
+    if any(b.quantizer == "input_quantizer" for b in scaling.buffers):
+        named.append("ModelOpt's quantizers")
     return " and ".join(named) or "weights alone"
 
 

@@ -9,7 +9,7 @@ from megtool.checkpoint.formats import WITH_HF_FOLDER
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
 from megtool.dtypes import DType
 from megtool.errors import MissingPackageError
-from megtool.reshard.source import Model, CheckpointSource
+from megtool.reshard.source import CheckpointSource, Model
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def saved_tokenizer(source: CheckpointSource) -> dict[str, bytes]:
 
 
 def _plain(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files without what they say about quantisation: what is written is not quantised."""
+    """The files without what they say about quantization: what is written is not quantized."""
     out = {name: data for name, data in files.items() if name != QUANT_FILE}
     if "config.json" not in out:
         return out

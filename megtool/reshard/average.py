@@ -48,7 +48,9 @@ def parse_shares(text: str | None, count: int) -> tuple[float, ...]:
     return tuple(w / total for w in given)
 
 
-def check_same(first: CheckpointSource, others: Sequence[CheckpointSource], *, partial: bool) -> None:
+def check_same(
+    first: CheckpointSource, others: Sequence[CheckpointSource], *, partial: bool
+) -> None:
     """Every checkpoint holds the tensors of the first, in their shapes.
 
     With `partial` only some tensors of the first are asked for, and others may hold more.

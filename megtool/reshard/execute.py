@@ -23,7 +23,7 @@ from megtool.checkpoint.digest import (
     write_sidecar,
 )
 from megtool.checkpoint.plan import Dropped, Op, Plan, Source
-from megtool.checkpoint.plan_summary import PlanSummary, summarise
+from megtool.checkpoint.plan_summary import PlanSummary, summarize
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress
@@ -156,7 +156,7 @@ def execute(
         MegtoolError: see `Stage` and `execute`; nothing is left at the destination.
     """
     plan = job.plan
-    summary = summarise(plan, threads=manner.threads, memory_bytes=manner.memory_bytes)
+    summary = summarize(plan, threads=manner.threads, memory_bytes=manner.memory_bytes)
     stage = Stage(
         job.destination,
         files=files,
@@ -291,7 +291,9 @@ def write_digests(
     return sidecar
 
 
-def _sidecar_of(opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport) -> Sidecar:
+def _sidecar_of(
+    opened: CheckpointSource, target: Target, plan: Plan, copied: CopyReport
+) -> Sidecar:
     """Digests of what was written: computed on the way, or the source's for unchanged bytes."""
     known = {} if target.is_file else _known(opened)
     tensors: dict[str, TensorDigest] = {}

@@ -31,7 +31,7 @@ def load_for_training(
     """This rank's virtual chunks with their weights, in training mode; every rank calls it.
 
     Weights become `dtype`, else what most of them are stored as (bfloat16 where that is
-    quantised), on the device of `groups`. Parameters require gradients. `source` is any
+    quantized), on the device of `groups`. Parameters require gradients. `source` is any
     checkpoint that megtool reads, at any layout; the layout is that of `groups`. The vocabulary is
     padded as the checkpoint's is, or to a multiple of `vocab_multiple * tp`.
 

@@ -15,7 +15,7 @@ INPUT, TRAINING, OPTIMIZER = "Input", "Training", "Optimizer"
 EXPERTS = "Mixture of experts"
 NUMBERS, MEMORY, LAYOUT = "Numbers", "Memory and overlap", "Parallel layout"
 RUNNING, KEEPING, WATCHING = "Running", "Checkpoints", "Watching"
-LORA, FURTHER = "LoRA", "Quantisation-aware training and distillation"
+LORA, FURTHER = "LoRA", "Quantization-aware training and distillation"
 
 
 def said(
@@ -344,7 +344,7 @@ class TrainSettings:
         "qkv,proj,fc1,fc2",
         metavar="LIST",
     )
-    # ---- Quantisation-aware training and distillation
+    # ---- Quantization-aware training and distillation
     qat: str | None = said(FURTHER, "Round weights and inputs by this recipe.", metavar="RECIPE")
     calibration: Path | None = said(FURTHER, "The calibration file of --qat.", metavar="FILE")
     teacher: Path | None = said(FURTHER, "A checkpoint whose logits are learned.", metavar="SRC")

@@ -15,7 +15,7 @@ from megtool.checkpoint.catalogue import Catalogue, Located, Replica, StoredObje
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
-from megtool.checkpoint.plan_summary import summarise
+from megtool.checkpoint.plan_summary import summarize
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, SourceChangedError, StorageError
@@ -184,7 +184,7 @@ def test_a_plan_that_cannot_be_written_says_so(plan, tmp_path):
 def test_a_loaded_plan_is_executed_as_its_summary_says(raw, plan, tmp_path, threads, digest):
     plan_file.save(plan, tmp_path / "plan.npz")
     again = plan_file.load(tmp_path / "plan.npz")
-    said = summarise(again, threads=threads, digest_all=digest == "all")
+    said = summarize(again, threads=threads, digest_all=digest == "all")
     files = Files()
     with Stage(tmp_path / "out", files=files, fingerprint=again.fingerprint) as stage:
         report = copy.execute(again, stage, files=files, threads=threads, digest=DigestMode(digest))

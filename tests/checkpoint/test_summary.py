@@ -11,7 +11,7 @@ import pytest
 
 from megtool.checkpoint import plan_summary, planner
 from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
-from megtool.checkpoint.plan_summary import summarise
+from megtool.checkpoint.plan_summary import summarize
 from megtool.dtypes import dtype
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -60,7 +60,7 @@ def plan(raw) -> Plan:
 
 
 def test_bytes_are_counted_by_operation(plan):
-    s = summarise(plan)
+    s = summarize(plan)
     assert dataclasses.asdict(s.num_bytes) == {
         "kernel": ROWS * 16,
         "strided": ROWS * 16,
@@ -79,35 +79,35 @@ def test_bytes_are_counted_by_operation(plan):
 
 
 def test_digesting_everything_leaves_nothing_to_the_kernel(plan):
-    s = summarise(plan, digest_all=True)
+    s = summarize(plan, digest_all=True)
     assert (s.num_bytes.kernel, s.num_bytes.strided) == (0, 2 * ROWS * 16)
-    assert s.seconds > summarise(plan).seconds
+    assert s.seconds > summarize(plan).seconds
 
 
 def test_memory_is_bounded_by_what_is_allowed_and_what_is_there(plan, raw):
     mib = 1 << 20
-    assert summarise(plan, threads=2, memory_bytes=mib).peak_buffer_bytes <= mib
+    assert summarize(plan, threads=2, memory_bytes=mib).peak_buffer_bytes <= mib
     least = 4 * plan_summary.SLOTS * plan_summary.LEAST_BUFFER_BYTES
-    assert summarise(plan, threads=4, memory_bytes=1).peak_buffer_bytes == least
+    assert summarize(plan, threads=4, memory_bytes=1).peak_buffer_bytes == least
     largest = plan_summary.USUAL_BUFFER_BYTES * plan_summary.SLOTS
-    assert summarise(plan, memory_bytes=1 << 40).peak_buffer_bytes == largest
+    assert summarize(plan, memory_bytes=1 << 40).peak_buffer_bytes == largest
     same = {"t": Placement.identity("t", (8,))}
     flat = [raw.lay_out(Path(p), [tensor("t", 8)], [[([0], [8], 0)]]) for p in "ab"]
     kernel = planner.build(
         [Source(catalogue=flat[0], placements=same)], raw.destination(flat[1]), same
     )
-    assert summarise(kernel).peak_buffer_bytes == 0
+    assert summarize(kernel).peak_buffer_bytes == 0
 
 
 def test_more_threads_take_less_time_up_to_a_limit(plan):
-    seconds = [summarise(plan, threads=n).seconds for n in (1, 2, 4, 64, 128)]
+    seconds = [summarize(plan, threads=n).seconds for n in (1, 2, 4, 64, 128)]
     assert seconds[0] > seconds[1] > seconds[2] > seconds[3] == seconds[4]
     one = ROWS * 16 / plan_summary.KERNEL_RATE + ROWS * 16 / plan_summary.STRIDED_RATE
     assert seconds[0] == pytest.approx(one, rel=1e-3)
 
 
 def test_lines_are_aligned_and_say_what_matters(plan):
-    lines = summarise(plan, threads=2).lines()
+    lines = summarize(plan, threads=2).lines()
     name = "headers and small files"
     assert all(line[len(name) : len(name) + 2] == "  " for line in lines)
     assert all(line[len(name) + 2] != " " for line in lines)
@@ -130,12 +130,12 @@ def test_lines_are_aligned_and_say_what_matters(plan):
     ("seconds", "says"), [(0, "less than"), (3.4, "3 s"), (300, "5 min"), (9000, "2.5 h")]
 )
 def test_times_are_rounded_to_what_an_estimate_is_worth(plan, seconds, says):
-    s = dataclasses.replace(summarise(plan), seconds=seconds)
+    s = dataclasses.replace(summarize(plan), seconds=seconds)
     assert says in s.lines()[-1]
 
 
 def test_json_holds_the_same_numbers(plan):
-    s = summarise(plan)
+    s = summarize(plan)
     again = json.loads(json.dumps(s.to_json()))
     assert again["num_bytes"]["cast"] == 20
     assert again["steps"] == s.steps
@@ -144,7 +144,7 @@ def test_json_holds_the_same_numbers(plan):
 
 def test_an_empty_plan_is_summed_up(raw):
     empty = raw.lay_out(Path("e"), [], [])
-    s = summarise(planner.build([], raw.destination(empty), {}))
+    s = summarize(planner.build([], raw.destination(empty), {}))
     assert (s.num_bytes.total, s.steps, s.seconds, s.peak_buffer_bytes) == (0, 0, 0, 0)
     assert s.lines()
     assert np.isfinite(s.seconds)

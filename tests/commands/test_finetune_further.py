@@ -110,8 +110,8 @@ def test_a_run_that_knows_of_rounding_loses_less_by_it(data, tmp_path) -> None:
 
     def rounded_loss(path: Path | str | None) -> float:
         assert path is not None
-        quantize(path, tmp_path / "quantised", recipe="mxfp4", fsync=False, overwrite=True)
-        return float(evaluate(tmp_path / "quantised", data=text, window=64).to_json()["loss"])
+        quantize(path, tmp_path / "quantized", recipe="mxfp4", fsync=False, overwrite=True)
+        return float(evaluate(tmp_path / "quantized", data=text, window=64).to_json()["loss"])
 
     before = rounded_loss(model)
     report = tune(model, tmp_path / "out", data, qat="mxfp4", lr=5e-3, hold_out=0.1, to="hf")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megtool.data import documents as documents_module
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import FormatError, StorageError, UsageError
 

@@ -1,4 +1,4 @@
-"""Small quantised folders made with the encoders alone, and folders made of them by feeds."""
+"""Small quantized folders made with the encoders alone, and folders made of them by feeds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _pieces() -> Any:
 
 
 def _merged_by_scores(text: str, keys: dict[str, Any]) -> list[str]:
-    """What llama.cpp does: of neighbours that make a token, those of the highest score first."""
+    """What llama.cpp does: of neighbors that make a token, those of the highest score first."""
     tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
     by_text = {t: s for t, s in zip(tokens, scores, strict=True)}
     prefix = " " if keys["tokenizer.ggml.add_space_prefix"] else ""

@@ -1,4 +1,4 @@
-"""Quantised folders as stored: what is found, and what is refused."""
+"""Quantized folders as stored: what is found, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megtool.export.repack import Slice, repacked
 from megtool.export.small_tensors import Values, fits, reciprocal
 from megtool.number_formats.decode import DIVISOR, SCALE_2, ZEROS
 from megtool.quant.recipes.formats import FORMATS
-from tests.checkpoint.formats.quantised_weights import MAKERS, Quantised, write
+from tests.checkpoint.formats.quantized_weights import MAKERS, Quantized, write
 from tests.export.coded_folders import (
     Tensors,
     Wanted,
@@ -134,7 +134,7 @@ def _without(last: str) -> Callable[[Tensors], Any]:
         ("W4A8_AWQ", "weight_scale_2", "its weight_scale_2 .* is missing"),
         ("W4A16_AWQ", "weight_scale", "its scale .* is missing"),
         ("NVFP4", "weight_scale_2", "second scale .* is missing"),
-        ("NVFP4", "weight", "belongs to a quantised weight that is not here"),
+        ("NVFP4", "weight", "belongs to a quantized weight that is not here"),
     ],
 )
 def test_missing_tensors(tmp_path: Path, algo: str, last: str, said: str) -> None:
@@ -190,10 +190,10 @@ def test_half_a_cache(tmp_path: Path) -> None:
         read_coded(rewritten(folder, lambda t: t.update(one)))
 
 
-def test_a_folder_that_is_not_quantised(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_quantized(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"x.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match="is not quantised"):
+    with pytest.raises(FormatError, match="is not quantized"):
         read_coded(tmp_path)
 
 
@@ -339,7 +339,7 @@ def test_two_files_that_differ(tmp_path: Path) -> None:
         read_coded(folder)
 
 
-def written(folder: Path, made: Quantised) -> Path:
+def written(folder: Path, made: Quantized) -> Path:
     tensors = {f"{MODULE}.{last}": t for last, t in made.stored.items()}
     return write(folder, {n: t.contiguous() for n, t in tensors.items()}, made.config)
 
@@ -410,7 +410,7 @@ def test_inputs_of_compressed_tensors(tmp_path: Path) -> None:
     )
 
 
-def test_ignored_and_yet_quantised(tmp_path: Path) -> None:
+def test_ignored_and_yet_quantized(tmp_path: Path) -> None:
     tensors, config = compressed(dynamic=True)
     config["ignore"] = ["re:.*up_proj"]
     with pytest.raises(FormatError, match="ignores it"):

@@ -291,12 +291,12 @@ def test_odd_rows_cannot_be_joined_in_pairs(tmp_path: Path) -> None:
         repacked(slices, packing, held)
 
 
-def test_what_is_to_be_quantised_again_is_refused(tmp_path: Path) -> None:
+def test_what_is_to_be_quantized_again_is_refused(tmp_path: Path) -> None:
     folder = make_modelopt(tmp_path / "a", [Wanted(name="m", shape=(32, 128), algo="FP8")])
     coded = read_coded(folder).modules[0]
     parts = layout("int8:channel", coded.shape)
     held = [(p, GlobalTensor(name=p.role, shape=p.shape, dtype=dtype(p.dtype))) for p in parts]
-    with pytest.raises(FormatError, match="quantise it again"):
+    with pytest.raises(FormatError, match="quantize it again"):
         repacked([Slice.whole(coded)], "int8:channel", held)
 
 

@@ -17,7 +17,7 @@ from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Weights
 from megtool.reshard.source import open_model
 from tests.commands import tiny_llama
-from tests.commands.test_reshard_quantised import quantised
+from tests.commands.test_reshard_quantized import quantized
 from tests.converters import test_moe
 from tests.inference.loading import Truth, bits, check, source_of
 
@@ -83,7 +83,7 @@ def test_mixtures_of_experts(
 
 
 def save_gguf(path: Path, original: Path, quant: gguf.GGMLQuantizationType) -> None:
-    """A Llama whose matrices are quantised."""
+    """A Llama whose matrices are quantized."""
     c = tiny_llama.config(**WIDE)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(c["num_hidden_layers"])
@@ -127,10 +127,10 @@ def test_packed_rows_are_cut_where_ranks_cut_them(
 
 
 @pytest.mark.parametrize("kind", ["deepseek", "int4 group"])
-def test_quantised_folders_are_decoded(
+def test_quantized_folders_are_decoded(
     kind: str, tmp_path: Path, carry: Callable[..., Any]
 ) -> None:
-    quantised(tmp_path / "hf", kind)
+    quantized(tmp_path / "hf", kind)
     reshard(tmp_path / "hf", tmp_path / "decoded", to="hf", dtype="bfloat16", fsync=False)
     source, truth = source_of(tmp_path / "hf"), Truth(tmp_path / "decoded", carry)
     for parallel, seat in SEATS:

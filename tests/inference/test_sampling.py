@@ -1,4 +1,4 @@
-"""Sampling: transformers' own filters, exact frequencies, and draws that no neighbour changes."""
+"""Sampling: transformers' own filters, exact frequencies, and draws that no neighbor changes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("e4m3", "e5m2")
 
 
 def hard_numbers(kind: Kind) -> torch.Tensor:
-    """Every value of the format, every midpoint, their neighbours, and what is no such number."""
+    """Every value of the format, every midpoint, their neighbors, and what is no such number."""
     values = torch.arange(256, dtype=torch.uint8).view(DTYPES[kind]).float()
     values = values[values.isfinite()].unique()
     middles = (values[1:] + values[:-1]) / 2

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "Mixtral", EIGHT),
     "mixtral-window": ("mixtral", "Mixtral", EIGHT | {"sliding_window": 5}),
     "qwen2_moe": ("qwen2_moe", "Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 48}),
-    "qwen2_moe-normalised": (
+    "qwen2_moe-normalized": (
         "qwen2_moe",
         "Qwen2Moe",
         QWEN

@@ -34,10 +34,10 @@ class Small(nn.Module):
         how: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
         sp: dict[str, Any] = {**how, "sequence_parallel": sequence_parallel}
         self.embedding = VocabEmbedding(V, H, group, **sp)
-        plain, centred = Norm(), Norm(kind="layernorm", zero_centered=True)
+        plain, centered = Norm(), Norm(kind="layernorm", zero_centered=True)
         self.up = ColumnLinear(H, FFN, group, norm=plain, bias=True, **sp)
         self.down = RowLinear(FFN, H, group, bias=True, **sp)
-        self.up2 = ColumnLinear(H, FFN, group, norm=centred, **sp)
+        self.up2 = ColumnLinear(H, FFN, group, norm=centered, **sp)
         self.down2 = RowLinear(FFN, H, group, **sp)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_the_norm_may_come_first() -> None:
     assert layer.weight is not None
     normed = F.rms_norm(x, (8,), layer.layer_norm_weight, 1e-3)
     product = normed @ layer.weight.T
-    torch.testing.assert_close(layer.normalise(x), normed)
+    torch.testing.assert_close(layer.normalize(x), normed)
     torch.testing.assert_close(layer(x), product + layer.bias)
     torch.testing.assert_close(layer.project(x), x @ layer.weight.T + layer.bias)
 

@@ -113,7 +113,7 @@ def test_pairs_side_by_side() -> None:
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k["rope_type"] in ("dynamic", "longrope")])
 def test_a_row_turns_by_its_own_length(kind: dict[str, Any]) -> None:
-    """Whatever its neighbours are, without a look at the host, so that a graph can hold it."""
+    """Whatever its neighbors are, without a look at the host, so that a graph can hold it."""
     rotary = Rotary(config(rope_scaling=kind, max_positions=512))
     short, long = torch.arange(4)[None], torch.arange(600, 604)[None]
     both = rotary.rotation(torch.cat((short, long)))

@@ -1,4 +1,4 @@
-"""Facts, groups and settings: what is recognised, grouped and refused."""
+"""Facts, groups and settings: what is recognized, grouped and refused."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_how_columns_lie_shows_in_those_that_are_never_used(
     whole = grouped_delayed_scaling.join(parts, columns)
     assert whole is not None
     assert grouped_delayed_scaling.columns_of(whole) in (columns, None)
-    for one in parts:  # weights are quantised in the first step of all
+    for one in parts:  # weights are quantized in the first step of all
         one["amax_history_fwd"][-1, WEIGHT] = 3
         one["scale_fwd"][WEIGHT] = 448 / 3
     whole = grouped_delayed_scaling.join(parts, columns)
@@ -179,7 +179,7 @@ def test_inverses_follow_their_scales() -> None:
 def test_faults_and_what_is_none() -> None:
     history = np.ones((3, 6), np.float32)  # two products: inputs, weights, outputs
     history[0] = 0
-    history[:, 4:] = 0  # outputs are not quantised
+    history[:, 4:] = 0  # outputs are not quantized
     state = {"scale_fwd": np.ones(6, np.float32), "amax_history_fwd": history}
     assert delayed_scaling.faults(state) == []
     history[1, 0], history[2, 1], history[:, 3] = np.nan, np.inf, 0

@@ -234,7 +234,7 @@ def keep_step(optimizer: Any) -> None:
 
 
 def optimizer_of(chunk: Any, options: dict[str, Any]) -> Any:
-    """The distributed optimizer of a chunk, its states initialised."""
+    """The distributed optimizer of a chunk, its states initialized."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: gradients at rounded weights, applied to the weights' own."""
+"""Quantization-aware training: gradients at rounded weights, applied to the weights' own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.quant.qparams import Settlement
 from megtool.train.build_model import load_for_training
-from megtool.train.features.qat import FakeQuantisation
+from megtool.train.features.qat import FakeQuantization
 from tests.quant import tiny_models
 from tests.quant.loaded import opened, randomised, settled
 
@@ -55,8 +55,8 @@ def gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
 def test_gradients_are_those_at_the_rounded_weights(llama, algo) -> None:
     decoder, points, settlement = made(llama, algo)
     before = {n: t.clone() for n, t in decoder.state_dict().items()}
-    quantisation = FakeQuantisation([decoder], points, settlement)
-    with quantisation.around():
+    quantization = FakeQuantization([decoder], points, settlement)
+    with quantization.around():
         loss, found = gradients(decoder)
     assert all(torch.equal(t, before[n]) for n, t in decoder.state_dict().items())
     assert decoder.get_submodule("decoder.layers.0.mlp.linear_fc1").tap is None
@@ -85,10 +85,10 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
         request.getfixturevalue(model), algo, smooth=smooth, cache="FP8"
     )
     plain, _ = gradients(decoder)
-    quantisation = FakeQuantisation([decoder], points, settlement)
-    with quantisation.around():
+    quantization = FakeQuantization([decoder], points, settlement)
+    with quantization.around():
         loss, found = gradients(decoder)
-    with torch.no_grad(), Simulation(decoder, points, quantisation._settlement, weights=True):
+    with torch.no_grad(), Simulation(decoder, points, quantization._settlement, weights=True):
         expected, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
     assert loss == float(expected)
     assert loss != plain
@@ -112,7 +112,7 @@ def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 def test_training_takes_back_what_rounding_costs(llama) -> None:
     decoder, points, settlement = made(llama, "MXFP4")
-    quantisation = FakeQuantisation([decoder], points, settlement)
+    quantization = FakeQuantization([decoder], points, settlement)
 
     def mean_loss(*, rounded: bool = True) -> float:
         simulation = Simulation(decoder, points, settlement, weights=True)
@@ -125,7 +125,7 @@ def test_training_takes_back_what_rounding_costs(llama) -> None:
         optimizer = torch.optim.AdamW(decoder.parameters(), lr=lr)
         for seed in range(first, first + steps):
             tokens, labels = noisy_text(seed)
-            with quantisation.around() if aware else nullcontext():
+            with quantization.around() if aware else nullcontext():
                 decoder.zero_grad()
                 loss, count = decoder.loss(Batch(tokens_BS=tokens), labels)
                 (loss / count).backward()

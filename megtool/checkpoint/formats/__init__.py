@@ -133,7 +133,7 @@ def open_checkpoint(path: str | Path, *, iteration: int | str | None = None) -> 
 
 
 def detect_format(path: Path) -> Format:
-    """The first of `FORMATS` that recognises `path`.
+    """The first of `FORMATS` that recognizes `path`.
 
     Raises:
         FormatError: none does, or nothing is there.

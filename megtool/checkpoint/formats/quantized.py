@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders: codes and scales presented as the plain tensors they stand for.
+"""Quantized Hugging Face folders: codes and scales presented as the plain tensors they stand for.
 
 What is decoded, by `quant_method` of config.json: `fp8` (DeepSeek, and others that publish blocks
 of 128 x 128), `fbgemm_fp8`, `mxfp4` (gpt-oss), `compressed-tensors` and `modelopt` (also where
@@ -43,7 +43,7 @@ _ACTIVATIONS = re.compile(
     r"|[qkv]_(?:scale|zero_point)|[kv]_proj\.[kv]_bias)$"
 )
 _WHY_ASIDE = "scales of activations and of the KV cache: decoded weights need none"
-_WHY_SECOND = "scales what decoded weights are quantised to again: they need none"
+_WHY_SECOND = "scales what decoded weights are quantized to again: they need none"
 _ORPHANS = re.compile(
     r"weight_(?:scale(?:_inv|_2)?|packed|global_scale|zero_point|shape|g_idx)$"
     r"|_scale_inv$|_proj_(?:weight_scale(?:_2)?|scales)$"
@@ -52,22 +52,22 @@ _SCALES = re.compile(r"_(?:scale(?:_inv|_2)?|scales|blocks|packed|global_scale|z
 
 
 def fold(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with every quantised weight as one packed tensor.
+    """The catalogue with every quantized weight as one packed tensor.
 
-    A catalogue whose config names no quantisation is returned as it is. Headers, and the few bytes
+    A catalogue whose config names no quantization is returned as it is. Headers, and the few bytes
     of `weight_shape`, are all that is read.
 
     Raises:
         FormatError: see `packed_weights`.
     """
-    config = quantisation(catalogue.metadata)
+    config = quantization(catalogue.metadata)
     return catalogue if config is None else _with(catalogue, *packed_weights(catalogue, config))
 
 
 def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[list[Folded], Stored]:
-    """Every quantised weight as the stored tensors it lies in, and which of these were used.
+    """Every quantized weight as the stored tensors it lies in, and which of these were used.
 
-    `config` is what `quantisation` found. Nothing is decoded.
+    `config` is what `quantization` found. Nothing is decoded.
 
     Raises:
         FormatError: the method is not one of those above, a weight lacks its scale or a scale its
@@ -77,7 +77,7 @@ def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[lis
     finder = next((f for name, f in _METHODS if re.fullmatch(name, method)), None)
     if finder is None:
         raise FormatError(
-            f"quantised by {shown(config.get('quant_method'))}, which is not decoded",
+            f"quantized by {shown(config.get('quant_method'))}, which is not decoded",
             file=catalogue.root,
             hint=f"known: fp8, fbgemm_fp8, mxfp4, compressed-tensors, modelopt; {AS_IT_IS}",
         )
@@ -99,8 +99,8 @@ def packed_weights(catalogue: Catalogue, config: Mapping[str, Any]) -> tuple[lis
     return found, stored
 
 
-def quantisation(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a folder says about its quantisation, as one dictionary with a `quant_method`."""
+def quantization(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a folder says about its quantization, as one dictionary with a `quant_method`."""
     config = metadata.get("config")
     config = config if isinstance(config, dict) else {}
     text = config.get("text_config")
@@ -283,7 +283,7 @@ def _check_alone(catalogue: Catalogue, t: GlobalTensor) -> None:
     """A left-over scale, or what it scaled: its partner is missing, so nothing can be decoded."""
     if _ORPHANS.search(t.name):
         raise FormatError(
-            "belongs to a quantised weight that is not here",
+            "belongs to a quantized weight that is not here",
             file=catalogue.path(int(catalogue.extents.file[catalogue.index[t.name]])),
             tensor=t.name,
             hint=f"is the download complete? {AS_IT_IS}",

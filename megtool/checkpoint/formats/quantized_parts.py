@@ -1,4 +1,4 @@
-"""The parts of one quantised weight: which tensors they are, and how their shapes correspond."""
+"""The parts of one quantized weight: which tensors they are, and how their shapes correspond."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NV_BLOCK = 16
 
 
 class Sizes(Protocol):
-    """What a config says about any of its weights, see `quantised.Facts`."""
+    """What a config says about any of its weights, see `quantized.Facts`."""
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Stored:
         for suffix in ("_g_idx", "svdquant_lora_a", "svdquant_lora_b"):
             if odd := self.find(base, suffix):
                 what = "activation order" if suffix == "_g_idx" else "a low-rank branch"
-                raise self.fault(codes, f"is quantised with {what} ({odd.name!r}), not decoded")
+                raise self.fault(codes, f"is quantized with {what} ({odd.name!r}), not decoded")
         return tuple(out)
 
 

@@ -59,8 +59,8 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalogue:
     """The catalogue of a folder, of one file, or of the files an index names; headers only.
 
-    Of a folder whose config names a quantisation, the catalogue is that of the weights it stands
-    for (`quantised.fold`); a file named by itself holds its tensors as they are stored.
+    Of a folder whose config names a quantization, the catalogue is that of the weights it stands
+    for (`quantized.fold`); a file named by itself holds its tensors as they are stored.
 
     Raises:
         FormatError: no safetensors here, or a header, an index or a name that cannot be trusted.
@@ -79,7 +79,7 @@ def open_checkpoint(path: Path, *, iteration: int | str | None = None) -> Catalo
 
 def open_as_stored(path: Path) -> Catalogue:
     """The catalogue of a folder (or of the files an index names) as it is stored: codes and scales
-    of quantised weights are tensors of their own.
+    of quantized weights are tensors of their own.
 
     Raises:
         FormatError: see `open_checkpoint`.

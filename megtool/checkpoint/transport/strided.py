@@ -36,7 +36,7 @@ class Buffers:
         self._peak = peak
 
     def take(self, slot: str, num_bytes: int) -> NDArray[np.uint8]:
-        """`num_bytes` of uninitialised memory, the same that the slot gave before."""
+        """`num_bytes` of uninitialized memory, the same that the slot gave before."""
         held = self._held.get(slot)
         if held is None or held.nbytes < num_bytes:
             if self._peak is not None:

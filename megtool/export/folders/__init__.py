@@ -1,1 +1,1 @@
-"""Quantised Hugging Face folders, one form a file: how each is read, and how it is written."""
+"""Quantized Hugging Face folders, one form a file: how each is read, and how it is written."""

@@ -1,4 +1,4 @@
-"""Structure: what the stored tensors of a quantised module show of its format by themselves."""
+"""Structure: what the stored tensors of a quantized module show of its format by themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POWERS = "float8_e8m0fnu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A quantised weight `[out, in]` of a folder, and what lies beside it."""
+    """A quantized weight `[out, in]` of a folder, and what lies beside it."""
 
     folded: Folded
     stored: Stored
@@ -43,7 +43,7 @@ class Found:
             )
         if len(folded.shape) != 2 or not folded.name.endswith(".weight"):
             raise found.fault(
-                f"is quantised as one tensor of shape {list(folded.shape)}, stacked with others or "
+                f"is quantized as one tensor of shape {list(folded.shape)}, stacked with others or "
                 "not called a weight, and other forms have one tensor a module",
                 hint=DECODE,
             )

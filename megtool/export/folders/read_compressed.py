@@ -1,4 +1,4 @@
-"""Read compressed-tensors: quantised modules, with what their group says of inputs."""
+"""Read compressed-tensors: quantized modules, with what their group says of inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Inputs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
     """One of `config_groups`: whose it is, what of a weight has a scale (`strategy`, "" where it is
-    not said), and how inputs are quantised."""
+    not said), and how inputs are quantized."""
 
     name: str
     targets: tuple[str, ...]
@@ -99,14 +99,14 @@ def scheme_of(found: Found, schemes: Sequence[Scheme], ignored: Sequence[str]) -
     """The group of a module.
 
     Raises:
-        FormatError: it has none, or is ignored, and yet quantised.
+        FormatError: it has none, or is ignored, and yet quantized.
     """
     best = min(schemes, key=lambda s: s.rank(found.module))
     listed = any(means(i, found.module) for i in ignored)
     if listed or best.rank(found.module) == 3:
         why = "ignores it" if listed else "has no group for it"
         raise found.fault(
-            f"is stored quantised, and the quantization_config {why}: engines would load it as "
+            f"is stored quantized, and the quantization_config {why}: engines would load it as "
             "it is",
             hint="mend config.json, or take the folder it was made from",
         )
@@ -121,7 +121,7 @@ def read_module(found: Found, scheme: Scheme) -> tuple[Coded, str]:
             or a scale of inputs is missing.
     """
     if scheme.has_outputs:
-        raise found.fault("its outputs are quantised, as no format of engines has them", hint=KEEP)
+        raise found.fault("its outputs are quantized, as no format of engines has them", hint=KEEP)
     algo, note = _algo(found, scheme)
     group = group_for(found, algo)
     second = found.numbers == "nvfp4"

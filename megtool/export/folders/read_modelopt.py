@@ -1,4 +1,4 @@
-"""Read ModelOpt: quantised modules of its unified folders, checked by what their config says."""
+"""Read ModelOpt: quantized modules of its unified folders, checked by what their config says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def declared(catalogue: Catalogue) -> Declared:
     beside, inline = _both(catalogue)
     found = beside or inline
     if found is None:
-        raise FormatError("its config says nothing of its quantisation", file=catalogue.root)
+        raise FormatError("its config says nothing of its quantization", file=catalogue.root)
     return found
 
 
@@ -112,7 +112,7 @@ def _format(found: Found, said: Declared) -> tuple[str, int]:
     algo = _ALIASES.get(algo, algo)
     if not algo and (said.algo or said.layers or said.excludes(found.module)):
         raise found.fault(
-            f"is stored quantised, and by {said.where} it is not: engines would load it as it is",
+            f"is stored quantized, and by {said.where} it is not: engines would load it as it is",
             hint=f"mend {said.where}, or take the folder it was made from",
         )
     algo = algo or _by_structure(found)
@@ -160,7 +160,7 @@ def _by_structure(found: Found) -> str:
 
 
 def check_listed(said: Declared, modules: Iterable[Coded], catalogue: Catalogue) -> None:
-    """Modules that are listed with a format are quantised.
+    """Modules that are listed with a format are quantized.
 
     Raises:
         FormatError: one is not.

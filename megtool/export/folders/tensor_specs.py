@@ -1,4 +1,4 @@
-"""Written: the tensors that a quantised module becomes in another form, and what fills them."""
+"""Written: the tensors that a quantized module becomes in another form, and what fills them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Written:
 
 
 class Form(Protocol):
-    """A form of quantised Hugging Face folders, as it is written."""
+    """A form of quantized Hugging Face folders, as it is written."""
 
     @property
     def name(self) -> str:

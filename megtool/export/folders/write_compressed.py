@@ -156,14 +156,14 @@ class CompressedForm:
                 f"{len(smoothed)} modules have: {listed(smoothed)}",
                 file=folder.catalogue.root,
                 tensor=smoothed[0],
-                hint="quantise with `fold: true` in the recipe's algorithm (factors then go into "
+                hint="quantize with `fold: true` in the recipe's algorithm (factors then go into "
                 "norms alone), or by a recipe without factors, such as int4_gptq or fp8",
             )
         if folder.kv_algo not in (None, "FP8"):
             raise MappingError(
                 f"compressed-tensors has no KV cache in {folder.kv_algo}",
                 file=folder.catalogue.root,
-                hint="quantise with kv_fp8 beside the rest, or leave the cache as it is",
+                hint="quantize with kv_fp8 beside the rest, or leave the cache as it is",
             )
 
         if folder.cache_biases:
@@ -172,7 +172,7 @@ class CompressedForm:
                 f"{len(folder.cache_biases)} projections have",
                 file=folder.catalogue.root,
                 tensor=folder.cache_biases[0],
-                hint="quantise with kv_fp8, which has none, or export with --to unified",
+                hint="quantize with kv_fp8, which has none, or export with --to unified",
             )
 
     def notes(self, folder: CodedFolder) -> Sequence[str]:

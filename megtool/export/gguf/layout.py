@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megtool.checkpoint.computed_tensors import Feed
 from megtool.config import ModelConfig
-from megtool.convert.binding import Binding, Written, summarise
+from megtool.convert.binding import Binding, Written, summarize
 from megtool.convert.canonical import VOCABULARY, Model
 from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
@@ -97,7 +97,7 @@ def _named(
     if out.unplaced:
         raise MappingError(
             f"{len(out.unplaced)} tensors have no place in a GGUF file of architecture "
-            f"{architecture.name!r}: {summarise(out.unplaced)}",
+            f"{architecture.name!r}: {summarize(out.unplaced)}",
             tensor=out.unplaced[0],
             hint="--to hf writes them",
         )

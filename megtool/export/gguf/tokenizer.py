@@ -194,7 +194,7 @@ def _check_merging(told: Mapping[str, Any], *, takes_words: bool, name: str) -> 
 
 
 def _merged(text: str, ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """A word's tokens: of all neighbours, the pair of the least rank is merged first."""
+    """A word's tokens: of all neighbors, the pair of the least rank is merged first."""
     parts = list(text)
     while len(parts) > 1:
         rank, at = min(

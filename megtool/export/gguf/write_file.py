@@ -63,7 +63,7 @@ def export_gguf(
     files: Files | None = None,
     progress: Progress = silent,
 ) -> ExportReport:
-    """Write the model of `source`, in any format and layout, quantised or not, as one GGUF file.
+    """Write the model of `source`, in any format and layout, quantized or not, as one GGUF file.
 
     `kind` is what most weights become: f32, f16, bf16, or a block format that the installed gguf
     package encodes (q8_0, q4_0, ...); see `export.gguf.kinds` for the rest. Weights whose rows are
@@ -75,7 +75,7 @@ def export_gguf(
     Raises:
         UsageError: the kind is not known, or is for experts and there are none.
         MappingError: llama.cpp has no such architecture, or would compute something else.
-        FormatError: there is no tokenizer; a weight to be quantised holds NaN or infinity, or one
+        FormatError: there is no tokenizer; a weight to be quantized holds NaN or infinity, or one
             that becomes f16 a number too large for it.
         MissingPackageError: the gguf package is not installed.
         StorageError, SourceChangedError, DestinationError: as of a reshard.

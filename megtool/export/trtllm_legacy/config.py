@@ -142,9 +142,9 @@ def _by_name(modules: Sequence[Module]) -> dict[str, dict[str, Any]]:
         one = _said(m.coded, smoothed)
         if out.setdefault(m.name, one) != one:
             raise MappingError(
-                f"{m.name!r} is {one.get('quant_algo', 'not quantised')} on rank {m.rank} and "
-                f"{out[m.name].get('quant_algo', 'not quantised')} in a stage before it: stages "
-                "number their layers from 0, and one list says how all are quantised",
+                f"{m.name!r} is {one.get('quant_algo', 'not quantized')} on rank {m.rank} and "
+                f"{out[m.name].get('quant_algo', 'not quantized')} in a stage before it: stages "
+                "number their layers from 0, and one list says how all are quantized",
                 tensor=m.name,
                 hint="export with pp 1, or give such layers one format",
             )

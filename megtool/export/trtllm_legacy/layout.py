@@ -62,7 +62,7 @@ def cut_of(
 ) -> Cut:
     """How the model is cut, the vocabulary padded to a multiple of `vocab_multiple` and of `tp`.
 
-    `needs` are what quantised weights ask for besides.
+    `needs` are what quantized weights ask for besides.
 
     Raises:
         LayoutError: `tp` or `pp` does not divide what it has to; the hint names those that do.

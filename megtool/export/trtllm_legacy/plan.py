@@ -62,7 +62,7 @@ class LegacyPlan:
     algo: str
     kv_algo: str | None
     exact: int = 0
-    requantised: int = 0
+    requantized: int = 0
     plain: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ def plan_legacy(
 ) -> LegacyPlan:
     """Plan the checkpoint of `model`, whose tensors lie in `catalogue`.
 
-    `weights` are its quantised ones (with `model.algo`, those that an engine is to quantise and are
+    `weights` are its quantized ones (with `model.algo`, those that an engine is to quantize and are
     plain in `catalogue`). `reasons` say why stored tensors are left out.
 
     Raises:
@@ -152,7 +152,7 @@ class _Planning:
             small["quant_cfg.json"] = quant_cfg
         self._note(cut)
         coded = len(weights.held) if weights and not self.model.algo else 0
-        changed = len(weights.requantised) if weights else 0
+        changed = len(weights.requantized) if weights else 0
         linear = {b for b in self.used if b.endswith(".weight") and len(self.model.shapes[b]) == 2}
         return LegacyPlan(
             destination=lay_out(self.filed, tp * pp, small),
@@ -162,13 +162,13 @@ class _Planning:
             algo=str(said["quant_algo"] or ""),
             kv_algo=kv_algo,
             exact=coded - changed,
-            requantised=changed,
+            requantized=changed,
             plain=len(linear) - coded,
             notes=self.notes,
         )
 
     def _add(self, tensor: RankTensor) -> None:
-        """A tensor of a rank, quantised or not."""
+        """A tensor of a rank, quantized or not."""
         self.used.update(b.canonical for b in tensor.boxes)
         coded = self.weights.of(tensor) if self.weights else None
         if tensor.is_linear or tensor.module == "lm_head":
@@ -210,7 +210,7 @@ class _Planning:
         if algo not in _KV_ALGOS:
             raise MappingError(
                 f"a KV cache of {algo} is none of legacy TensorRT-LLM",
-                hint=f"known: {', '.join(_KV_ALGOS)}; quantise the cache to FP8",
+                hint=f"known: {', '.join(_KV_ALGOS)}; quantize the cache to FP8",
             )
         lifted = 0
         for rank in range(cut.tp * cut.pp):
@@ -288,11 +288,11 @@ def _check_filled(tensor: RankTensor) -> None:
     """Rows of zeros have no codes.
 
     Raises:
-        MappingError: some rows of a quantised head would pad the vocabulary.
+        MappingError: some rows of a quantized head would pad the vocabulary.
     """
     if sum(b.hi[0] - b.lo[0] for b in tensor.boxes) < tensor.shape[0]:
         raise MappingError(
-            f"{tensor.module} is quantised, and the vocabulary is to be padded",
+            f"{tensor.module} is quantized, and the vocabulary is to be padded",
             tensor=tensor.module,
-            hint="quantise it again and keep the head",
+            hint="quantize it again and keep the head",
         )

@@ -1,4 +1,4 @@
-"""Coded tensors: what a quantised linear module is in a rank's file, and what fills it."""
+"""Coded tensors: what a quantized linear module is in a rank's file, and what fills it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Making:
                         f"{boxes[0].canonical} and {box.canonical} are fed by the same inputs, and "
                         "multiply them by other factors first",
                         tensor=self.weights.held[box.canonical].coded.name,
-                        hint="a legacy checkpoint has one vector for both: quantise them together",
+                        hint="a legacy checkpoint has one vector for both: quantize them together",
                     )
             rows.append(first[left:right])
         values = np.stack(rows) if self.tensor.experts else rows[0]

@@ -1,4 +1,4 @@
-"""Coded weights: which canonical weights are quantised, how, and what their scales are.
+"""Coded weights: which canonical weights are quantized, how, and what their scales are.
 
 Weights that engines multiply as one (queries with keys and values, the two halves of a gated MLP,
 those of one expert) have one single scale in a legacy checkpoint, the largest of theirs, and one
@@ -66,7 +66,7 @@ def fed_with(canonical: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A canonical weight that is quantised: its module, and its first row there."""
+    """A canonical weight that is quantized: its module, and its first row there."""
 
     coded: Coded
     row: int
@@ -74,16 +74,16 @@ class Held:
 
 @dataclass(slots=True)
 class CodedWeights:
-    """The quantised weights of a folder by canonical name, and their scales, read as needed.
+    """The quantized weights of a folder by canonical name, and their scales, read as needed.
 
-    `values` reads the folder's raw catalogue. `requantised` collects those whose own single scale
+    `values` reads the folder's raw catalogue. `requantized` collects those whose own single scale
     is not the one they are to have.
     """
 
     folder: CodedFolder
     held: Mapping[str, Held]
     values: Values
-    requantised: set[str] = field(default_factory=set)
+    requantized: set[str] = field(default_factory=set)
     _scales: dict[tuple[str, str], NDArray[np.float32] | None] = field(default_factory=dict)
     _vectors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     _shared: dict[str, list[str]] = field(default_factory=dict)
@@ -98,10 +98,10 @@ class CodedWeights:
 
     def of(self, tensor: RankTensor) -> Coded | None:
         """A module of those that a rank's tensor is cut of, which all have its format; None where
-        none of them is quantised.
+        none of them is quantized.
 
         Raises:
-            MappingError: they have several formats, or some are not quantised.
+            MappingError: they have several formats, or some are not quantized.
         """
         if not tensor.is_linear or not tensor.boxes:
             return None
@@ -134,7 +134,7 @@ class CodedWeights:
         top = np.float32(max(float(x) for x in all_of if x is not None))
         decides = role == SCALE or self.held[canonical].coded.algo == "NVFP4"
         if decides and top != own:
-            self.requantised.add(canonical)
+            self.requantized.add(canonical)
         return np.asarray(top, np.float32)
 
     def input_scale(self, canonical: str) -> NDArray[np.float32] | None:
@@ -155,7 +155,7 @@ class CodedWeights:
                     "checkpoint needs",
                     file=self.folder.catalogue.root,
                     tensor=coded.name,
-                    hint="quantise it with data, or with fp8_per_channel, whose inputs are scaled "
+                    hint="quantize it with data, or with fp8_per_channel, whose inputs are scaled "
                     "as they come",
                 )
             found.append(float(value))
@@ -201,7 +201,7 @@ def coded_weights(
     *,
     are_decoded: bool = False,
 ) -> CodedWeights:
-    """The canonical weights that a folder holds quantised; `are_decoded` where no code of them is
+    """The canonical weights that a folder holds quantized; `are_decoded` where no code of them is
     to be moved, so that neither their format nor how they lie matters.
 
     Raises:
@@ -220,7 +220,7 @@ def coded_weights(
                 f"{name.removesuffix('.weight')} is stored transposed or among others, and codes "
                 "are cut by whole rows",
                 tensor=p.stored,
-                hint="export the plain checkpoint it was quantised from",
+                hint="export the plain checkpoint it was quantized from",
             )
         held[name] = Held(coded=coded, row=plain or 0)
     if not are_decoded:
@@ -259,4 +259,4 @@ def _format(held: Held | None) -> tuple[str, int]:
 
 def _label(held: Held | None) -> str:
     algo, group = _format(held)
-    return f"{algo} by {group}" if group else algo or "not quantised"
+    return f"{algo} by {group}" if group else algo or "not quantized"

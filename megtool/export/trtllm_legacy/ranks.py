@@ -31,7 +31,7 @@ class RankTensor:
 
     `name` is that in the file, of which `module` is what a weight belongs to. Weights of `experts`
     experts lie below each other in `shape`, and are a third dimension in the file. `is_linear` says
-    that it may be quantised. Elements no box covers are zero (rows that pad a vocabulary). With
+    that it may be quantized. Elements no box covers are zero (rows that pad a vocabulary). With
     `plus_one` gammas around zero become those around one. A router keeps float32 (`is_router`).
     """
 

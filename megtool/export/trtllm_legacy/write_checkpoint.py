@@ -11,7 +11,7 @@ from megtool import __version__
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.formats.quantized import quantisation
+from megtool.checkpoint.formats.quantized import quantization
 from megtool.checkpoint.parallel_scan import usual_threads
 from megtool.checkpoint.plan import Plan, Source
 from megtool.checkpoint.planner import build
@@ -60,7 +60,7 @@ def export_legacy(
 ) -> ExportReport:
     """Write the model of `source`, in any format and layout, for `tp` x `pp` ranks of an engine.
 
-    Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral and Gemma. A quantised Hugging Face folder
+    Llama (and Mistral), GPT-2, Qwen 2 and 3, Mixtral and Gemma. A quantized Hugging Face folder
     keeps its codes; weights that engines multiply as one are brought to one scale where a format
     has a single one. `dtype` is that of everything else: bfloat16, float16, or float32 for a plain
     model; the source's own unless given. Scales of an FP8 KV cache below 1 become 1, as ModelOpt
@@ -105,7 +105,7 @@ def export_legacy(
         num_bytes=target.catalogue.num_bytes,
         source_bytes=catalogue.num_bytes,
         exact=legacy.exact,
-        requantised=legacy.requantised,
+        requantized=legacy.requantized,
         decoded=len(catalogue.packed),
         plain=legacy.plain - len(catalogue.packed),
         files=written_files(plan),
@@ -181,8 +181,8 @@ def _planned(
 
 
 def _coded(opened: CheckpointSource) -> CodedFolder | None:
-    """The source's quantised modules, if it is a folder that has any."""
-    if opened.catalogue.format != "hf" or quantisation(opened.catalogue.metadata) is None:
+    """The source's quantized modules, if it is a folder that has any."""
+    if opened.catalogue.format != "hf" or quantization(opened.catalogue.metadata) is None:
         return None
     return read_coded(opened.path)
 
@@ -218,8 +218,10 @@ def _model_of(opened: CheckpointSource, folder: CodedFolder | None) -> Model:
     )
 
 
-def _dtype_of(opened: CheckpointSource, asked: str | None, weights: CodedWeights | None) -> tuple[DType, str]:
-    """The type of what is not quantised, and what is to be said about it."""
+def _dtype_of(
+    opened: CheckpointSource, asked: str | None, weights: CodedWeights | None
+) -> tuple[DType, str]:
+    """The type of what is not quantized, and what is to be said about it."""
     known = ("bfloat16", "float16") if weights else ("bfloat16", "float16", "float32")
     if asked is not None:
         name = _DTYPES.get(asked, asked)

@@ -1,1 +1,1 @@
-"""FP8: scales, quantised products of linear layers, and parameters gathered as bytes."""
+"""FP8: scales, quantized products of linear layers, and parameters gathered as bytes."""

@@ -24,7 +24,7 @@ class Histories:
     """The delayed scaling state of `num_modules` linear layers, updated once for each step.
 
     A module has columns for input, weight and output (`fwd`), and for two gradients (`bwd`); the
-    output and the gradient of the input are never quantised. Transformer Engine ends its step with
+    output and the gradient of the input are never quantized. Transformer Engine ends its step with
     every pass; here a step is the optimizer's, so that scales do not depend on how its rows are cut
     into micro batches, and are the same where activations are computed again.
 

@@ -1,7 +1,7 @@
 """Gather: parameters from the shards of replicas, those that are used in FP8 as FP8's bytes.
 
 A weight gets one scale from the largest magnitude of its main parameter on all replicas, so every
-rank has the bytes that quantising the whole main parameter would give. Other parameters of the
+rank has the bytes that quantizing the whole main parameter would give. Other parameters of the
 bucket come along in their own type.
 """
 
@@ -90,7 +90,7 @@ def _runs(bucket: Bucket, rank: int) -> Iterator[_Run]:
                 at += nbytes
 
 
-def gather_quantised(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag: int) -> Pending:
+def gather_quantized(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag: int) -> Pending:
     """Give every replica the parameters of a bucket, marked weights as FP8, under way.
 
     `mains` are runs of this rank's shard as fp32, each with the element of the shard it begins at;

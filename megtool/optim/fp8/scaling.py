@@ -81,7 +81,7 @@ class Tensorwise(Scaling):
 class Blockwise(Scaling):
     """Powers of two: for 128 elements along the sum, for weights for 128 x 128.
 
-    Inputs and gradients are summed over in both directions, and quantised once for each from the
+    Inputs and gradients are summed over in both directions, and quantized once for each from the
     values as they are.
     """
 

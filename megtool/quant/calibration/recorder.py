@@ -164,7 +164,7 @@ class Recorder:
         here = [w for w in those if w.tally is not None]
 
         def rows(x_TW: Tensor) -> Tensor:
-            labels_T = self._labelled(x_TW, place.rows.size)
+            labels_T = self._labeled(x_TW, place.rows.size)
             padded = self._is_padded(labels_T)
             for w in here:
                 self._count(w, x_TW, labels_T, padded)
@@ -184,7 +184,7 @@ class Recorder:
         else:
             place.set(cache if place.attribute == "cache_tap" else rows)
 
-    def _labelled(self, x_TW: Tensor, ranks: int) -> Tensor:
+    def _labeled(self, x_TW: Tensor, ranks: int) -> Tensor:
         """The labels of this rank's rows, of which all `ranks` have some.
 
         Raises:
@@ -225,7 +225,7 @@ class Recorder:
             return
         if not self._on_host:
             full = gather_columns(x_TW, columns) if self._needs_all(tally, columns) else None
-            tally.add_labelled(x_TW, labels_T, full)
+            tally.add_labeled(x_TW, labels_T, full)
             return
         if padded:
             is_real_T = labels_T >= 0

@@ -81,7 +81,7 @@ class Tally:
         self._sample(x_TW)
         return None
 
-    def add_labelled(self, x_TW: Tensor, labels_T: Tensor, full_TV: Tensor | None = None) -> None:
+    def add_labeled(self, x_TW: Tensor, labels_T: Tensor, full_TV: Tensor | None = None) -> None:
         """Count rows in whose label is not negative, without waiting for the device."""
         is_real_T = labels_T >= 0
         x_TW = x_TW.detach().float().masked_fill(~is_real_T.unsqueeze(1), 0.0)

@@ -306,7 +306,7 @@ class _Steps:
         return [d for d in found if d is not None]
 
     def _is_changed(self, some: list[Point]) -> bool:
-        """Something of the unit is quantised."""
+        """Something of the unit is quantized."""
         return any(d.format is not None for p in some for d in self._decisions(p))
 
     def _settled(self, some: list[Point], seen: Mapping[str, Statistics]) -> Settlement:

@@ -1,4 +1,4 @@
-"""Evaluate: a quantised model beside the one it was made of, on the same text."""
+"""Evaluate: a quantized model beside the one it was made of, on the same text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megtool.quant.fake_quant.fake_quant_model import Simulation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What quantisation cost, over `num_tokens` predictions.
+    """What quantization cost, over `num_tokens` predictions.
 
     Perplexities before and after; KL(before || after) in nats, its mean and its largest value;
     `agreement`, the share of tokens whose likeliest token is the same. `comparison` has the rest.
@@ -34,7 +34,7 @@ class Quality:
 
     @classmethod
     def of(cls, comparison: Comparison) -> Quality:
-        """From the comparison of the source, first, with the quantised model."""
+        """From the comparison of the source, first, with the quantized model."""
         return cls(
             num_tokens=comparison.ours.num_tokens,
             perplexity_before=comparison.ours.perplexity,
@@ -46,9 +46,9 @@ class Quality:
         )
 
 
-def compare_quantised(
+def compare_quantized(
     source: Forward,
-    quantised: Forward,
+    quantized: Forward,
     simulation: Simulation | None,
     documents: Sequence[Document],
     *,
@@ -57,9 +57,9 @@ def compare_quantised(
     batch_size: int = 1,
     counted: Callable[[int], None] = lambda n: None,
 ) -> Quality:
-    """Run both models over all documents, the quantised one as its engine computes.
+    """Run both models over all documents, the quantized one as its engine computes.
 
-    `quantised` is loaded from the written checkpoint, with a `simulation` of its inputs and caches
+    `quantized` is loaded from the written checkpoint, with a `simulation` of its inputs and caches
     (`weights=False`), or is another decoder of the source with one of its weights too (None: inputs
     stay as they are). The two may be on demand. Every rank gets the same result.
 
@@ -71,7 +71,7 @@ def compare_quantised(
     def run() -> Comparison:
         return compare(
             source,
-            quantised,
+            quantized,
             documents,
             window=window,
             stride=stride,

@@ -52,7 +52,7 @@ class Rounding:
 class Simulation:
     """A decoder with inputs and caches rounded as `settlement` says; in `with`, or by `start`.
 
-    With `weights`, for a decoder of the model before quantisation, weights are rounded too, and
+    With `weights`, for a decoder of the model before quantization, weights are rounded too, and
     inputs are smoothed by all factors of columns. Without, it is for a decoder loaded from the
     written checkpoint: its weights are rounded already, and the norms before them carry the factors
     that were folded, so that inputs are divided by stored ones alone; what is left to do with
@@ -243,7 +243,7 @@ class Simulation:
                     if cache is not None:
                         self._taps += [(p, _cache_tap(cache)) for p in self._places(point)]
                 continue
-            if point.name.endswith(".shared.router"):  # a gate, which no engine quantises
+            if point.name.endswith(".shared.router"):  # a gate, which no engine quantizes
                 continue
             rounding = self._rounding(point)
             if rounding is None:

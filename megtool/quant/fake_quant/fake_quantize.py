@@ -142,7 +142,7 @@ def fake_weight(
         raise FormatError(
             f"the weight of {treatment.module} is NaN or infinite in places",
             tensor=treatment.module,
-            hint="it cannot be quantised",
+            hint="it cannot be quantized",
         )
     return out
 

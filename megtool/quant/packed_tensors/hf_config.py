@@ -1,4 +1,4 @@
-"""What a quantised Hugging Face folder says of itself: hf_quant_config.json and config.json.
+"""What a quantized Hugging Face folder says of itself: hf_quant_config.json and config.json.
 
 Both say the same. Engines read one or the other: TensorRT-LLM and SGLang hf_quant_config.json
 first, vLLM either, in ModelOpt's words. Where ModelOpt 0.47 leaves out what one of them asks for
@@ -20,12 +20,12 @@ from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SPELLED, UNSMOOTHED
 MIXED = "MIXED_PRECISION"
 
 PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__version__}"}
-"""Engines recognise the file by the producer's name; the version is the one whose form it has."""
+"""Engines recognize the file by the producer's name; the version is the one whose form it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One quantised module under its stored name, its format, and whether it has a
+    """One quantized module under its stored name, its format, and whether it has a
     `pre_quant_scale`."""
 
     name: str
@@ -48,7 +48,7 @@ def quantization(
         out |= next((s for s in said if s.get("pre_quant_scale")), said[0])
     elif different:
         out["quant_algo"] = MIXED
-    out["exclude_modules"] = summarised(kept, [layer.name for layer in layers])
+    out["exclude_modules"] = summarized(kept, [layer.name for layer in layers])
     if len(different) > 1:
         out["quantized_layers"] = {layer.name: s for layer, s in zip(layers, said, strict=True)}
     return out
@@ -68,12 +68,12 @@ def _said(layer: Layer) -> dict[str, Any]:
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
-def summarised(kept: Iterable[str], quantised: Collection[str]) -> list[str]:
+def summarized(kept: Iterable[str], quantized: Collection[str]) -> list[str]:
     """Names of modules, the experts of a mixture as one glob where all of them are kept.
 
     Engines build such experts as one module, called as what is before the star.
     """
-    held = {m[1] for name in quantised if (m := _EXPERT.fullmatch(name))}
+    held = {m[1] for name in quantized if (m := _EXPERT.fullmatch(name))}
     out: dict[str, None] = {}
     for name in kept:
         found = _EXPERT.fullmatch(name)
@@ -97,7 +97,7 @@ def with_quantization(config: bytes, said: Mapping[str, Any]) -> bytes:
 def with_blocks(config: bytes, kept: Iterable[str]) -> bytes:
     """A config.json that says that all experts are MXFP4 blocks, as OpenAI's gpt-oss has it.
 
-    `kept` are the stored names of all that could be taken for a quantised module and is none.
+    `kept` are the stored names of all that could be taken for a quantized module and is none.
     """
     value = json.loads(config)
     value["quantization_config"] = {

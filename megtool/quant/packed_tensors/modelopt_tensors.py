@@ -1,4 +1,4 @@
-"""Stored: the tensors a quantised module becomes, as ModelOpt's unified export has them.
+"""Stored: the tensors a quantized module becomes, as ModelOpt's unified export has them.
 
 Names stand on the module's Hugging Face name, as the loaders of engines look for them: `weight`,
 `weight_scale`, `weight_scale_2`, `input_scale`, `pre_quant_scale`; a KV cache has

@@ -206,7 +206,7 @@ class _Known:
         if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
             whole = Part(role=SCALE, dtype="float32", shape=(), spans=())
             if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
-                raise FormatError("elements are NaN or infinite", hint="they cannot be quantised")
+                raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
         given = {r: self._cut(r, lo, hi) for r in self._scales}
         twice = self._treatment.format.round_twice
         made = encode(

@@ -72,7 +72,7 @@ def find_amaxes(
                             "elements are NaN or infinite",
                             file=catalogue.root,
                             tensor=weight.placement.canonical,
-                            hint="they cannot be quantised; `megtool inspect SRC --stats` "
+                            hint="they cannot be quantized; `megtool inspect SRC --stats` "
                             "counts them",
                         )
                     with lock:

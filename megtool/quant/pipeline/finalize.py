@@ -241,7 +241,7 @@ def _reproduction(found: Settled) -> dict[str, str]:
 
 def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> QuantizeEvaluation:
     """Both models on the same text, what was written as its engine computes."""
-    from megtool.quant.fake_quant.evaluate_quantized import compare_quantised
+    from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
     from megtool.quant.fake_quant.fake_quant_model import Simulation
 
     source = job.runnable
@@ -256,7 +256,7 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
     with on_ranks(manner, alone=True) as groups:
         before = load_forward(source, manner, groups, progress)
         after = load_forward(written, manner, groups, progress)
-        quality = compare_quantised(
+        quality = compare_quantized(
             before,
             after,
             Simulation(after.decoder, job.points, _as_engines_run(job, found), weights=False),

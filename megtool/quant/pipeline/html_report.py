@@ -132,7 +132,7 @@ def _errors(proof: Proof) -> Iterator[str]:
         by_label[row.label].append((i, row))
     yield "<h2>Error</h2>"
     yield scatter(
-        "Signal over quantisation noise of each weight (more is better)",
+        "Signal over quantization noise of each weight (more is better)",
         [
             Series(
                 name=label,

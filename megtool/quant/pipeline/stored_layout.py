@@ -1,4 +1,4 @@
-"""Quantize layout: the stored tensors that quantised modules become, and what fills them."""
+"""Quantize layout: the stored tensors that quantized modules become, and what fills them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class StoredModule:
-    """A stored module that is to be quantised: several canonical ones where a family has them in
+    """A stored module that is to be quantized: several canonical ones where a family has them in
     one tensor."""
 
     name: str
@@ -55,7 +55,7 @@ class StoredModule:
 
 
 def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict[str, Treatment]:
-    """The treatment of every module that is quantised.
+    """The treatment of every module that is quantized.
 
     Raises:
         CalibrationError: one has none, or one for another format.
@@ -81,7 +81,7 @@ def stored_modules(
     treatments: Mapping[str, Treatment],
     target: Target,
 ) -> list[StoredModule]:
-    """The stored modules that are to be quantised, in the order of the files.
+    """The stored modules that are to be quantized, in the order of the files.
 
     Raises:
         MappingError: see `check_storable`.
@@ -124,7 +124,7 @@ def _module_name(stored: str) -> str:
 
 
 def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
-    """Weights that lie in one tensor are quantised as one."""
+    """Weights that lie in one tensor are quantized as one."""
     first = stored.pieces[0]
     found = {p.decision.module.name for p in stored.pieces}
     missing = [name for name in held if name.removesuffix(".weight") not in found]
@@ -310,7 +310,7 @@ def config_of(
         )
         for s in modules
     ]
-    quantised = {layer.name for layer in layers}
+    quantized = {layer.name for layer in layers}
     kept: dict[str, None] = {}
     for d in decisions:
         if d.format is None and d.module.kind == "linear":
@@ -320,4 +320,4 @@ def config_of(
     if not kept:  # loaders of NVFP4 refuse an empty list
         embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
         kept.update(dict.fromkeys(n for d in embeddings for n in d.module.called("hf")))
-    return quantization(layers, [k for k in kept if k not in quantised], next(iter(caches), None))
+    return quantization(layers, [k for k in kept if k not in quantized], next(iter(caches), None))

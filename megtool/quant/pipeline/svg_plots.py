@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 860, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 
 COLOURS = 6
-"""Classes `c0` to `c5` that the page gives colours to, in light and in dark."""
+"""Classes `c0` to `c5` that the page gives colors to, in light and in dark."""
 
 _MOST_CELLS = 12000
 _MOST_TIPS = 1500
@@ -83,11 +83,11 @@ def scatter(
     out = _axes(across, up, x, y)
     tips = len(points) <= _MOST_TIPS
     for number, one in enumerate(series):
-        colour = f"c{number % COLOURS}"
+        color = f"c{number % COLOURS}"
         if lines:
             path = " ".join(f"{across.at(a):.1f},{up.at(b):.1f}" for a, b, _ in one.points)
-            out.append(f'<polyline class="line {colour}" points="{path}"/>')
-        out.append(f'<g class="{colour}">')
+            out.append(f'<polyline class="line {color}" points="{path}"/>')
+        out.append(f'<g class="{color}">')
         for a, b, tip in one.points:
             at = f'cx="{across.at(a):.1f}" cy="{up.at(b):.1f}" r="3"'
             said = f"<circle {at}><title>{escape(tip)}</title></circle>"
@@ -115,7 +115,7 @@ def bars(title: str, series: Sequence[Series], *, x: str, y: str) -> str:
 def cells(title: str, rows: Sequence[tuple[str, Sequence[float]]], *, x: str, short: float) -> str:
     """A row of cells for each name, darker for larger values; those below `short` are outlined.
 
-    Where there are very many, a cell stands for several neighbours and shows the least of them.
+    Where there are very many, a cell stands for several neighbors and shows the least of them.
     """
     widest = max((len(values) for _, values in rows), default=1)
     step = max(1, math.ceil(len(rows) * widest / _MOST_CELLS))

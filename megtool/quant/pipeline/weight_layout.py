@@ -22,7 +22,7 @@ EXPERTS_RECIPE = "mxfp4_experts"
 def target_of(opened: CheckpointSource, decisions: Sequence[Decision], request: Request) -> Target:
     """The Hugging Face folder to be written, experts where loaders look for their codes.
 
-    Where no expert becomes codes, they lie as the family has them unquantised.
+    Where no expert becomes codes, they lie as the family has them unquantized.
     """
     coded = any(_algo(d) and "expert" in d.module.roles for d in decisions)
     model = opened.model
@@ -86,7 +86,7 @@ def check_places(decisions: Sequence[Decision], target: Target) -> None:
     """Refuse weights that no loader takes codes of as they would lie in the folder.
 
     Raises:
-        MappingError: with all of them, and whether any of the family's could be quantised.
+        MappingError: with all of them, and whether any of the family's could be quantized.
     """
     tensors = {t.name: t for t in target.side.tensors}
     taken = [d for d in decisions if _algo(d)]
@@ -107,7 +107,7 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
     """Blocks have a form of their own, which knows nothing but blocks, and all experts in them.
 
     Raises:
-        MappingError: something else is quantised besides, or an expert is not.
+        MappingError: something else is quantized besides, or an expert is not.
     """
     places = target.side.placements
     inside = {
@@ -127,7 +127,7 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
             continue
         raise MappingError(
             f"{told}: this family has a form of its own for these, in which all experts are "
-            "MXFP4 and nothing else is quantised",
+            "MXFP4 and nothing else is quantized",
             hint=f"--recipe {EXPERTS_RECIPE} writes it",
         )
 
@@ -149,9 +149,9 @@ def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
     if "transposed" in next(iter(alike)):
         hint = "--recipe fp8 (a scale a tensor) can be stored so"
     elif is_all:
-        hint = "no weight of this family can be written so: nothing is left to quantise"
+        hint = "no weight of this family can be written so: nothing is left to quantize"
     return MappingError(
-        f"{len(wrong):,} weights are to be quantised ({first.module.name} to {label}), and a "
+        f"{len(wrong):,} weights are to be quantized ({first.module.name} to {label}), and a "
         f"Hugging Face folder of this family stores them so that no engine loads codes: {told}",
         tensor=tensor.name,
         hint=hint,

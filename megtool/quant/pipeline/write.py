@@ -1,6 +1,6 @@
 """Quantize write: a Hugging Face folder in which decided weights are codes and scales.
 
-What is kept is copied as by a reshard; what is quantised is computed on the way, tile by tile, by
+What is kept is copied as by a reshard; what is quantized is computed on the way, tile by tile, by
 feeds of the same plan: one stage, one journal, one rename.
 """
 
@@ -210,7 +210,7 @@ def _said(
     target: Target,
     small: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """The files that say what is quantised, in the words of those who load it."""
+    """The files that say what is quantized, in the words of those who load it."""
     config = small.get("config.json")
     if (kept := excluded_from_blocks(decisions, modules, target)) is not None:
         return {} if config is None else {"config.json": with_blocks(config, kept)}

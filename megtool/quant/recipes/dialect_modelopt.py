@@ -59,7 +59,7 @@ def read_modelopt(node: Node, name: str, problems: Problems, *, root: Path | Non
     notes: list[str] = []
     if spaces and not _begins_disabled(spaces[0]):
         notes.append(
-            "ModelOpt quantises to INT8 whatever no entry names; here it is kept, and "
+            "ModelOpt quantizes to INT8 whatever no entry names; here it is kept, and "
             "{quantizer_name: '*', enable: false} as the first entry says so"
         )
     algorithm: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Family targets: what engines make of some models, and of a KV cache that is quantised alone.
+"""Family targets: what engines make of some models, and of a KV cache that is quantized alone.
 
 `quant.recipes.targets` asks it before any work, `export.lint` of a folder that is there.
 """
@@ -28,7 +28,7 @@ CACHE_ALONE: Mapping[str, str] = {
     "sglang": "Cannot find 'quant_algo' (sglang modelopt_quant.py at faeb9685)",
     "trtllm": "Pre-quantized checkpoint must have quant_algo (llmapi/llm_utils.py at 0066b2a5)",
 }
-"""What an engine's loader of ModelOpt's folders says where the KV cache alone is quantised.
+"""What an engine's loader of ModelOpt's folders says where the KV cache alone is quantized.
 
 ModelOpt itself writes such folders (0.47: `quant_algo` null beside `kv_cache_quant_algo`)."""
 
@@ -37,7 +37,7 @@ _OWN_CACHE: Mapping[str, str] = {
     "sglang": "--kv-cache-dtype fp8_e4m3",
     "trtllm": "kv_cache_config dtype: fp8",
 }
-"""How an engine is told to keep the cache of an unquantised model in FP8, with a scale of 1."""
+"""How an engine is told to keep the cache of an unquantized model in FP8, with a scale of 1."""
 
 LISTED: Mapping[str, tuple[str, ...]] = {
     "trtllm": (
@@ -129,16 +129,16 @@ def check_family(
 
 
 def cache_alone(engine: str, decisions: Sequence[Decision]) -> str:
-    """What an engine makes of a model of which only the KV cache is quantised ("": more is)."""
+    """What an engine makes of a model of which only the KV cache is quantized ("": more is)."""
     formats = [d.format for d in decisions if d.format]
     if not formats or not all(f.kv_algo for f in formats):
         return ""
-    told = "loads no folder in which nothing but the KV cache is quantised"
+    told = "loads no folder in which nothing but the KV cache is quantized"
     return f"{told}: {CACHE_ALONE[engine]}"
 
 
 def cache_alone_hint(engine: str) -> str:
-    """What to do instead of quantising the KV cache alone, for an engine."""
+    """What to do instead of quantizing the KV cache alone, for an engine."""
     return (
         "give weights a format too (fp8_kv_fp8), or leave all as it is and tell the engine "
         + _OWN_CACHE[engine]

@@ -1,4 +1,4 @@
-"""Findings: what is wrong, or odd, with a quantised model, and what engines make of it."""
+"""Findings: what is wrong, or odd, with a quantized model, and what engines make of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing found in a quantised folder.
+    """One thing found in a quantized folder.
 
     `check` names what was looked at, in one word that does not change; `module` is a canonical
     name, the name of a stored tensor where there is none, or that of a file. `text` says what was

@@ -1,4 +1,4 @@
-"""Metadata checks: what config files say of a quantised model, held against its tensors."""
+"""Metadata checks: what config files say of a quantized model, held against its tensors."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def check_metadata(
         yield from check_agreement(beside, inline)
     said = [d for d in (beside, inline) if d is not None]
     linear = [d for d in decisions if d.module.kind in ("linear", "embedding")]
-    quantised = any(d.format is not None for d in linear)
-    if inline is None and quantised:
+    quantized = any(d.format is not None for d in linear)
+    if inline is None and quantized:
         yield error(
             "config",
             "config.json",
@@ -133,7 +133,7 @@ _MAY_BE_UNSAID = ("group_size", "pre_quant_scale")
 
 
 def _layers(folder: Folder, declared: Declared) -> Iterator[Finding]:
-    """`quantized_layers` lists what is quantised, and nothing else."""
+    """`quantized_layers` lists what is quantized, and nothing else."""
     if declared.algo == "MIXED_PRECISION" and not declared.layers:
         yield error(
             "layers",
@@ -162,7 +162,7 @@ def _module(
         return  # what is missing is told where tensors are held against the source
     wanted = d.format.algo if d.format is not None else ""
     scales = [s for s in COMPANIONS if s in tensors]
-    embedding = d.module.kind == "embedding"  # engines know them not to be quantised
+    embedding = d.module.kind == "embedding"  # engines know them not to be quantized
     for declared in said:
         algo = declared.algo_of(stored)
         if algo == wanted or (not wanted and embedding):
@@ -171,11 +171,11 @@ def _module(
             yield error(
                 "excluded" if declared.algo != "MIXED_PRECISION" else "layers",
                 name,
-                f"is quantised to {wanted}, and {declared.where} "
+                f"is quantized to {wanted}, and {declared.where} "
                 + (
                     "does not list it"
                     if declared.algo == "MIXED_PRECISION"
-                    else "says that it is not quantised"
+                    else "says that it is not quantized"
                 ),
                 "engines take its codes for weights, or refuse its scales",
             )
@@ -204,7 +204,7 @@ def _module(
 def _tensors(
     d: Decision, tensors: Mapping[str, StoredTensor], algo: str, rows: int
 ) -> Iterator[Finding]:
-    """Types and shapes of a quantised module's tensors, and which of them there are."""
+    """Types and shapes of a quantized module's tensors, and which of them there are."""
     name, form = d.module.name, STORED[algo]
     columns = d.module.shape[1]
     held = (rows // form.rows, ceil(columns / form.columns))
@@ -220,7 +220,7 @@ def _tensors(
                 "scale-missing",
                 name,
                 f"{last} is missing, which {algo} needs",
-                "engines stop, or go on with an uninitialised scale",
+                "engines stop, or go on with an uninitialized scale",
             )
         elif not needs and last in tensors:
             yield error(
@@ -328,7 +328,7 @@ def _caches(
             yield error(
                 "kv-scale",
                 d.module.name,
-                f"{', '.join(sorted(found))} is there, and the cache is not quantised",
+                f"{', '.join(sorted(found))} is there, and the cache is not quantized",
                 "vLLM refuses names it does not know, others leave them out",
             )
 
@@ -350,6 +350,6 @@ def _strangers(
             yield error(
                 "scale-extra",
                 module,
-                f"has {', '.join(held)}, and is no module of this model that can be quantised",
+                f"has {', '.join(held)}, and is no module of this model that can be quantized",
                 "vLLM refuses names it does not know",
             )

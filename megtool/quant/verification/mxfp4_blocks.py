@@ -64,10 +64,10 @@ def check_blocks(
 
 
 def _said(
-    folder: Folder, decisions: Sequence[Decision], names: Mapping[str, str], quantised: set[str]
+    folder: Folder, decisions: Sequence[Decision], names: Mapping[str, str], quantized: set[str]
 ) -> Iterator[Finding]:
     """config.json names the form, and all that is kept."""
-    said = folder.quantisation
+    said = folder.quantization
     if said is None or said.get("quant_method") != "mxfp4":
         found = "no quantization_config" if said is None else repr(said.get("quant_method"))
         text = f"has {found}, and experts are blocks, which is quant_method 'mxfp4'"
@@ -80,10 +80,10 @@ def _said(
         if stored is None or d.module.kind not in ("linear", "embedding"):
             continue
         left = any(_covers(p, stored) for p in patterns)
-        if stored in quantised and left:
-            text = "is quantised, and modules_to_not_convert says that it is not"
+        if stored in quantized and left:
+            text = "is quantized, and modules_to_not_convert says that it is not"
             yield error("excluded", d.module.name, text, "engines take its codes for weights")
-        elif stored not in quantised and not left:
+        elif stored not in quantized and not left:
             text = "is kept, and modules_to_not_convert does not say so"
             yield error("not-excluded", d.module.name, text, "engines look for blocks of it")
 

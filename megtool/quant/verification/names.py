@@ -1,4 +1,4 @@
-"""Names: how modules are called in a quantised folder, and how many bytes each has there."""
+"""Names: how modules are called in a quantized folder, and how many bytes each has there."""
 
 from __future__ import annotations
 

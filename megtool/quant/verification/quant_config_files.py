@@ -1,4 +1,4 @@
-"""Declared: what the two config files of a quantised folder say, in one vocabulary."""
+"""Declared: what the two config files of a quantized folder say, in one vocabulary."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_quant_file(folder: Folder) -> Declared | None:
 
 def in_config(folder: Folder) -> Declared | None:
     """What config.json says, in ModelOpt's form."""
-    said = folder.quantisation
+    said = folder.quantization
     if said is None or not str(said.get("quant_method", "")).startswith("modelopt"):
         return None
     exclude = said.get("ignore", said.get("exclude_modules"))

@@ -30,7 +30,7 @@ def check_said(
     stored = {names.get(d.module.name, d.module.name): d for d in linear if d.format is not None}
     smoothed = {m for m in stored if "pre_quant_scale" in folder.modules.get(m, {})}
     yield from _producer(folder)
-    raw = {_BESIDE: (folder.quant or {}).get("quantization"), _INLINE: folder.quantisation}
+    raw = {_BESIDE: (folder.quant or {}).get("quantization"), _INLINE: folder.quantization}
     for declared in said:
         value = raw[declared.where]
         if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def _zero_points(where: str, value: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _names(
-    where: str, value: Mapping[str, Any], quantised: set[str], smoothed: set[str]
+    where: str, value: Mapping[str, Any], quantized: set[str], smoothed: set[str]
 ) -> Iterator[Finding]:
     """Formats that have another name with `pre_quant_scale` have it if and only if one is there."""
     for name, one in _entries(value):
@@ -103,7 +103,7 @@ def _names(
         algo = algo.upper() if isinstance(algo, str) else ""
         if algo not in SMOOTHED and algo not in UNSMOOTHED:
             continue
-        inside = {m for m in quantised if not name or m == name or m.startswith(f"{name}.")}
+        inside = {m for m in quantized if not name or m == name or m.startswith(f"{name}.")}
         held = inside & smoothed
         plain = UNSMOOTHED.get(algo, algo)
         due = SMOOTHED[plain] if held else plain

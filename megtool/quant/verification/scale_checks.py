@@ -14,7 +14,7 @@ from megtool.quant.verification.findings import Finding, error, warning
 from megtool.quant.verification.stored_folder import CACHE_SCALES, Folder, Numbers, StoredTensor
 
 APART = 1000.0
-"""A scale so many times above or below the median of its neighbours is worth a look."""
+"""A scale so many times above or below the median of its neighbors is worth a look."""
 
 _TINY = float(np.finfo(np.float32).tiny)
 _LOWEST_BLOCK = 2.0**-9  # of E4M3

@@ -15,8 +15,8 @@ _MISSING = object()
 
 
 def check_small(folder: Folder, small: Mapping[str, bytes]) -> Iterator[Finding]:
-    """Files that are not those of the unquantised model: config.json by what it says, without what
-    it says of quantisation, others byte for byte."""
+    """Files that are not those of the unquantized model: config.json by what it says, without what
+    it says of quantization, others byte for byte."""
     for name, data in small.items():
         if name in (INDEX, QUANT_FILE):
             continue  # they are about the tensors, and checked with these

@@ -1,4 +1,4 @@
-"""Closeness: a quantised weight beside another, and how close every format has to come."""
+"""Closeness: a quantized weight beside another, and how close every format has to come."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ in any case: small rows under the scale of a whole matrix may round to zeros.
 class Closeness:
     """One weight of B beside that of A.
 
-    `packing` is how it is stored in B (and in A, where that is quantised too: `a over b`).
+    `packing` is how it is stored in B (and in A, where that is quantized too: `a over b`).
     Columns that take factors of a norm, or have a `pre_quant_scale`, are compared as they were
     rounded (`is_scaled`). `worst_row_error` is the relative error of the row that is furthest off,
     `lost_row_error` that of the furthest that rounding does not explain, and `most_row_error` what
-    it may be (None, of two quantised weights: not known).
+    it may be (None, of two quantized weights: not known).
     """
 
     tensor: str
@@ -107,7 +107,7 @@ def closeness(
     scaled: bool = False,
 ) -> Closeness:
     """A row of the table; `packings` are those of A and B ("" is plain), `sqnr` the threshold in
-    place of the format's. Two quantised weights are as far apart as both noises together."""
+    place of the format's. Two quantized weights are as far apart as both noises together."""
     kinds = [p.partition(":")[0] for p in packings]
     limits = [LEAST.get(k, LEAST["int4"]) for k in kinds]
     least = min(x.db for x in limits)
@@ -161,8 +161,8 @@ def changed_norms(
 ) -> dict[str, Norm]:
     """Norms whose weights differ by more than a cast, by canonical name."""
     out: dict[str, Norm] = {}
-    centred = bool(theirs.config and theirs.config.zero_centered_norm)
-    offset = np.float32(1 if centred else 0)
+    centered = bool(theirs.config and theirs.config.zero_centered_norm)
+    offset = np.float32(1 if centered else 0)
     for point in points:
         name = f"{point.norm}.weight"
         p, q = mine.placements.get(name), theirs.placements.get(name)

@@ -1,4 +1,4 @@
-"""Folder: a quantised Hugging Face folder as it is stored, opened afresh, nothing decoded."""
+"""Folder: a quantized Hugging Face folder as it is stored, opened afresh, nothing decoded."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Folder:
     _readers: dict[str, Reader] = field(default_factory=dict)
 
     @property
-    def quantisation(self) -> dict[str, Any] | None:
+    def quantization(self) -> dict[str, Any] | None:
         """What config.json says of it."""
         for key in QUANT_KEYS:
             if isinstance(self.config, dict) and isinstance(found := self.config.get(key), dict):

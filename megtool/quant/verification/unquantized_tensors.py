@@ -1,4 +1,4 @@
-"""Kept proof: tensors that were not quantised are the source's, and norms took their factors."""
+"""Kept proof: tensors that were not quantized are the source's, and norms took their factors."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def recovered(
     """The factors of the norms `names` (their weights and biases), from the two checkpoints, and
     whether they are those of the settlement."""
     out = Gammas()
-    centred = bool(theirs.config and theirs.config.zero_centered_norm)
+    centered = bool(theirs.config and theirs.config.zero_centered_norm)
     for name in sorted(names):
         norm, _, last = name.rpartition(".")
         factors = settlement.norms.get(norm)
         p, q = mine.placements[name], theirs.placements[name]
         u, v = a.canonical(p), b.canonical(q)
         x, y = numbers(u.read(), u.dtype).astype("f4"), numbers(v.read(), v.dtype).astype("f4")
-        offset = np.float32(1 if centred and last == "weight" else 0)
+        offset = np.float32(1 if centered and last == "weight" else 0)
         if factors is None:
             if last == "weight" and not np.array_equal(_cast(x, v.dtype.name), y):
                 out.values[norm] = _ratio(x + offset, y + offset)
@@ -169,7 +169,7 @@ def check_readers(
 ) -> list[Finding]:
     """Modules that are kept, and whose inputs come out of a norm that took factors.
 
-    `readers` are the modules behind each norm, `packed` those that were quantised: these are held
+    `readers` are the modules behind each norm, `packed` those that were quantized: these are held
     against the norm they were written with.
     """
     out = []

@@ -62,7 +62,7 @@ class Opened(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One quantised weight beside its source.
+    """One quantized weight beside its source.
 
     Where factors of columns were moved into a norm or beside the weight, both are as they were
     rounded: columns of the source times the factors. In the source's own terms columns that have
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What is proved about a quantised folder, and what is not right with it.
+    """What is proved about a quantized folder, and what is not right with it.
 
     `num_kept` tensors are bit for bit those of the source, or their cast; `num_norms` are those
     whose factors were found again.
@@ -129,9 +129,9 @@ def prove(
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Proof:
-    """Check a quantised Hugging Face folder, finished or still staged, against its source.
+    """Check a quantized Hugging Face folder, finished or still staged, against its source.
 
-    `small` are the files beside the tensors as the model has them unquantised; None leaves them
+    `small` are the files beside the tensors as the model has them unquantized; None leaves them
     unread. Memory is bounded by a dozen tiles a thread. What is wrong is a finding, not an error,
     however broken the folder is.
 
@@ -176,7 +176,7 @@ def _unreadable(path: Path, e: MegtoolError) -> Finding:
 def _opened(
     source: Opened, destination: Path, folder: Folder, findings: list[Finding]
 ) -> tuple[Catalogue, Side] | None:
-    """The folder through the reader of quantised folders; None where that cannot be."""
+    """The folder through the reader of quantized folders; None where that cannot be."""
     try:
         catalogue = open_checkpoint(destination)
         family, config = source.side.family, source.side.config
@@ -241,8 +241,8 @@ class _Proof:
             gammas = recovered(self.source.side, theirs, a, b, folded, self.settlement)
             self.findings += gammas.findings
             self.num_norms = gammas.num_folded
-            quantised = {n.removesuffix(".weight") for n in packed}
-            self.findings += check_readers(gammas, self.readers, quantised)
+            quantized = {n.removesuffix(".weight") for n in packed}
+            self.findings += check_readers(gammas, self.readers, quantized)
             kept = [n for n in plain if n not in gammas.handled]
             weights = [
                 Weight(

@@ -1,4 +1,4 @@
-"""Weight proof: a quantised weight beside its source, tile by tile, with a bound for every element.
+"""Weight proof: a quantized weight beside its source, tile by tile, with a bound for every element.
 
 Nearest rounding leaves every element within half a step of the format at its size, or cut off at
 the largest code. So an element that is off by more, and not because it was cut off, was put there
@@ -104,7 +104,7 @@ class Sums:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation noise; infinite without noise."""
+        """Signal to quantization noise; infinite without noise."""
         if not self.error:
             return math.inf
         return 10 * math.log10(self.source / self.error) if self.source else -math.inf

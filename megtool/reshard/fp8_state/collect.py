@@ -111,7 +111,7 @@ def require(scaling: Scaling, opened: CheckpointSource) -> None:
     raise UsageError(
         f"{opened.path} holds no FP8 scaling state: {'; '.join(_instead(scaling)) or 'none'}",
         hint="it is kept by checkpoints of Megatron's that were trained with delayed scaling "
-        "(--fp8-recipe delayed), or quantised by ModelOpt",
+        "(--fp8-recipe delayed), or quantized by ModelOpt",
     )
 
 

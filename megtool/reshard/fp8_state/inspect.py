@@ -149,7 +149,7 @@ def _of_buffers(scaling: Scaling, amaxes: Mapping[Site, float]) -> list[AmaxLine
             recipe="ModelOpt",
             steps=0,
             margin=0,
-            amax={b.quantiser: b.top for b in some},
+            amax={b.quantizer: b.top for b in some},
             scale={},
             implied={},
             weight=amaxes.get(site),

@@ -25,7 +25,7 @@ class AmaxLine:
 
     `release` is Transformer Engine's (1 or 2; 0 for ModelOpt's buffers), `steps` the length of its
     histories. `amax`, `scale` and `implied` (the scale that the history asks for) are by what they
-    are of: `input`, `weight`, `output`, `grad_output`, `grad_input`, or a quantiser's name; None
+    are of: `input`, `weight`, `output`, `grad_output`, `grad_input`, or a quantizer's name; None
     stands for what is not there. `weight` is the amax of the weight itself, None if it was not
     looked at.
     """
@@ -119,7 +119,7 @@ class AmaxInspection:
                 )
             )
         if buffers:
-            facts.append(("buffers", f"of ModelOpt's quantisers in {buffers:,} modules"))
+            facts.append(("buffers", f"of ModelOpt's quantizers in {buffers:,} modules"))
         facts += [("stateless", f"{n:,} of {recipe}") for recipe, n in self.stateless.items()]
         if self.empty:
             facts.append(("empty", f"{self.empty:,} extra states that hold nothing"))

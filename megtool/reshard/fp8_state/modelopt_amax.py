@@ -1,6 +1,6 @@
-"""Buffers: the `_amax` that ModelOpt's quantisers keep in Megatron's checkpoints, read as FP8's.
+"""Buffers: the `_amax` that ModelOpt's quantizers keep in Megatron's checkpoints, read as FP8's.
 
-A quantised module has `weight_quantizer._amax` and `input_quantizer._amax` beside its weight, and
+A quantized module has `weight_quantizer._amax` and `input_quantizer._amax` beside its weight, and
 attention `k_bmm_quantizer._amax` and `v_bmm_quantizer._amax`; in `torch_dist` layers and experts
 may lie behind one another in them as they do in weights. They are small and read whole.
 Source: modelopt 0.47, `torch/quantization/plugins/megatron.py` (`_process_quantizer_amax`).
@@ -29,7 +29,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 Array = NDArray[np.float32]
 
-QUANTISER = re.compile(r"\.((?:weight|input|output|[kqv]_bmm)_quantizer(?:\.\d+)?)\._amax$")
+QUANTIZER = re.compile(r"\.((?:weight|input|output|[kqv]_bmm)_quantizer(?:\.\d+)?)\._amax$")
 """What a tensor of this kind is called behind its module's name; several formats are numbered."""
 
 _ORDINARY = re.compile(r"_quantizer(\.\d+)?\.(_amax|_global_amax)$")
@@ -37,10 +37,10 @@ _ORDINARY = re.compile(r"_quantizer(\.\d+)?\.(_amax|_global_amax)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One quantiser's amax: `tensor` holds it at the leading indices `at`."""
+    """One quantizer's amax: `tensor` holds it at the leading indices `at`."""
 
     site: Site
-    quantiser: str
+    quantizer: str
     tensor: str
     at: tuple[int, ...]
     values: Array
@@ -57,16 +57,16 @@ class Buffer:
 
 
 def is_buffer(name: str) -> bool:
-    """A stored tensor is an amax of a quantiser of ModelOpt's, and no part of the model."""
+    """A stored tensor is an amax of a quantizer of ModelOpt's, and no part of the model."""
     return _ORDINARY.search(name) is not None
 
 
 def list_buffers(
     catalogue: Catalogue,
 ) -> Iterator[tuple[GlobalTensor, str, dict[Site, tuple[int, ...]]]]:
-    """The tensors that hold amaxes, the quantiser of each, and where each module's lies."""
+    """The tensors that hold amaxes, the quantizer of each, and where each module's lies."""
     for t in catalogue.tensors:
-        match = QUANTISER.search(t.name)
+        match = QUANTIZER.search(t.name)
         if match is not None and t.dtype.is_float and (sites := sites_of(t, match[0])):
             yield t, match[1], sites
 
@@ -82,20 +82,20 @@ def read_buffers(catalogue: Catalogue) -> list[Buffer]:
 
 def _read(catalogue: Catalogue) -> Iterator[Buffer]:
     with Reader(catalogue, Files()) as reader:
-        for tensor, quantiser, sites in list_buffers(catalogue):
+        for tensor, quantizer, sites in list_buffers(catalogue):
             whole = Placement.identity(tensor.name, tensor.shape)
             for site, at in sites.items():
                 place = narrow(whole, *box_at(tensor, at)) if at else whole
                 view = reader.canonical(place)
                 values = numbers(view.read().reshape(-1), view.dtype).astype(np.float32)
                 yield Buffer(
-                    site=site, quantiser=quantiser, tensor=tensor.name, at=at, values=values
+                    site=site, quantizer=quantizer, tensor=tensor.name, at=at, values=values
                 )
 
 
 def check_buffer(buffer: Buffer, weights: Mapping[Site, float]) -> list[Found]:
     """What is wrong with one amax; `weights` are the amaxes of weights, by module."""
-    values, name = buffer.values, buffer.quantiser
+    values, name = buffer.values, buffer.quantizer
     bad = {
         "nan": ("NaN", np.isnan(values)),
         "inf": ("infinity", np.isinf(values)),
@@ -124,7 +124,7 @@ def check_buffer(buffer: Buffer, weights: Mapping[Site, float]) -> list[Found]:
 def is_mendable(buffer: Buffer, weights: Mapping[Site, float]) -> bool:
     """Its weight says what it has to be."""
     weight = weights.get(buffer.site, 0.0)
-    of_weight = buffer.quantiser.startswith("weight_quantizer") and buffer.of_tensor
+    of_weight = buffer.quantizer.startswith("weight_quantizer") and buffer.of_tensor
     return of_weight and math.isfinite(weight) and weight > 0
 
 

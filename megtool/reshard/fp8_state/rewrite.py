@@ -124,7 +124,7 @@ def _buffers(
             f"{opened.path} holds ModelOpt's amax buffers in files per rank",
             hint="they are put right in torch_dist: save it so",
         )
-    sites = {b.site for b in scaling.buffers if b.quantiser.startswith("weight_quantizer")}
+    sites = {b.site for b in scaling.buffers if b.quantizer.startswith("weight_quantizer")}
     amaxes = weight_amaxes(opened.catalogue, sites, threads=usual_threads(threads))
     return rebuilt_buffers(opened.catalogue, scaling.buffers, amaxes)
 

@@ -97,7 +97,9 @@ class States:
     is written, as it does; 1 where states go to a module of their own, or are joined here.
     """
 
-    def __init__(self, source: CheckpointSource, carried: Carried, wish: AmaxWish, *, mix: int = 1) -> None:
+    def __init__(
+        self, source: CheckpointSource, carried: Carried, wish: AmaxWish, *, mix: int = 1
+    ) -> None:
         self.findings: list[AmaxFinding] = []
         self._source, self._carried, self._wish = source, carried, wish
         self._merged = merged_of(source.catalogue)

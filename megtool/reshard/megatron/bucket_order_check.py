@@ -288,7 +288,7 @@ def difference(
 
 
 def _tolerance(weight: Array, target: DType) -> float:
-    """Stochastic rounding ends at either neighbour: one unit in the last place is no mismatch.
+    """Stochastic rounding ends at either neighbor: one unit in the last place is no mismatch.
 
     Nor is it one that weights were rounded once and kept in float32 since: their last bits are 0.
     """

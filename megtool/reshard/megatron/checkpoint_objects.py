@@ -103,7 +103,9 @@ def _keep(out: Carried, held: Catalogue, name: str, new: str) -> None:
     out.moved.append(name)
 
 
-def _place_group(out: Carried, source: CheckpointSource, name: str, target: str, has_state: bool) -> None:
+def _place_group(
+    out: Carried, source: CheckpointSource, name: str, target: str, has_state: bool
+) -> None:
     if has_state:
         out.derived.append(name)
     elif source.side.states:

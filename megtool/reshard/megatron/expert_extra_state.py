@@ -2,7 +2,7 @@
 
 What Megatron-Core saves there for the experts of one rank is a mixture where Transformer Engine is
 of release 2.3 or later (see `checkpoint.containers.extra_products`), and says so nowhere: it is
-recognised by the columns that are never used, and put right.
+recognized by the columns that are never used, and put right.
 """
 
 from __future__ import annotations

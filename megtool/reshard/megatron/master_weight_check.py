@@ -26,7 +26,7 @@ def check_masters(catalogue: Catalogue, side: Side, *, whole: bool = False) -> N
     """Compare master weights, rounded, with the weights `side` reads from `catalogue`.
 
     Some elements at the beginning, in the middle and at the end of every tensor, or with `whole`
-    all of them. Masters of weights that are not there, and quantised weights, are passed over:
+    all of them. Masters of weights that are not there, and quantized weights, are passed over:
     nothing says how the latter were rounded. Memory is bounded by one part of a tensor.
 
     Raises:

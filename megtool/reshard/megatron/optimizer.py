@@ -122,7 +122,9 @@ def require_states(side: TargetSide, wanted: Iterable[str]) -> None:
             )
 
 
-def run_of(source: CheckpointSource, parallel: ParallelConfig, weights: Sequence[GlobalTensor]) -> Run:
+def run_of(
+    source: CheckpointSource, parallel: ParallelConfig, weights: Sequence[GlobalTensor]
+) -> Run:
     """How the run that will load the checkpoint cuts its buckets, as far as the source says."""
     args = args_of(source.catalogue)
     floats = [t.dtype.name for t in weights if t.dtype.is_float]

@@ -274,7 +274,9 @@ class _Writer:
         return out
 
 
-def _check_names(source: CheckpointSource, weights: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
+def _check_names(
+    source: CheckpointSource, weights: Sequence[GlobalTensor], parallel: ParallelConfig
+) -> None:
     """The tensors' names say which rank file each belongs in.
 
     Raises:

@@ -14,7 +14,7 @@ from megtool.checkpoint.megatron_metadata import args_of, divisible_by, object_v
 from megtool.checkpoint.param_groups import read_groups
 from megtool.checkpoint.random_state import RNG
 from megtool.console import Progress, silent
-from megtool.convert.binding import summarise
+from megtool.convert.binding import summarize
 from megtool.convert.megatron import MAIN
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
@@ -197,7 +197,7 @@ class _States:
         if absent:
             raise MappingError(
                 f"the optimizer's state lacks {len(absent)} of {len(wanted)} tensors: "
-                f"{summarise(absent)}",
+                f"{summarize(absent)}",
                 file=self._root,
                 hint=_OTHER_RUN,
             )

@@ -1,6 +1,6 @@
 """Further: what settings do to a model beside training its weights, as one thing to the loop.
 
-A place for each: FP8, LoRA, quantisation-aware training, distillation, balanced experts, dropout.
+A place for each: FP8, LoRA, quantization-aware training, distillation, balanced experts, dropout.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from megtool.quant.qparams import Settlement
     from megtool.train.features.distillation import Distillation
     from megtool.train.features.moe_load_balancing import Balancing
-    from megtool.train.features.qat import FakeQuantisation
+    from megtool.train.features.qat import FakeQuantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """What is needed beside settings: the model's `family` and where it lies (`base`), for LoRA;
-    what a recipe makes of it, for quantisation-aware training; a loaded `teacher`, by its chunks
+    what a recipe makes of it, for quantization-aware training; a loaded `teacher`, by its chunks
     here; and what is asked of routers (`balance`)."""
 
     family: Family | None = None
@@ -64,7 +64,7 @@ class Further:
 
     fp8: Fp8Training | None = None
     lora: Lora | None = None
-    rounding: FakeQuantisation | None = None
+    rounding: FakeQuantization | None = None
     teaching: Distillation | None = None
     objective: Objective | None = None
     balancing: Balancing | None = None
@@ -218,12 +218,12 @@ def lora_settings(settings: TrainSettings) -> LoraSettings | None:
     )
 
 
-def _rounding(stages: Sequence[Decoder], beside: Beside) -> FakeQuantisation | None:
+def _rounding(stages: Sequence[Decoder], beside: Beside) -> FakeQuantization | None:
     if beside.rounded is None:
         return None
-    from megtool.train.features.qat import FakeQuantisation
+    from megtool.train.features.qat import FakeQuantization
 
-    return FakeQuantisation(stages, *beside.rounded)
+    return FakeQuantization(stages, *beside.rounded)
 
 
 def _teaching(

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: passes with rounded weights and inputs, updates of the weights' own.
+"""Quantization-aware training: passes with rounded weights and inputs, updates of the weights' own.
 
 Weights are rounded once a step, in their place, and come back before the optimizer looks at them:
 gradients are taken at the rounded weights and applied to the weights' own (straight-through,
@@ -22,7 +22,7 @@ from megtool.quant.fake_quant.fake_quant_model import Simulation
 from megtool.quant.qparams import Settlement
 
 
-class FakeQuantisation:
+class FakeQuantization:
     """The stages of a model, which compute in `with around()` as an engine would after `quantize`.
 
     `settlement` says what becomes of weights, inputs and caches at `points`. Scales of inputs and

@@ -196,7 +196,7 @@ def test_only_what_transformer_engine_pickles_is_named() -> None:
 
 
 def trained(gemms: int, columns: str, seed: int = 0) -> dict[str, Any]:
-    """A state in which outputs and gradients of inputs were never quantised, as in all runs."""
+    """A state in which outputs and gradients of inputs were never quantized, as in all runs."""
     out = state(gemms, seed=seed)
     for d, kinds in (("fwd", 3), ("bwd", 2)):
         at = torch.arange(kinds * gemms)

@@ -216,7 +216,7 @@ def test_kinds_of_tensors_that_are_not_supported(tmp_path: Path) -> None:
 
 
 class Holder:
-    """An object with a tensor inside, as quantised weights are pickled."""
+    """An object with a tensor inside, as quantized weights are pickled."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data

@@ -28,7 +28,7 @@ def bits_of_float32() -> NDArray[np.uint32]:
     """Random patterns, and all 16-bit upper halves with lower halves at and around a tie."""
     low = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     edges = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | low).reshape(-1)
-    # Ties between neighbours of float16, subnormal ones of either type included.
+    # Ties between neighbors of float16, subnormal ones of either type included.
     half = every_16_bits().view(np.float16).astype(np.float32).view(np.uint32)
     around = (half[:, None] + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).astype(np.uint32)
     drawn = np.random.default_rng(7).integers(0, 1 << 32, 1 << 22, np.uint32)

@@ -16,7 +16,7 @@ from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.plan import Op, Plan, Source
-from megtool.checkpoint.plan_summary import summarise
+from megtool.checkpoint.plan_summary import summarize
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.worker import SLOTS
@@ -134,7 +134,7 @@ def test_sums_of_any_layouts(
     assert report.peak_buffer_bytes <= 2 * threads * (SLOTS + 1) * 64 * 1024
     for name, array in job.wanted.items():
         assert report.digests.get(name) == crc32c(array.tobytes())
-    s = summarise(job.plan)
+    s = summarize(job.plan)
     assert s.num_bytes.reduce == s.num_bytes.total == total
     assert s.read_bytes == sum(t.num_bytes for c in job.sources for t in c.catalogue.tensors)
 

@@ -22,7 +22,7 @@ from megtool.lint.rules import View, apply
 from megtool.quant.recipes.engine_support import read_target
 from tests.export.lint.compressed_folder import compress
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import quantise, randomised
+from tests.quant.quantized_folder import quantize, randomised
 
 Tensors = dict[str, torch.Tensor]
 Q, K = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
@@ -38,15 +38,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         randomised(tiny_models.llama(at / "llama")),
         randomised(tiny_models.moe(at / "moe")),
     )
-    quantise(dense, at / "fp8", algos="FP8")
-    quantise(dense, at / "nvfp4", algos="NVFP4")
-    quantise(dense, at / "awq", algos="NVFP4", smooth=True)
-    quantise(moe, at / "experts", algos="W4A16_NVFP4", cache=False)
+    quantize(dense, at / "fp8", algos="FP8")
+    quantize(dense, at / "nvfp4", algos="NVFP4")
+    quantize(dense, at / "awq", algos="NVFP4", smooth=True)
+    quantize(moe, at / "experts", algos="W4A16_NVFP4", cache=False)
     first = dict.fromkeys([".q", ".k", ".v", ".o"], "FP8_PER_CHANNEL_PER_TOKEN")
     first |= dict.fromkeys(
         ["layers.0.mlp.gate", "layers.0.mlp.up", "layers.0.mlp.down"], "FP8_PER_CHANNEL_PER_TOKEN"
     )
-    quantise(moe, at / "mixed", algos=first | {"": "W4A16_AWQ"}, group=64, cache=False)
+    quantize(moe, at / "mixed", algos=first | {"": "W4A16_AWQ"}, group=64, cache=False)
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     return at

@@ -1,4 +1,4 @@
-"""Quantised folders exported to other forms, and what real loaders make of them."""
+"""Quantized folders exported to other forms, and what real loaders make of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHOWN = ["fp8", "nvfp4", "kv_fp8"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model quantised by recipes, each when first asked for."""
+    """A tiny model quantized by recipes, each when first asked for."""
     pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("export")
     randomised(tiny_text.save(root / "hf", dtype="bfloat16", **SIZES))
@@ -74,7 +74,7 @@ def test_there_and_back(made: dict[str, Path], tmp_path: Path, recipe: str) -> N
     """ModelOpt's folder as compressed-tensors, and again: the same bytes and config."""
     first = of(made, recipe)
     there = quiet(first, tmp_path / "ct", to="compressed-tensors")
-    assert (there.exact, there.requantised) == (0 if recipe == "kv_fp8" else 14, 0)
+    assert (there.exact, there.requantized) == (0 if recipe == "kv_fp8" else 14, 0)
     assert there.kv_algo == json.loads((first / "hf_quant_config.json").read_text())[
         "quantization"
     ].get("kv_cache_quant_algo")
@@ -129,7 +129,7 @@ def test_what_has_no_place(made: dict[str, Path], tmp_path: Path) -> None:
     assert "fold: true" in (found.value.hint or "")
     with pytest.raises(MappingError, match="sglang does not load MXFP8"):
         quiet(of(made, "mxfp8"), out, to="sglang")
-    with pytest.raises(UsageError, match="not quantised"):
+    with pytest.raises(UsageError, match="not quantized"):
         quiet(made[""], out, to="compressed-tensors")
     with pytest.raises(UsageError, match="two engines"):
         quiet(of(made, "fp8"), out, to="vllm", target="sglang")
@@ -173,13 +173,13 @@ def test_for_an_engine(made: dict[str, Path], tmp_path: Path, engine: str) -> No
 
 
 def test_a_cache_alone(made: dict[str, Path], tmp_path: Path) -> None:
-    """A folder whose KV cache alone is quantised keeps it, or says that it goes."""
+    """A folder whose KV cache alone is quantized keeps it, or says that it goes."""
     first, out = of(made, "kv_fp8"), tmp_path / "out"
     report = quiet(first, out, to="unified")
     assert (report.kv_algo, report.algo) == ("FP8", "")
     assert tensors(out).keys() == tensors(first).keys()
     assert (out / "config.json").read_bytes() == (first / "config.json").read_bytes()
-    with pytest.raises(MappingError, match="nothing but the KV cache is quantised"):
+    with pytest.raises(MappingError, match="nothing but the KV cache is quantized"):
         quiet(first, tmp_path / "vllm", to="vllm")
     with pytest.raises(MappingError, match="has no KV cache in NVFP4"):
         quiet(of(made, "kv_nvfp4"), tmp_path / "ct", to="compressed-tensors")

@@ -155,7 +155,7 @@ def test_source_of_another_layout_gives_the_same_file(tmp_path: Path) -> None:
     assert inspect(two).num_tensors == 21
 
 
-def test_quantised_source_is_decoded(tmp_path: Path) -> None:
+def test_quantized_source_is_decoded(tmp_path: Path) -> None:
     """A Q8_0 file to float32, its tokenizer as it was; and to Q8_0 again with the same codes."""
     source = gguf_models.save(tmp_path / "hf", "llama")
     export_gguf(source, tmp_path / "q8.gguf", kind="q8_0", name="m")

@@ -12,7 +12,7 @@ from megtool.errors import DestinationError, StorageError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from tests.commands.tiny_llama import contents, left_overs, state
 from tests.export.legacy import models
-from tests.quant.quantised_folder import quantise
+from tests.quant.quantized_folder import quantize
 
 
 class Failing(Files):
@@ -32,7 +32,7 @@ class Failing(Files):
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     source = models.llama(tmp_path / "hf", vocab_size=100, num_hidden_layers=2)
-    made = quantise(source, tmp_path / "q", algos="FP8")
+    made = quantize(source, tmp_path / "q", algos="FP8")
     before = state(made.path)
     export_legacy(made.path, tmp_path / "whole", tp=2, pp=2, fsync=False)
     for writes in (3, 25):

@@ -79,6 +79,6 @@ def save(family: str, folder: Path, **more: Any) -> Path:
 
 
 def said(folder: Path) -> dict[str, Any]:
-    """What config.json says of the quantisation."""
+    """What config.json says of the quantization."""
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found["quantization_config"]  # type: ignore[no-any-return]

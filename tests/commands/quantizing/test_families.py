@@ -1,4 +1,4 @@
-"""Families that store weights turned, woven or stacked: quantised where their loaders look."""
+"""Families that store weights turned, woven or stacked: quantized where their loaders look."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megtool.quant.verification.verify_folder import prove
 from tests.commands.quantizing import family_models
 from tests.commands.quantizing.test_write import (
     contents,
-    quantise,
+    quantize,
     settled,
     shared_amaxes,
     tensors,
@@ -94,7 +94,7 @@ def test_decoded_it_is_what_simulation_says(
     source, out = sources[family], tmp_path / "out"
     decided = decide(source, recipe)
     settlement = settled(decided)
-    quantise(source, out, recipe, settlement)
+    quantize(source, out, recipe, settlement)
     shared = shared_amaxes(decided, settlement)
     original, found = values(source), values(out)
     assert original.keys() == found.keys()
@@ -121,7 +121,7 @@ def test_simulation_has_one_scale_of_what_is_stored_as_one(
     for name, t in plain.treatments.items():  # one of them as if it had been settled
         if name.endswith("0.attn.k"):
             plain.treatments[name] = dataclasses.replace(t, amax=np.asarray(0.5, np.float32))
-    quantise(sources[family], tmp_path / "out", "fp8", plain)
+    quantize(sources[family], tmp_path / "out", "fp8", plain)
     want_BSV = logits(tmp_path / "out", plain, weights=False)
     got_BSV = logits(sources[family], plain, weights=True)
     assert float((got_BSV - want_BSV).norm() / want_BSV.norm()) < 2e-5
@@ -142,8 +142,8 @@ def test_any_layout_gives_the_same_bytes(
 ) -> None:
     source = sources[family]
     reshard(source, tmp_path / "dist", to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
-    quantise(source, tmp_path / "a", recipe)
-    quantise(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
+    quantize(source, tmp_path / "a", recipe)
+    quantize(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
     assert tensors(tmp_path / "a") == tensors(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (
         tmp_path / "b" / "config.json"
@@ -238,7 +238,7 @@ def test_the_result_is_a_model_like_any(
 
 
 def test_llama4_experts_lie_one_by_one(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantise(sources["llama4"], tmp_path / "out", "fp8")
+    quantize(sources["llama4"], tmp_path / "out", "fp8")
     raw, expert = tensors(tmp_path / "out"), "model.layers.1.feed_forward.experts.3.down_proj"
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
         ".weight",
@@ -258,7 +258,7 @@ def test_experts_that_are_kept_stay_as_they_are(sources: dict[str, Path], tmp_pa
         "  - {match: {glob: '*.attn.[qkvo]'}, format: a}\n  - {match: {glob: '*'}, format: keep}\n"
     )
     for family in ("llama4", "gpt_oss"):
-        quantise(sources[family], tmp_path / family, str(recipe))
+        quantize(sources[family], tmp_path / family, str(recipe))
         raw, plain = tensors(tmp_path / family), tensors(sources[family])
         stacked = [n for n in plain if n.endswith("gate_up_proj")]
         assert stacked
@@ -316,7 +316,7 @@ def test_refused_before_any_work(
         check_storable(decided.opened, decided.matched.decisions)
     assert hint in (e.value.hint or "")
     with pytest.raises(MappingError, match=told):
-        quantise(sources[family], tmp_path / "out", recipe)
+        quantize(sources[family], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
 
 
@@ -326,14 +326,14 @@ def test_parts_of_a_block_have_to_be_whole(tmp_path: Path) -> None:
         decide(source, "mxfp4_experts")
 
 
-def test_a_woven_weight_is_quantised_whole(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_woven_weight_is_quantized_whole(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(rules("{match: {glob: '*.attn.q'}, format: f}"))
     decided = decide(sources["gpt_neox"], str(tmp_path / "r.yaml"))
     with pytest.raises(MappingError, match=r"attn.q is to be FP8.*, and layers.0.attn.k.*kept"):
         check_storable(decided.opened, decided.matched.decisions)
 
 
-def test_what_cannot_be_quantised_is_told_of_the_stored_tensor(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_told_of_the_stored_tensor(tmp_path: Path) -> None:
     source = family_models.save("gpt_neox", tmp_path / "source")
     held, name = (
         load_file(source / "model.safetensors"),
@@ -342,7 +342,7 @@ def test_what_cannot_be_quantised_is_told_of_the_stored_tensor(tmp_path: Path) -
     held[f"gpt_neox.{name}"][70, 5] = float("nan")  # of keys
     save_file(held, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(FormatError, match="NaN") as e:
-        quantise(source, tmp_path / "out", "int8_weight_only")
+        quantize(source, tmp_path / "out", "int8_weight_only")
     assert e.value.tensor == f"gpt_neox.{name}"
 
 
@@ -402,7 +402,7 @@ def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> 
     source, out = sources["gpt_oss"], tmp_path / "out"
     decided = decide(source, "mxfp4_experts")
     settlement = settled(decided)
-    quantise(source, out, "mxfp4_experts", settlement)
+    quantize(source, out, "mxfp4_experts", settlement)
     file = next(out.glob("*.safetensors"))
     right = load_file(file)
     for check, change in DAMAGED:
@@ -414,7 +414,7 @@ def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> 
         right = {n: t.clone() for n, t in right.items()}
         if check == "scale-nan":
             shutil.rmtree(out)
-            quantise(source, out, "mxfp4_experts", settlement)
+            quantize(source, out, "mxfp4_experts", settlement)
             file = next(out.glob("*.safetensors"))
             right = load_file(file)
     save_file(right, file, {"format": "pt"})
@@ -463,7 +463,7 @@ def test_one_code_among_others_is_missed(
     out = tmp_path / "out"
     decided = decide(sources[family], "fp8")
     settlement = settled(decided)
-    quantise(sources[family], out, "fp8", settlement)
+    quantize(sources[family], out, "fp8", settlement)
     file = next(out.glob("*.safetensors"))
     held = load_file(file)
     codes = held[tensor].view(torch.uint8).clone()

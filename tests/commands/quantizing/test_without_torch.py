@@ -1,4 +1,4 @@
-"""Weights are quantised by numpy alone, with the bytes they have where torch is loaded."""
+"""Weights are quantized by numpy alone, with the bytes they have where torch is loaded."""
 
 from __future__ import annotations
 

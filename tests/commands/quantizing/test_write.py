@@ -1,4 +1,4 @@
-"""What quantised folders hold: decoded by the reader, from any layout, after any fault."""
+"""What quantized folders hold: decoded by the reader, from any layout, after any fault."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def settled(decided: Decided, **more: Any) -> Settlement:
     return out
 
 
-def quantise(
+def quantize(
     source: Path, out: Path, recipe: str, settlement: Settlement | None = None, **more: Any
 ) -> WriteReport:
     """Decided by a shipped recipe, settled, and written."""
@@ -83,7 +83,7 @@ def quantise(
 
 
 def values(folder: Path) -> dict[str, Floats]:
-    """Canonical tensors in float32, quantised ones decoded."""
+    """Canonical tensors in float32, quantized ones decoded."""
     opened = open_model(folder)
     with Reader(opened.catalogue, Files()) as reader:
         out = {}
@@ -112,7 +112,7 @@ def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe
     before = state(source)
     decided = decide(source, recipe)
     settlement = settled(decided)
-    report = quantise(source, tmp_path / "out", recipe, settlement)
+    report = quantize(source, tmp_path / "out", recipe, settlement)
     assert state(source) == before
     original, found = values(source), values(tmp_path / "out")
     assert original.keys() == found.keys()
@@ -152,11 +152,11 @@ def shared_amaxes(decided: Decided, settlement: Settlement) -> dict[str, Treatme
 def test_any_layout_of_the_source_gives_the_same_bytes(
     source: Path, tmp_path: Path, recipe: str
 ) -> None:
-    quantise(source, tmp_path / "from-hf", recipe)
+    quantize(source, tmp_path / "from-hf", recipe)
     reshard(source, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
-    quantise(tmp_path / "dist", tmp_path / "from-dist", recipe, threads=2)
+    quantize(tmp_path / "dist", tmp_path / "from-dist", recipe, threads=2)
     reshard(source, tmp_path / "ranks", to="megatron", tp=2)
-    quantise(tmp_path / "ranks", tmp_path / "from-ranks", recipe)
+    quantize(tmp_path / "ranks", tmp_path / "from-ranks", recipe)
     want = contents(tmp_path / "from-hf")
     assert want
     for name in ("from-dist", "from-ranks"):
@@ -168,21 +168,21 @@ def test_small_units_and_narrow_memory_change_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for recipe in ("fp8_block128", "nvfp4", "int4_weight_only"):
-        quantise(source, tmp_path / f"{recipe}-a", recipe)
+        quantize(source, tmp_path / f"{recipe}-a", recipe)
         monkeypatch.setattr(pack, "UNIT_BYTES", 20_000)
         more = {"threads": 3, "memory_bytes": 1}
-        quantise(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
+        quantize(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
         monkeypatch.undo()
         assert tensors(tmp_path / f"{recipe}-a") == tensors(tmp_path / f"{recipe}-b")
 
 
-def test_a_quantised_source_is_decoded_and_says_nothing_of_its_past(
+def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
     source: Path, tmp_path: Path
 ) -> None:
-    quantise(source, tmp_path / "fp8", "fp8")
-    quantise(tmp_path / "fp8", tmp_path / "int8", "int8_weight_only")
+    quantize(source, tmp_path / "fp8", "fp8")
+    quantize(tmp_path / "fp8", tmp_path / "int8", "int8_weight_only")
     reshard(tmp_path / "fp8", tmp_path / "plain", to="hf")
-    quantise(tmp_path / "plain", tmp_path / "again", "int8_weight_only")
+    quantize(tmp_path / "plain", tmp_path / "again", "int8_weight_only")
     assert tensors(tmp_path / "int8") == tensors(tmp_path / "again")
     config = json.loads((tmp_path / "int8" / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == held(tmp_path / "int8")["quant_algo"]
@@ -207,7 +207,7 @@ def test_factors_of_columns_are_stored_or_taken_by_the_norm(source: Path, tmp_pa
         t = told.treatments[f"layers.0.attn.{name}"]
         told.treatments[t.module] = dataclasses.replace(t, columns=factors)
     told.norms["layers.0.attn_norm"] = factors
-    quantise(source, tmp_path / "out", "int4_awq", told)
+    quantize(source, tmp_path / "out", "int4_awq", told)
     original, found = values(source), values(tmp_path / "out")
     norm = "layers.0.attn_norm.weight"
     assert np.array_equal(found[norm] * factors, original[norm])
@@ -227,38 +227,38 @@ def test_codes_that_were_chosen_are_stored(source: Path, tmp_path: Path) -> None
     codes = np.random.default_rng(0).integers(-8, 8, (128, 128)).astype(np.int8)
     amax = np.full((128, 1), 14.0, np.float32)
     told = one(decided, "layers.0.attn.o", codes=codes, amax=amax)
-    quantise(source, tmp_path / "out", "int4_gptq", told)
+    quantize(source, tmp_path / "out", "int4_gptq", told)
     assert np.array_equal(values(tmp_path / "out")["layers.0.attn.o.weight"], codes * 2.0)
     told = one(decided, "layers.0.attn.o", codes=codes)
     with pytest.raises(CalibrationError, match="codes are given"):
-        quantise(source, tmp_path / "no", "int4_gptq", told)
+        quantize(source, tmp_path / "no", "int4_gptq", told)
 
 
 def test_an_amax_that_is_smaller_saturates(source: Path, tmp_path: Path) -> None:
     decided = decide(source, "int8_weight_only")
     told = one(decided, "layers.0.mlp.down", amax=np.full(128, 0.127, np.float32))
-    quantise(source, tmp_path / "out", "int8_weight_only", told)
+    quantize(source, tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp.down.weight"
     x, y = values(source)[name], values(tmp_path / "out")[name]
     assert np.abs(y).max() < 0.129
     assert np.abs(x - y)[np.abs(x) < 0.127].max() <= 0.0006
     told = one(decided, "layers.0.mlp.down", amax=np.ones(3, np.float32))
     with pytest.raises(CalibrationError, match="does not suit"):
-        quantise(source, tmp_path / "no", "int8_weight_only", told)
+        quantize(source, tmp_path / "no", "int8_weight_only", told)
 
 
 def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path) -> None:
     decided = decide(source, "fp8")
     with pytest.raises(CalibrationError, match="scales inputs by a number"):
-        quantise(source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0))
+        quantize(source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0))
     missing = settled(decided)
     del missing.treatments["layers.1.attn.k"]
     with pytest.raises(CalibrationError, match=r"layers.1.attn.k is to be FP8"):
-        quantise(source, tmp_path / "o", "fp8", missing)
+        quantize(source, tmp_path / "o", "fp8", missing)
     told = settled(decided)
     told.norms["layers.9.attn_norm"] = np.ones(128, np.float32)
     with pytest.raises(MappingError, match=r"layers\.9\.attn_norm"):
-        quantise(source, tmp_path / "o", "fp8", told)
+        quantize(source, tmp_path / "o", "fp8", told)
     assert not (tmp_path / "o").exists()
     assert not left_overs(tmp_path)
 
@@ -273,7 +273,7 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, recipe: str, bad:
     held["model.layers.0.mlp.up_proj.weight"][77, 5] = bad
     save_file(held, file, metadata={"format": "pt"})
     with pytest.raises(FormatError) as e:
-        quantise(tmp_path / "source", tmp_path / "out", recipe)
+        quantize(tmp_path / "source", tmp_path / "out", recipe)
     assert e.value.tensor == "layers.0.mlp.up.weight"
     assert not (tmp_path / "out").exists()
 
@@ -312,7 +312,7 @@ SIZES: dict[str, Any] = {
 def test_weights_stored_as_one_are_one_module(tmp_path: Path, recipe: str) -> None:
     case = ("phi3", "Phi3ForCausalLM", "Phi3")
     family_folder(tmp_path / "phi", case, SIZES)
-    quantise(tmp_path / "phi", tmp_path / "out", recipe)
+    quantize(tmp_path / "phi", tmp_path / "out", recipe)
     raw = tensors(tmp_path / "out")
     qkv = "model.layers.0.self_attn.qkv_proj"
     if recipe == "kv_fp8":
@@ -382,7 +382,7 @@ def test_what_no_folder_can_hold_is_refused_at_once(
         assert any(d.format is not None for d in kept.matched.decisions)
         check_storable(kept.opened, kept.matched.decisions)
     with pytest.raises(MappingError, match=why):
-        quantise(tmp_path / "source", tmp_path / "out", "int8_weight_only")
+        quantize(tmp_path / "source", tmp_path / "out", "int8_weight_only")
     assert not left_overs(tmp_path)
 
 
@@ -393,7 +393,7 @@ def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
     told = settled(decided)
     factors = np.linspace(0.5, 3, 128).astype(np.float32)
     told.norms["layers.0.mlp_norm"] = factors
-    quantise(tmp_path / "gemma", tmp_path / "out", "int8_weight_only", told)
+    quantize(tmp_path / "gemma", tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp_norm.weight"
     x, y = values(tmp_path / "gemma")[name], values(tmp_path / "out")[name]
     want = (1 + x) / factors - 1
@@ -403,7 +403,7 @@ def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
 
 def test_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     tiny_models.moe(tmp_path / "moe")
-    quantise(tmp_path / "moe", tmp_path / "out", "nvfp4")
+    quantize(tmp_path / "moe", tmp_path / "out", "nvfp4")
     raw = tensors(tmp_path / "out")
     expert = "model.layers.2.mlp.experts.3.up_proj"
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
@@ -421,7 +421,7 @@ def test_experts_are_stored_one_by_one(tmp_path: Path) -> None:
 
 def test_digests_of_what_is_kept_are_true(source: Path, tmp_path: Path) -> None:
     reshard(source, tmp_path / "digested", digest="all")
-    quantise(tmp_path / "digested", tmp_path / "out", "fp8")
+    quantize(tmp_path / "digested", tmp_path / "out", "fp8")
     report = verify(tmp_path / "out")
     assert report.digests[0].holding > 0
     assert report.digests[0].differing == 0
@@ -429,12 +429,12 @@ def test_digests_of_what_is_kept_are_true(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
-    told = quantise(source, tmp_path / "out", "nvfp4", dry_run=True)
+    told = quantize(source, tmp_path / "out", "nvfp4", dry_run=True)
     assert list(tmp_path.iterdir()) == []
-    report = quantise(source, tmp_path / "out", "nvfp4")
+    report = quantize(source, tmp_path / "out", "nvfp4")
     assert (told.num_bytes, told.files) == (report.num_bytes, report.files)
     with pytest.raises(DestinationError, match="exists"):
-        quantise(source, tmp_path / "out", "nvfp4", dry_run=True)
+        quantize(source, tmp_path / "out", "nvfp4", dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -450,20 +450,20 @@ def test_whatever_fails_the_folder_is_absent_or_complete(tmp_path: Path, fault: 
     before = state(small)
     calm = FaultyFiles()
     out = tmp_path / "out"
-    quantise(small, out, "nvfp4", files=calm, fsync=True)
+    quantize(small, out, "nvfp4", files=calm, fsync=True)
     expected = contents(out)
     for n in range(1, len(calm.calls) + 1, 9):
         Files().remove(out)
         files = FaultyFiles(n, fault)
         try:
-            quantise(small, out, "nvfp4", files=files, fsync=True)
+            quantize(small, out, "nvfp4", files=files, fsync=True)
         except (MegtoolError, Killed):
             assert contents(out) in (None, expected), (n, calm.calls[n - 1])
         if contents(out) is None:
-            quantise(small, out, "nvfp4")
+            quantize(small, out, "nvfp4")
         else:
             with pytest.raises(DestinationError, match="exists"):
-                quantise(small, out, "nvfp4")
+                quantize(small, out, "nvfp4")
         assert contents(out) == expected, (n, calm.calls[n - 1])
         assert state(small) == before
         assert not left_overs(tmp_path)
@@ -476,15 +476,15 @@ def strike(run: Callable[[Files], object], calls: Sequence[str], name: str) -> N
 
 def test_a_killed_run_goes_on_and_repairs(source: Path, tmp_path: Path) -> None:
     calm, out = FaultyFiles(), tmp_path / "out"
-    quantise(source, out, "int8_sq", files=calm)
+    quantize(source, out, "int8_sq", files=calm)
     expected = contents(out)
     Files().remove(out)
-    strike(lambda f: quantise(source, out, "int8_sq", files=f), calm.calls, "rename")
+    strike(lambda f: quantize(source, out, "int8_sq", files=f), calm.calls, "rename")
     file = next((tmp_path / ".out.megtool" / "tree").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     file.write_bytes(data)
-    report = quantise(source, out, "int8_sq")
+    report = quantize(source, out, "int8_sq")
     assert report.resumed_units > 0
     assert report.repaired_units > 0
     assert contents(out) == expected
@@ -492,11 +492,11 @@ def test_a_killed_run_goes_on_and_repairs(source: Path, tmp_path: Path) -> None:
 
 def test_other_treatments_do_not_resume(source: Path, tmp_path: Path) -> None:
     calm, out = FaultyFiles(), tmp_path / "out"
-    quantise(source, out, "fp8", files=calm)
+    quantize(source, out, "fp8", files=calm)
     Files().remove(out)
-    strike(lambda f: quantise(source, out, "fp8", files=f), calm.calls, "rename")
+    strike(lambda f: quantize(source, out, "fp8", files=f), calm.calls, "rename")
     told = one(decide(source, "fp8"), "layers.0.attn.o", input_amax=7.0)
-    report = quantise(source, out, "fp8", told)
+    report = quantize(source, out, "fp8", told)
     assert report.resumed_units == 0
     scale = tensors(out)["model.layers.0.self_attn.o_proj.input_scale"][2]
     assert np.frombuffer(scale, np.float32).tolist() == [0.015625]
@@ -511,5 +511,5 @@ def test_a_source_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes())
 
     with pytest.raises(SourceChangedError):
-        quantise(folder, tmp_path / "out", "int8_weight_only", progress=meddle)
+        quantize(folder, tmp_path / "out", "int8_weight_only", progress=meddle)
     assert not (tmp_path / "out").exists()

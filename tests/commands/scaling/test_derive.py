@@ -36,9 +36,9 @@ from tests.commands.scaling.fp8_trained import (
 torch = pytest.importorskip("torch")
 
 
-def assert_scales(quantised: Path, plain: Path) -> None:
+def assert_scales(quantized: Path, plain: Path) -> None:
     """Every input scale is amax / 448 exactly, every weight's that of its own amax."""
-    found, weights = (load_file(p / "model.safetensors") for p in (quantised, plain))
+    found, weights = (load_file(p / "model.safetensors") for p in (quantized, plain))
     for site in sites():
         layer, name = site.layer or 0, site.module.split(".", 3)[3]
         parts = PARTS[name.partition(".")[2]]
@@ -54,7 +54,7 @@ def assert_scales(quantised: Path, plain: Path) -> None:
             assert found[f"{at}.weight"].dtype == torch.float8_e4m3fn
 
 
-def quantised(source: Path, destination: Path, calibration: Path) -> Any:
+def quantized(source: Path, destination: Path, calibration: Path) -> Any:
     return quantize(source, destination, recipe="fp8", calibration=[calibration], fsync=False)
 
 
@@ -65,13 +65,13 @@ def test_objects_to_scales_with_no_data(tmp_path: Path) -> None:
     assert len(report.derived) == len(sites())
     assert report.without == ()
     assert "no data seen" in "\n".join(report.lines())
-    quantised(tmp_path / "td", tmp_path / "q", tmp_path / "objects")
+    quantized(tmp_path / "td", tmp_path / "q", tmp_path / "objects")
     assert_scales(tmp_path / "q", tmp_path / "hf")
     # From rank files the same file comes, and it is good for every format of the model.
     reshard(tmp_path / "td", tmp_path / "tp2", to="megatron", tp=2, pp=2, fsync=False)
     derive_amax(tmp_path / "tp2", tmp_path / "ranked")
     assert (tmp_path / "objects").read_bytes() == (tmp_path / "ranked").read_bytes()
-    quantised(tmp_path / "hf", tmp_path / "q2", tmp_path / "ranked")
+    quantized(tmp_path / "hf", tmp_path / "q2", tmp_path / "ranked")
     assert_scales(tmp_path / "q2", tmp_path / "hf")
 
 
@@ -92,7 +92,7 @@ def test_recipes_that_ask_for_more_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "q").exists()
     other = tiny_llama.save(tmp_path / "other", seed=5)
     with pytest.raises(CalibrationError, match="of another model"):
-        quantised(other, tmp_path / "q", tmp_path / "cal")
+        quantized(other, tmp_path / "q", tmp_path / "cal")
 
 
 def test_broken_histories_are_refused_by_name(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_buffers_of_modelopt(form: str, tmp_path: Path) -> None:
     source = ranks if form == "megatron" else stacked(tmp_path)
     assert inspect_amax(source).exit_status == 0
     assert len(derive_amax(source, tmp_path / "cal").derived) == len(sites()) + 4
-    quantised(source, tmp_path / "q", tmp_path / "cal")
+    quantized(source, tmp_path / "q", tmp_path / "cal")
     assert_scales(tmp_path / "q", tmp_path / "hf")
     more: dict[str, Any] = dict(recipe="fp8_kv_fp8", calibration=[tmp_path / "cal"], fsync=False)
     quantize(source, tmp_path / "kv", **more)

@@ -1,6 +1,6 @@
 """Beside ModelOpt 0.47's `export_tensorrt_llm_checkpoint`: the same tensors in every byte.
 
-Quantised models are exported by it in both forms, and its unified folder is what ours are made of.
+Quantized models are exported by it in both forms, and its unified folder is what ours are made of.
 They are in float32 where its two exporters are to agree: in bfloat16 the unified one divides
 weights in bfloat16 and the legacy one in float32, so that one code in thirty differs by one.
 
@@ -60,7 +60,7 @@ def preset(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else dict(found.model_dump())
 
 
-def quantised(name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype) -> Any:
+def quantized(name: str, *, cache: bool, one_scale: bool, dtype: torch.dtype) -> Any:
     """A Llama calibrated by ModelOpt; with `one_scale` siblings are given the largest amax."""
     pytest.importorskip("modelopt")
     import modelopt.torch.quantization as mtq
@@ -139,7 +139,7 @@ def bits(tensor: Tensor) -> Tensor:
     ],
 )
 def test_equal_in_every_byte(tmp_path: Path, name: str, cache: bool) -> None:
-    model = quantised(name, cache=cache, one_scale=name.startswith("FP8_D"), dtype=torch.float32)
+    model = quantized(name, cache=cache, one_scale=name.startswith("FP8_D"), dtype=torch.float32)
     for ours, theirs in pairs(both(model, tmp_path, torch.float32)):
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
@@ -150,7 +150,7 @@ def test_equal_in_every_byte(tmp_path: Path, name: str, cache: bool) -> None:
 
 def test_siblings_of_several_scales(tmp_path: Path) -> None:
     """Encoded again out of codes, where theirs are out of weights: codes differ by one at most."""
-    model = quantised("FP8_DEFAULT_CFG", cache=True, one_scale=False, dtype=torch.float32)
+    model = quantized("FP8_DEFAULT_CFG", cache=True, one_scale=False, dtype=torch.float32)
     for ours, theirs in pairs(both(model, tmp_path, torch.float32)):
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
@@ -166,7 +166,7 @@ def test_awq(tmp_path: Path) -> None:
     """The unified folder has factors of inputs in norms, the legacy one beside weights: codes and
     scales of `qkv` are equal, those of `dense` and `proj` with their factors too; `fc` and `gate`
     had factors of their own, which the unified exporter averages."""
-    model = quantised("INT4_AWQ_CFG", cache=False, one_scale=False, dtype=torch.float32)
+    model = quantized("INT4_AWQ_CFG", cache=False, one_scale=False, dtype=torch.float32)
     for ours, theirs in pairs(both(model, tmp_path, torch.float32)):
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():

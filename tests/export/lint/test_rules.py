@@ -16,10 +16,10 @@ from megtool.commands.lint import lint
 from megtool.errors import UsageError
 from megtool.lint.registry import RULES
 from tests.commands.quantizing import family_models
-from tests.commands.quantizing.test_write import quantise as write
+from tests.commands.quantizing.test_write import quantize as write
 from tests.export.lint.compressed_folder import compress, deepseek
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import quantise, randomised
+from tests.quant.quantized_folder import quantize, randomised
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
@@ -38,18 +38,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = randomised(tiny_models.llama(at / "llama"))
     moe = randomised(tiny_models.moe(at / "moe"))
     (moe / "tokenizer.json").write_text("{}")
-    quantise(dense, at / "fp8", algos="FP8")
-    quantise(dense, at / "plain kv", algos="FP8", cache=False)
-    quantise(dense, at / "nvfp4", algos="NVFP4")
-    quantise(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
-    quantise(dense, at / "mxfp8", algos="MXFP8")
-    quantise(dense, at / "pb", algos="FP8_PB_WO")
+    quantize(dense, at / "fp8", algos="FP8")
+    quantize(dense, at / "plain kv", algos="FP8", cache=False)
+    quantize(dense, at / "nvfp4", algos="NVFP4")
+    quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
+    quantize(dense, at / "mxfp8", algos="MXFP8")
+    quantize(dense, at / "pb", algos="FP8_PB_WO")
     spelled(at / "pb", "fp8_pb_wo")
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
-    quantise(dense, at / "mixed", algos=mixed)
-    quantise(moe, at / "experts", algos="NVFP4")
+    quantize(dense, at / "mixed", algos=mixed)
+    quantize(moe, at / "experts", algos="NVFP4")
     odd = randomised(tiny_models.llama(at / "odd", hidden_size=192, intermediate_size=208))
-    quantise(odd, at / "odd sizes", algos="NVFP4")
+    quantize(odd, at / "odd sizes", algos="NVFP4")
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     deepseek(dense, at / "deepseek")
@@ -118,7 +118,7 @@ def drop(*names: str) -> Change:
 
 
 def plain(module: str, shape: tuple[int, int]) -> Change:
-    """A module that is quantised becomes a plain weight."""
+    """A module that is quantized becomes a plain weight."""
 
     def work(t: Tensors) -> None:
         for name in [n for n in t if n.startswith(module + ".")]:
@@ -175,7 +175,7 @@ def written(name: str, value: dict[str, Any]) -> Change:
 
 
 def listed(module: str) -> Change:
-    """One more module that is said to be quantised, in both files."""
+    """One more module that is said to be quantized, in both files."""
 
     def work(s: dict[str, Any]) -> None:
         s["quantized_layers"][module] = {"quant_algo": "NVFP4", "group_size": 16}

@@ -1,4 +1,4 @@
-"""Parameters gathered as FP8 on real processes: what quantising the whole main parameter gives."""
+"""Parameters gathered as FP8 on real processes: what quantizing the whole main parameter gives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def on_ranks(rank: int, size: int, overlap: bool, bucket_size: int | None) -> No
 
 
 @pytest.mark.parametrize(("overlap", "bucket_size"), [(False, None), (True, 70)])
-def test_two_processes_hold_the_quantised_main_parameters(
+def test_two_processes_hold_the_quantized_main_parameters(
     overlap: bool, bucket_size: int | None
 ) -> None:
     run_world(on_ranks, 2, overlap, bucket_size)

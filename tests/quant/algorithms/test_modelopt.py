@@ -28,7 +28,7 @@ def grouped(settings: Any) -> Any:
     return [grouped(s) for s in settings] if isinstance(settings, list) else settings
 
 
-def quantised(weight: Tensor, x: Tensor, preset: str, algorithm: Any) -> nn.Linear:
+def quantized(weight: Tensor, x: Tensor, preset: str, algorithm: Any) -> nn.Linear:
     """A linear layer that ModelOpt has calibrated with `x`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,7 +55,7 @@ def factor(layer: Any) -> Tensor:
 @pytest.mark.parametrize("alpha", [0.5, 0.8, 1.0])
 def test_smoothquant(alpha: float) -> None:
     x, weight = inputs.rows(64, 128), inputs.weight(96, 128)
-    theirs = quantised(weight, x, "INT8_SMOOTHQUANT_CFG", {"method": "smoothquant", "alpha": alpha})
+    theirs = quantized(weight, x, "INT8_SMOOTHQUANT_CFG", {"method": "smoothquant", "alpha": alpha})
     ours = smoothquant.factors(x.abs().amax(dim=0), [weight], alpha)
     torch.testing.assert_close(ours, factor(theirs), rtol=1e-5, atol=0)
 
@@ -63,7 +63,7 @@ def test_smoothquant(alpha: float) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_awq_lite(seed: int) -> None:
     x, weight = inputs.rows(256, 128, seed=seed), inputs.weight(96, 128, seed=seed)
-    theirs = quantised(weight, x, "INT4_AWQ_CFG", {"method": "awq_lite", "alpha_step": 0.1})
+    theirs = quantized(weight, x, "INT4_AWQ_CFG", {"method": "awq_lite", "alpha_step": 0.1})
     share = awq.weight_share([weight], GROUP)
     tried = awq.candidates([x.abs().mean(dim=0)], share, 0.1, exact=True)
     ours = awq.searched([weight], x.T @ x, INT4, tried)
@@ -72,7 +72,7 @@ def test_awq_lite(seed: int) -> None:
 
 def test_awq_clip() -> None:
     x, weight = inputs.rows(64, 128), inputs.weight(96, 128)
-    theirs: Any = quantised(weight, x, "INT4_AWQ_CFG", {"method": "awq_clip"})
+    theirs: Any = quantized(weight, x, "INT4_AWQ_CFG", {"method": "awq_clip"})
     shrinks = [round(0.5 + 0.05 * i, 2) for i in range(11)]
     ours = clip.by_output(weight, x.T @ x, INT4, None, shrinks)
     found = theirs.weight_quantizer.amax.reshape(ours.shape)

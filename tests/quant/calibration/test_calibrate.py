@@ -115,8 +115,8 @@ def test_the_artefact_of_any_layout_is_the_same(llama: Path, tmp_path: Path) -> 
 def test_algorithms_run_layer_by_layer(llama: Path, recipe: str, tmp_path: Path) -> None:
     made = case(llama, recipe)
     found = made.run(work=tmp_path / "work")
-    quantised = {d.module.name for d in made.decided.matched.decisions if d.format is not None}
-    assert set(found.settlement.treatments) == quantised
+    quantized = {d.module.name for d in made.decided.matched.decisions if d.format is not None}
+    assert set(found.settlement.treatments) == quantized
     assert saved(found, tmp_path / "a") == saved(made.run(), tmp_path / "b")
 
 

@@ -369,7 +369,7 @@ def test_a_cache_is_not_left_alone(decided: Decided, sensitivities: Sensitivitie
     )
     given = (cached, decided.recipe, sensitivities)
     assert any(d.format is None for d in choose(*given, bits=16).decisions)
-    with pytest.raises(UsageError, match="nothing but the KV cache is quantised"):
+    with pytest.raises(UsageError, match="nothing but the KV cache is quantized"):
         choose(*given, bits=16, target=read_target("vllm"))
 
 

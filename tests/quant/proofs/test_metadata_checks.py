@@ -12,7 +12,7 @@ from megtool.quant.verification.quant_config_files import in_config, in_quant_fi
 from megtool.quant.verification.stored_folder import open_folder
 from megtool.quant.verification.verify_folder import prove
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import Made, quantise, randomised
+from tests.quant.quantized_folder import Made, quantize, randomised
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -26,11 +26,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     dense = randomised(tiny_models.llama(at / "llama"))
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
     return {
-        "fp8": quantise(dense, at / "fp8", algos="FP8"),
-        "awq": quantise(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
-        "nvfp4": quantise(dense, at / "nvfp4", algos="NVFP4"),
-        "mixed": quantise(dense, at / "mixed", algos=mixed),
-        "plain kv": quantise(dense, at / "plain", algos="FP8", cache=False),
+        "fp8": quantize(dense, at / "fp8", algos="FP8"),
+        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
+        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
+        "mixed": quantize(dense, at / "mixed", algos=mixed),
+        "plain kv": quantize(dense, at / "plain", algos="FP8", cache=False),
     }
 
 
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], Edit, str]] = {
         put("pre_quant_scale", True),
         "pre-quant-scale",
     ),
-    "quantised modules excluded": ("fp8", BOTH, excluding("*"), "excluded"),
+    "quantized modules excluded": ("fp8", BOTH, excluding("*"), "excluded"),
     "a layer excluded by name": (
         "fp8",
         BOTH,

@@ -1,4 +1,4 @@
-"""Proof of quantised folders: a right one gives no finding, each broken one gives the right one."""
+"""Proof of quantized folders: a right one gives no finding, each broken one gives the right one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.verification.verify_folder import Proof, prove
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import Made, Tensors, quantise, randomised
+from tests.quant.quantized_folder import Made, Tensors, quantize, randomised
 
 Q = "model.layers.1.self_attn.q_proj"
 K = "model.layers.1.self_attn.k_proj"
@@ -39,12 +39,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     at = tmp_path_factory.mktemp("made")
     return {
-        "fp8": quantise(dense, at / "fp8", algos="FP8"),
-        "nvfp4": quantise(dense, at / "nvfp4", algos="NVFP4"),
-        "awq": quantise(dense, at / "awq", algos="W4A16_AWQ", smooth=True),
-        "sq": quantise(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
-        "moe": quantise(mixture, at / "moe", algos="NVFP4"),
-        "mixed": quantise(
+        "fp8": quantize(dense, at / "fp8", algos="FP8"),
+        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
+        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", smooth=True),
+        "sq": quantize(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
+        "moe": quantize(mixture, at / "moe", algos="NVFP4"),
+        "mixed": quantize(
             dense, at / "mixed", algos={"q": "FP8", "k": "FP8", "v": "FP8", "o": "FP8", "": "NVFP4"}
         ),
     }
@@ -63,7 +63,7 @@ CASES = [(a, s, m) for a in FORMATS for s in (False, True) for m in (False, True
 def test_every_format_of_a_right_folder_passes(
     algo: str, smooth: bool, moe: bool, dense: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    one = quantise(mixture if moe else dense, tmp_path / "out", algos=algo, smooth=smooth)
+    one = quantize(mixture if moe else dense, tmp_path / "out", algos=algo, smooth=smooth)
     found = proof(one)
     assert not found.findings
     assert found.exit_status == 0
@@ -115,7 +115,7 @@ def test_what_is_kept_and_is_no_number_is_an_error(
     held = load_file(source / "model.safetensors")
     held[name][place] = value
     save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-    one = quantise(source, tmp_path / "out", algos="FP8")
+    one = quantize(source, tmp_path / "out", algos="FP8")
     if name == "lm_head.weight":  # in another type than the source's
         written = load_file(one.path / "model.safetensors")
         written[name] = written[name].float()
@@ -382,7 +382,7 @@ def test_a_folder_of_another_model_is_found(
     made: dict[str, Made], dense: Path, tmp_path: Path
 ) -> None:
     seed = randomised(tiny_models.llama(tmp_path / "other"), seed=2)
-    one = quantise(seed, tmp_path / "out", algos="FP8")
+    one = quantize(seed, tmp_path / "out", algos="FP8")
     found = prove(made["fp8"].source, one.path, one.decisions, one.settlement, threads=1)
     wrong = {f.module for f in found.findings if f.check == "weight"}
     assert len(wrong) == 28
@@ -414,7 +414,7 @@ def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
 def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    one = quantise(dense, tmp_path / "out", algos="W8A16")
+    one = quantize(dense, tmp_path / "out", algos="W8A16")
     one.change(lambda ts: _rescaled(ts, f"{UP}", 0.9, dense))
     found = proof(one)
     assert {f.check for f in found.findings} == {"clipped"}

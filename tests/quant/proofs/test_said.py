@@ -12,7 +12,7 @@ from megtool.quant.packed_tensors.hf_config import inline
 from megtool.quant.verification.verify_folder import Proof, prove
 from megtool.reshard.target import Request, make_target
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import Made, quantise, randomised
+from tests.quant.quantized_folder import Made, quantize, randomised
 
 Edit = Callable[[dict[str, Any]], None]
 BESIDE, INLINE = "hf_quant_config.json", "config.json"
@@ -25,10 +25,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     for name in ("tokenizer_config.json", "generation_config.json"):
         (dense / name).write_text("{}")
     out = {
-        "fp8": quantise(dense, at / "fp8", algos="FP8"),
-        "awq": quantise(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
-        "nvfp4": quantise(dense, at / "nvfp4", algos="NVFP4"),
-        "nvfp4 awq": quantise(dense, at / "nvfp4_awq", algos="NVFP4", smooth=True),
+        "fp8": quantize(dense, at / "fp8", algos="FP8"),
+        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
+        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
+        "nvfp4 awq": quantize(dense, at / "nvfp4_awq", algos="NVFP4", smooth=True),
     }
     for name in ("fp8", "nvfp4"):  # with groups, as they are written
         beside: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megtool.quant.verification.verify_folder import Proof, prove
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import Made, Tensors, quantise, randomised
+from tests.quant.quantized_folder import Made, Tensors, quantize, randomised
 
 Change = Callable[[Tensors], None]
 
@@ -30,11 +30,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     at = tmp_path_factory.mktemp("settled")
     dense = randomised(tiny_models.llama(at / "llama", num_hidden_layers=2))
     out = {
-        "fp8": quantise(dense, at / "fp8", algos="FP8"),
-        "sq": quantise(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
+        "fp8": quantize(dense, at / "fp8", algos="FP8"),
+        "sq": quantize(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
     }
     for algo in ("W4A16_AWQ", "W4A8_AWQ"):
-        one = out[algo] = quantise(dense, at / algo, algos=algo, group=64, smooth=True)
+        one = out[algo] = quantize(dense, at / algo, algos=algo, group=64, smooth=True)
         held = load_file(one.path / "model.safetensors")
         stored = held[f"{UP}.weight"].to(torch.int16)
         rows = torch.stack([stored & 15, stored >> 4], dim=1).reshape(-1, stored.shape[1])

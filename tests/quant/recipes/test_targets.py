@@ -55,7 +55,7 @@ def test_engines_that_can(recipe: str, target: str, llama: Path) -> None:
         ("kv_nvfp4", "vllm@0.16.0", "no KV cache in NVFP4"),
         ("mxfp4", "trtllm", "trtllm does not load MXFP4"),
         ("kv_fp8", "vllm", "tell the engine --kv-cache-dtype fp8"),
-        ("kv_fp8", "sglang", "nothing but the KV cache is quantised"),
+        ("kv_fp8", "sglang", "nothing but the KV cache is quantized"),
         ("kv_nvfp4", "trtllm@1.3.0rc27", "Pre-quantized checkpoint must have quant_algo"),
     ],
 )

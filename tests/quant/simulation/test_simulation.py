@@ -21,7 +21,7 @@ from megtool.inference.windows import Document
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import Groups
-from megtool.quant.fake_quant.evaluate_quantized import compare_quantised
+from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
 from megtool.quant.fake_quant.fake_quant_model import Simulation
 from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
 from megtool.quant.qparams import Settlement
@@ -237,7 +237,7 @@ def test_quality(llama: Path) -> None:
     for algo in ("FP8", "NVFP4"):
         settlement = settled(modules, points, lambda name, algo=algo: algo)
         found.append(
-            compare_quantised(
+            compare_quantized(
                 Forward(before),
                 Forward(after),
                 Simulation(after, points, settlement, weights=True),
@@ -246,7 +246,7 @@ def test_quality(llama: Path) -> None:
                 stride=16,
             )
         )
-    same = compare_quantised(Forward(before), Forward(after), None, documents, window=16, stride=16)
+    same = compare_quantized(Forward(before), Forward(after), None, documents, window=16, stride=16)
     assert (same.kl_max, same.agreement, same.perplexity_ratio) == (0, 1, 1)
     assert 0 < found[0].kl_mean < found[1].kl_mean
     assert found[0].num_tokens == 117

@@ -2,7 +2,7 @@
 
 Known differences, in which ours is what loaders ask for: config.json also has `group_size` (and
 `pre_quant_scale`, where false is true), algorithms are in capitals but for `fp8_pb_wo`,
-only linear modules are excluded (no loader quantises embeddings), the producer has one key more,
+only linear modules are excluded (no loader quantizes embeddings), the producer has one key more,
 and the tokenizer travels.
 """
 

@@ -1,4 +1,4 @@
-"""The tensors of quantised modules: names, types, shapes, and the values known beforehand."""
+"""The tensors of quantized modules: names, types, shapes, and the values known beforehand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised folders made with the encoders alone: what a proof has to find right."""
+"""Quantized folders made with the encoders alone: what a proof has to find right."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KINDS = {
 
 @dataclass(slots=True)
 class Made:
-    """A quantised folder, what it was made of, and what was decided."""
+    """A quantized folder, what it was made of, and what was decided."""
 
     source: CheckpointSource
     path: Path
@@ -76,7 +76,7 @@ def randomised(source: Path, seed: int = 1) -> Path:
     return source
 
 
-def quantise(
+def quantize(
     source: Path,
     destination: Path,
     *,
@@ -85,7 +85,7 @@ def quantise(
     smooth: bool = False,
     cache: bool = True,
 ) -> Made:
-    """Quantise all linear modules but the head and routers; `algos` by the end of their names.
+    """Quantize all linear modules but the head and routers; `algos` by the end of their names.
 
     With `smooth` factors of columns are folded into norms where they can be and stored elsewhere.
     """

@@ -1,4 +1,4 @@
-"""Quantised folders read as plain tensors: equal to what the projects that wrote them decode."""
+"""Quantized folders read as plain tensors: equal to what the projects that wrote them decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MegtoolError
 from megtool.tensors.placement import Placement
-from tests.checkpoint.formats.quantised_weights import MAKERS, gpt_oss, write
+from tests.checkpoint.formats.quantized_weights import MAKERS, gpt_oss, write
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

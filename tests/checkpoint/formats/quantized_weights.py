@@ -1,4 +1,4 @@
-"""Weights quantised by other projects' code, and what that code decodes them to."""
+"""Weights quantized by other projects' code, and what that code decodes them to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """One weight: `stored` tensors by what follows the module's name, and what they decode to."""
 
     stored: Tensors
@@ -26,7 +26,7 @@ class Quantised:
 
 def _compressed(
     weights: Mapping[str, Any], form: str, weight: torch.Tensor, *, scale: torch.dtype | None = None
-) -> Quantised:
+) -> Quantized:
     """What compressed-tensors stores of a weight, and reads again."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -69,18 +69,18 @@ def _compressed(
         },
         "ignore": ["lm_head"],
     }
-    return Quantised(stored, decoded, config)
+    return Quantized(stored, decoded, config)
 
 
 def _strategy(args: Any) -> str:
     return str(getattr(args.strategy, "value", args.strategy))
 
 
-def _ct(form: str, **weights: Any) -> Callable[[torch.Tensor], Quantised]:
+def _ct(form: str, **weights: Any) -> Callable[[torch.Tensor], Quantized]:
     return lambda w: _compressed(weights, form, w)
 
 
-def _deepseek(weight: torch.Tensor) -> Quantised:
+def _deepseek(weight: torch.Tensor) -> Quantized:
     """128 x 128 blocks, as in the kernel published with DeepSeek-V3: ragged at the edges."""
     rows, cols = weight.shape
     nr, nc = -(-rows // 128), -(-cols // 128)
@@ -100,11 +100,11 @@ def _deepseek(weight: torch.Tensor) -> Quantised:
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     }
-    return Quantised(stored, decoded.reshape(nr * 128, nc * 128)[:rows, :cols], config)
+    return Quantized(stored, decoded.reshape(nr * 128, nc * 128)[:rows, :cols], config)
 
 
-def _modelopt(kind: str) -> Callable[[torch.Tensor], Quantised]:
-    def make(weight: torch.Tensor) -> Quantised:
+def _modelopt(kind: str) -> Callable[[torch.Tensor], Quantized]:
+    def make(weight: torch.Tensor) -> Quantized:
         pytest.importorskip("modelopt")
         return {
             "fp8": _modelopt_fp8,
@@ -124,27 +124,27 @@ def _modelopt_config(algorithm: str, **more: Any) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
 
 
-def _modelopt_fp8(weight: torch.Tensor) -> Quantised:
+def _modelopt_fp8(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.export.quant_utils import from_quantized_weight, to_quantized_weight
 
     by = weight.float().abs().max() / 448.0
     codes = to_quantized_weight(weight, by, "fp8")
     decoded = from_quantized_weight(codes, by, "fp8", torch.float32)
     stored = {"weight": codes, "weight_scale": by, "input_scale": torch.tensor(0.5)}
-    return Quantised(stored, decoded, _modelopt_config("FP8"))
+    return Quantized(stored, decoded, _modelopt_config("FP8"))
 
 
-def _modelopt_channel(weight: torch.Tensor) -> Quantised:
+def _modelopt_channel(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.export.quant_utils import to_quantized_weight
 
     by = weight.float().abs().amax(dim=1) / 448.0
     codes = to_quantized_weight(weight, by, "fp8_pc_pt")
     stored = {"weight": codes, "weight_scale": by}
     config = _modelopt_config("FP8_PER_CHANNEL_PER_TOKEN")
-    return Quantised(stored, codes.float() * by[:, None], config)
+    return Quantized(stored, codes.float() * by[:, None], config)
 
 
-def _modelopt_blocks(weight: torch.Tensor) -> Quantised:
+def _modelopt_blocks(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.quantization.qtensor import FP8QTensor
 
     nr, nc = weight.shape[0] // 128, weight.shape[1] // 128
@@ -153,10 +153,10 @@ def _modelopt_blocks(weight: torch.Tensor) -> Quantised:
     made, _ = FP8QTensor.quantize(weight, by, block_sizes=sizes)
     decoded = made.dequantize(torch.float32, scale=by, block_sizes=sizes)
     stored = {"weight": made._quantized_data, "weight_scale": by[:, None, :, None].contiguous()}
-    return Quantised(stored, decoded, _modelopt_config("fp8_pb_wo"))
+    return Quantized(stored, decoded, _modelopt_config("fp8_pb_wo"))
 
 
-def _modelopt_int8(weight: torch.Tensor) -> Quantised:
+def _modelopt_int8(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.export.quant_utils import from_quantized_weight, to_quantized_weight
 
     by = weight.float().abs().amax(dim=1) / 127.0
@@ -169,10 +169,10 @@ def _modelopt_int8(weight: torch.Tensor) -> Quantised:
         "input_scale": torch.tensor(0.5),
         "pre_quant_scale": columns,
     }
-    return Quantised(stored, decoded, _modelopt_config("W8A8_SQ_PER_CHANNEL"))
+    return Quantized(stored, decoded, _modelopt_config("W8A8_SQ_PER_CHANNEL"))
 
 
-def _modelopt_int4(weight: torch.Tensor) -> Quantised:
+def _modelopt_int4(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.export.quant_utils import to_quantized_weight
 
     rows, cols = weight.shape
@@ -188,34 +188,34 @@ def _modelopt_int4(weight: torch.Tensor) -> Quantised:
         "pre_quant_scale": columns,
     }
     config = _modelopt_config("W4A8_AWQ", group_size=128)
-    return Quantised(stored, codes * spread * columns.float(), config)
+    return Quantized(stored, codes * spread * columns.float(), config)
 
 
-def _modelopt_nvfp4(weight: torch.Tensor) -> Quantised:
+def _modelopt_nvfp4(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     made, by, second = NVFP4QTensor.quantize(weight, 16)
     decoded = made.dequantize(torch.bfloat16, scale=by, double_scale=second, block_sizes={-1: 16})
     stored = {"weight": made._quantized_data, "weight_scale": by, "weight_scale_2": second}
-    return Quantised(stored, decoded, _modelopt_config("NVFP4", group_size=16))
+    return Quantized(stored, decoded, _modelopt_config("NVFP4", group_size=16))
 
 
-def _modelopt_mxfp8(weight: torch.Tensor) -> Quantised:
+def _modelopt_mxfp8(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     made, by = MXFP8QTensor.quantize(weight)
     decoded = made.dequantize(torch.bfloat16, scale=by)
     stored = {"weight": made._quantized_data, "weight_scale": by}
-    return Quantised(stored, decoded, _modelopt_config("MXFP8", group_size=32))
+    return Quantized(stored, decoded, _modelopt_config("MXFP8", group_size=32))
 
 
-def _modelopt_mxfp4(weight: torch.Tensor) -> Quantised:
+def _modelopt_mxfp4(weight: torch.Tensor) -> Quantized:
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     made, by = MXFP4QTensor.quantize(weight, block_size=32)
     decoded = made.dequantize(torch.bfloat16, scale=by, block_sizes={-1: 32})
     stored = {"weight": made._quantized_data, "weight_scale": by.reshape(weight.shape[0], -1)}
-    return Quantised(stored, decoded, _modelopt_config("mxfp4", group_size=32))
+    return Quantized(stored, decoded, _modelopt_config("mxfp4", group_size=32))
 
 
 def gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-MAKERS: dict[str, Callable[[torch.Tensor], Quantised]] = {
+MAKERS: dict[str, Callable[[torch.Tensor], Quantized]] = {
     "deepseek": _deepseek,
     "fp8 tensor": _ct("float-quantized", num_bits=8, type="float", strategy="tensor"),
     "fp8 channel": _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
@@ -279,15 +279,15 @@ MAKERS: dict[str, Callable[[torch.Tensor], Quantised]] = {
     "modelopt mxfp8": _modelopt("mxfp8"),
     "modelopt mxfp4": _modelopt("mxfp4"),
 }
-"""Ways to quantise a matrix; those of modelopt need rows and columns of whole blocks of 128."""
+"""Ways to quantize a matrix; those of modelopt need rows and columns of whole blocks of 128."""
 
 
 def write(
-    folder: Path, tensors: Tensors, quantisation: Any, *, parts: int = 1, **more: Any
+    folder: Path, tensors: Tensors, quantization: Any, *, parts: int = 1, **more: Any
 ) -> Path:
     """A Hugging Face folder, its tensors dealt to `parts` files in turn."""
     folder.mkdir(parents=True)
-    config = {"torch_dtype": "bfloat16", "quantization_config": quantisation, **more}
+    config = {"torch_dtype": "bfloat16", "quantization_config": quantization, **more}
     (folder / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
     for i in range(parts):

@@ -1,4 +1,4 @@
-"""Verify where one side is quantised: sound folders are close, damaged ones are not."""
+"""Verify where one side is quantized: sound folders are close, damaged ones are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megtool.errors import MappingError, UsageError
 from megtool.quant.recipes.dialects import recipe_names
 from tests.export.lint.compressed_folder import compress, deepseek
 from tests.quant import tiny_models
-from tests.quant.quantised_folder import quantise, randomised
+from tests.quant.quantized_folder import quantize, randomised
 
 DOWN = "model.layers.2.mlp.down_proj"
 KINDS = ("fp8", "nvfp4", "awq", "mixed", "ct int4", "ct nvfp4", "deepseek")
@@ -34,10 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     at = tmp_path_factory.mktemp("verify")
     dense = randomised(tiny_models.llama(at / "llama"))
-    quantise(dense, at / "fp8", algos="FP8")
-    quantise(dense, at / "nvfp4", algos="NVFP4")
-    quantise(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
-    quantise(dense, at / "mixed", algos={f".{n}": "FP8" for n in "qkvo"} | {"": "NVFP4"})
+    quantize(dense, at / "fp8", algos="FP8")
+    quantize(dense, at / "nvfp4", algos="NVFP4")
+    quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
+    quantize(dense, at / "mixed", algos={f".{n}": "FP8" for n in "qkvo"} | {"": "NVFP4"})
     compress(dense, at / "ct fp8", "fp8")
     compress(dense, at / "ct int4", "int4")
     compress(dense, at / "ct nvfp4", "nvfp4")
@@ -180,7 +180,7 @@ def test_a_row_is_lost(
 def test_small_rows_may_round_to_zeros(made: Path, tmp_path: Path) -> None:
     """Of a scale for the whole matrix nothing is left for a row that is a million times smaller."""
     source = changed(made / "llama", tmp_path / "a", lambda t: t[f"{DOWN}.weight"][7].mul_(1e-7))
-    quantise(source, tmp_path / "b", algos="FP8")
+    quantize(source, tmp_path / "b", algos="FP8")
     report = verify(source, tmp_path / "b", threads=1)
     assert report.verdict == "close", report.differences
     row = next(r for r in report.weights if r.tensor == "layers.2.mlp.down.weight")
@@ -218,7 +218,7 @@ def test_words_against_tensors(made: Path, tmp_path: Path) -> None:
     report = verify(folder)
     assert {d.kind for d in report.differences} == {"metadata"}
     told = " ".join(d.text for d in report.differences)
-    assert "holds codes, and config.json says that it is not quantised" in told
+    assert "holds codes, and config.json says that it is not quantized" in told
     assert "holds no codes, and config.json says that it is FP8" in told
     assert verify(made / "fp8").differences == ()
 

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders resharded: plain weights, equal to what the peers decode."""
+"""Quantized Hugging Face folders resharded: plain weights, equal to what the peers decode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError
-from tests.checkpoint.formats.quantised_weights import MAKERS, gpt_oss
-from tests.checkpoint.formats.quantised_weights import write as write_folder
+from tests.checkpoint.formats.quantized_weights import MAKERS, gpt_oss
+from tests.checkpoint.formats.quantized_weights import write as write_folder
 from tests.commands import tiny_llama
 
 KINDS = [
@@ -32,7 +32,7 @@ KINDS = [
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 
 
-def quantised(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+def quantized(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     """Make such a folder, in three files; what its tensors decode to."""
     plain = tiny_llama.save(folder.parent / "plain", **SIZES)
     stored: dict[str, torch.Tensor] = {}
@@ -74,7 +74,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     "kind", [pytest.param(k, marks=pytest.mark.peers if "modelopt" in k else ()) for k in KINDS]
 )
 def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
-    want = quantised(tmp_path / "hf", kind)
+    want = quantized(tmp_path / "hf", kind)
     report = reshard(tmp_path / "hf", tmp_path / "out", to="hf", dtype="bfloat16", strict=True)
     same(held(tmp_path / "out"), want)
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -92,7 +92,7 @@ def test_to_plain_weights(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek", "int4 uneven"])
 def test_by_way_of_megatron(kind: str, tmp_path: Path) -> None:
-    want = quantised(tmp_path / "hf", kind)
+    want = quantized(tmp_path / "hf", kind)
     reshard(tmp_path / "hf", tmp_path / "ranks", to="torch_dist", tp=2, pp=2)
     reshard(tmp_path / "ranks", tmp_path / "out", to="hf")
     same(held(tmp_path / "out"), want)
@@ -102,13 +102,13 @@ def test_by_way_of_megatron(kind: str, tmp_path: Path) -> None:
 
 def test_transformers_loads_what_comes_out(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    want = quantised(tmp_path / "hf", "fp8 channel")
+    want = quantized(tmp_path / "hf", "fp8 channel")
     reshard(tmp_path / "hf", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     same({n: t for n, t in model.state_dict().items() if n in want}, want)
 
 
-def test_without_a_dtype_only_quantised_weights_change(tmp_path: Path) -> None:
+def test_without_a_dtype_only_quantized_weights_change(tmp_path: Path) -> None:
     made = MAKERS["deepseek"](torch.randn(70, 40).to(torch.bfloat16))
     stored = {f"x.{name}": t for name, t in made.stored.items()} | {"bias": torch.ones(5)}
     write_folder(tmp_path / "hf", stored, made.config)
@@ -131,14 +131,14 @@ def test_experts_of_gpt_oss_under_little_memory(tmp_path: Path) -> None:
 
 
 def test_one_file_keeps_what_is_stored(tmp_path: Path) -> None:
-    quantised(tmp_path / "hf", "deepseek")
+    quantized(tmp_path / "hf", "deepseek")
     file = sorted((tmp_path / "hf").glob("*.safetensors"))[0]
     reshard(file, tmp_path / "copy.safetensors", to="safetensors")
     same(load_file(tmp_path / "copy.safetensors"), load_file(file))
 
 
 def test_an_unknown_method_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    quantised(tmp_path / "hf", "deepseek")
+    quantized(tmp_path / "hf", "deepseek")
     path = tmp_path / "hf/config.json"
     config = json.loads(path.read_text())
     config["quantization_config"]["quant_method"] = "bitsandbytes"
