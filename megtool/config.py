@@ -357,6 +357,40 @@ class ParallelConfig:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """A parallel layout as a user gives it: None (or False) leaves a field to the checkpoint.
+
+    The fields are those of `ParallelConfig`.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    pipeline_layout: str | None = None
+
+    def explicit(self) -> dict[str, Any]:
+        """The fields that are given, as keywords of `ParallelConfig`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v for k, v in values.items() if v is not None and v is not False}
+
+    def to_parallel(self) -> ParallelConfig:
+        """The layout by itself: every size that is not given has `ParallelConfig`'s default.
+
+        Raises:
+            LayoutError: see `ParallelConfig`.
+        """
+        return ParallelConfig(**self.explicit())
+
+
 _TIMES = (re.compile(r"\(([^()]+)\)\*([0-9]{1,9})"), re.compile(r"(.)\*([0-9]{1,9})"))
 _MOST_CHUNK_TEXT = 4 * MOST_LAYERS
 

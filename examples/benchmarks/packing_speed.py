@@ -24,7 +24,7 @@ from megtool.number_formats.amax import amax, merge
 from megtool.number_formats.decode import CODES, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Index, Part
+from megtool.number_formats.packed_parts import Index, PackedPart
 from megtool.number_formats.scales import modelopt_scale, modelopt_second
 
 # How many times the time of `cp` each may take.
@@ -100,7 +100,7 @@ def encoding(packing: str, x: np.ndarray) -> tuple[Work, Work]:
     return one, look
 
 
-def cut(part: Part, array: np.ndarray, lo: Index, hi: Index) -> np.ndarray:
+def cut(part: PackedPart, array: np.ndarray, lo: Index, hi: Index) -> np.ndarray:
     """What a tile needs of a part."""
     begin, end = part.window(lo, hi)
     return array[tuple(slice(a, b) for a, b in zip(begin, end, strict=True))] if begin else array

@@ -35,7 +35,7 @@ from megtool.quant.pipeline.calibration_data import Wanted, read_samples
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import load_recipe, recipe_names
 from megtool.quant.resolve import Decided, decide
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 
 WINDOW = 2048
 

@@ -45,8 +45,8 @@ class Run:
         from megtool.inference.rank_weights import Source
         from megtool.optim.distributed import DistributedOptimizer
         from megtool.optim.settings import OptimizerSettings
-        from megtool.parallel.process_groups import Groups
-        from megtool.reshard.source import open_model
+        from megtool.parallel.process_groups import ProcessGroups
+        from megtool.reshard.open_source import open_model
         from megtool.train.build_model import load_for_training
         from megtool.train.checkpointing.megatron_template import template_of
         from megtool.train.checkpointing.save import Saver
@@ -58,7 +58,7 @@ class Run:
         opened = open_model(source)
         assert opened.model is not None
         held = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
-        groups = Groups.alone()
+        groups = ProcessGroups.alone()
         self.stages = load_for_training(held, groups, dtype="bfloat16")
         self.optimizer = DistributedOptimizer(
             self.stages[0].named_parameters(), OptimizerSettings(), groups, chunks=self.stages

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import CoverageError, FormatError, SourceChangedError
-from megtool.number_formats.packed_parts import Part, Span
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.tensors.box import Boxes, Ints, cover_fault, outside
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes
 
@@ -129,7 +129,7 @@ class Replica:
 class StoredPart:
     """One array of a packed tensor (`megtool.number_formats.packed_parts`), row-major at `offset` of a file."""
 
-    part: Part
+    part: PackedPart
     file: int
     offset: int
 
@@ -137,13 +137,6 @@ class StoredPart:
         """The same as plain values."""
         p = self.part
         return [p.role, p.dtype, p.shape, [(s.dim, s.per) for s in p.spans], self.file, self.offset]
-
-    @classmethod
-    def of(cls, facts: Sequence[Any]) -> StoredPart:
-        """What `facts` told."""
-        role, kind, shape, spans, file, offset = facts
-        part = Part(role=role, dtype=kind, shape=tuple(shape), spans=tuple(Span(*s) for s in spans))
-        return cls(part=part, file=file, offset=offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from megtool.checkpoint.transport.encoded_chunks import Readers
 from megtool.checkpoint.transport.reduce import reduced_in
 from megtool.checkpoint.transport.shard_locator import Locator
 from megtool.checkpoint.transport.strided import Peak
-from megtool.checkpoint.transport.threads import run_in_threads
+from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.transport.work_units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
 from megtool.console import several

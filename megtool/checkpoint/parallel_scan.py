@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from megtool.checkpoint.transport.shard_locator import cut_dims
-from megtool.checkpoint.transport.threads import run_in_threads
+from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.transport.tile import cut
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement

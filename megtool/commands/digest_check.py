@@ -9,7 +9,7 @@ from megtool.checkpoint.digest import SIDECAR, TensorDigest
 from megtool.checkpoint.read import Reader
 from megtool.commands.verify_report import Difference, DigestCheck
 from megtool.errors import MappingError
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megtool.data.documents import Document as Read
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.compare import Comparison
-    from megtool.inference.windows import Document
+    from megtool.inference.windows import TokenDocument
     from megtool.kernels.dispatch import Implementation
 
 _MOST_WINDOW = 2048
@@ -124,7 +124,7 @@ def evaluate(
     longest = window or most
     window, stride = _windows(window, stride, most)
     at_once = batch_size or max(1, _BATCH_TOKENS // window)
-    texts: list[Document] = []
+    texts: list[TokenDocument] = []
     if data is not None:
         texts = read_texts(
             data,
@@ -176,7 +176,7 @@ def _evaluate(
     runnable: Runnable,
     other: Runnable | None,
     spoken: Tokenizer,
-    texts: list[Document],
+    texts: list[TokenDocument],
     manner: Manner,
     sizes: _Sizes,
     *,
@@ -288,35 +288,35 @@ def read_texts(
     join: bool = False,
     all_turns: bool = False,
     max_tokens: int | None = None,
-) -> list[Document]:
+) -> list[TokenDocument]:
     """The data as tokens, up to `max_tokens` of them."""
     from megtool.data.documents import documents
     from megtool.data.tokenize_documents import encode
-    from megtool.inference.windows import Document
+    from megtool.inference.windows import TokenDocument
 
     if Path(data).suffix in (".bin", ".idx"):
         return _indexed(data, tokenizer, max_tokens)
     found = documents(data, field=field, split=split)
     if join:
         text = "\n\n".join(_plain(d, data) for d in found)
-        return [Document(tokens=tokenizer.encode(text)[:max_tokens])]
-    out: list[Document] = []
+        return [TokenDocument(tokens=tokenizer.encode(text)[:max_tokens])]
+    out: list[TokenDocument] = []
     left = max_tokens
     for one in encode(found, tokenizer, append_eos=False, answers_only=not all_turns):
         ids, learned = one.ids.tolist()[:left], one.learned
         counted = None if learned is None else learned.tolist()[:left]
-        out.append(Document(tokens=ids, counted=counted))
+        out.append(TokenDocument(tokens=ids, counted=counted))
         if left is not None and (left := left - len(ids)) <= 0:
             break
     return out
 
 
-def _indexed(data: str | Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[Document]:
+def _indexed(data: str | Path, tokenizer: Tokenizer, max_tokens: int | None) -> list[TokenDocument]:
     """The documents of a Megatron data set, which are tokens already."""
     from megtool.data.indexed import IndexedDataset
-    from megtool.inference.windows import Document
+    from megtool.inference.windows import TokenDocument
 
-    dataset, out, left = IndexedDataset(data), list[Document](), max_tokens
+    dataset, out, left = IndexedDataset(data), list[TokenDocument](), max_tokens
     for number in range(dataset.num_documents):
         ids = dataset.document(number).tolist()[:left]
         if ids and max(ids) >= tokenizer.vocab_size:
@@ -324,7 +324,7 @@ def _indexed(data: str | Path, tokenizer: Tokenizer, max_tokens: int | None) -> 
                 f"{data} holds the token {max(ids)}, and the tokenizer has {tokenizer.vocab_size}",
                 hint="it was made with another tokenizer: tokenize the text again",
             )
-        out.append(Document(tokens=ids))
+        out.append(TokenDocument(tokens=ids))
         if left is not None and (left := left - len(ids)) <= 0:
             break
     return out
@@ -337,7 +337,7 @@ def _plain(document: Read, data: str | Path) -> str:
 
 
 def _divergence(
-    c: Comparison, other: Runnable, texts: Sequence[Document], tokenizer: Tokenizer
+    c: Comparison, other: Runnable, texts: Sequence[TokenDocument], tokenizer: Tokenizer
 ) -> Divergence:
     def show(*ids: int) -> str:
         return tokenizer.decode(ids, skip_special=False)
@@ -350,7 +350,7 @@ def _divergence(
             before=show(*texts[p.document].tokens[max(0, p.place - 12) : p.place]),
             expected=show(p.expected),
             ours=show(p.ours),
-            theirs=show(p.theirs),
+            theirs=show(p.reference),
         )
         for p in c.worst
     )
@@ -358,9 +358,9 @@ def _divergence(
         path=str(other.opened.path),
         format=other.format,
         family=other.family,
-        perplexity=c.theirs.perplexity,
-        loss=c.theirs.loss,
-        accuracy=c.theirs.accuracy,
+        perplexity=c.reference.perplexity,
+        loss=c.reference.loss,
+        accuracy=c.reference.accuracy,
         kl_mean=c.kl_mean,
         kl_median=c.kl_percentiles[0],
         kl_90=c.kl_percentiles[1],
@@ -375,7 +375,7 @@ def _divergence(
 
 
 def _plan(
-    runnable: Runnable, data: str, texts: list[Document], window: int, stride: int, at_once: int
+    runnable: Runnable, data: str, texts: list[TokenDocument], window: int, stride: int, at_once: int
 ) -> EvaluatePlan:
     from megtool.inference.windows import num_counted, windows
 

@@ -38,7 +38,7 @@ from megtool.commands.finetune_setup import beside_of, check_early
 from megtool.console import Progress, silent
 from megtool.errors import DestinationError, UsageError
 from megtool.inference.runtime import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.train.config import TrainSettings
 from megtool.train.config_file import settings_of
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megtool.inference.rank_weights import Source as Stored
     from megtool.model.decoder import Decoder
     from megtool.optim.optimizer import Optimizer
-    from megtool.parallel.process_groups import Groups
+    from megtool.parallel.process_groups import ProcessGroups
     from megtool.train.checkpointing.retention import Identity
     from megtool.train.datasets import Feeds
     from megtool.train.run_plan import RunPlan
@@ -107,7 +107,7 @@ class _Run:
     folder: Path
     settings: TrainSettings
     begun: Path | None
-    groups: Groups
+    groups: ProcessGroups
     progress: Progress
 
     def go(self) -> FinetuneReport:
@@ -393,7 +393,7 @@ def _megatron_args(
     }
 
 
-def _peak(groups: Groups) -> int:
+def _peak(groups: ProcessGroups) -> int:
     """Most memory used: on a GPU there, else of the process."""
     if groups.device.type == "cuda":
         import torch

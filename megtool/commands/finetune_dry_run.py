@@ -12,7 +12,7 @@ from megtool.commands.finetune_setup import check_beside
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.inference.runtime import Runnable, usual_device
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.train.config import TrainSettings
 
 if TYPE_CHECKING:

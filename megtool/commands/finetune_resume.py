@@ -14,7 +14,7 @@ from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.checkpoint.megatron_metadata import args_of
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.inference.runtime import Runnable, runnable_of
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.train.config import TrainSettings
 from megtool.train.train_state import Standing
 

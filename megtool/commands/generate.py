@@ -25,7 +25,7 @@ from megtool.inference.runtime import (
 
 if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
-    from megtool.inference.batching import Request
+    from megtool.inference.batching import GenerateRequest
     from megtool.inference.sampling import Sampling
     from megtool.kernels.dispatch import Implementation
 
@@ -92,7 +92,7 @@ def generate(
     Raises:
         MegtoolError: the checkpoint, its tokenizer, the layout, a prompt or an option is no good.
     """
-    from megtool.inference.batching import Request
+    from megtool.inference.batching import GenerateRequest
     from megtool.inference.generate import check_requests
     from megtool.inference.sampling import Sampling
     from megtool.inference.stop_strings import Stops
@@ -126,7 +126,7 @@ def generate(
         new = max_new_tokens
         if new is None:
             new = max(1, min(_NEW_TOKENS, positions - len(tokens)))
-        requests.append(Request(number=n, prompt=tokens, max_new_tokens=new))
+        requests.append(GenerateRequest(number=n, prompt=tokens, max_new_tokens=new))
     check_requests(requests, runnable.config)
     Stops(stop)  # refuses what is no stop string
     num_slots = min(len(requests), batch_size or _MOST_AT_ONCE)
@@ -152,7 +152,7 @@ class _Prompts:
     """Prompts as they were given, and as tokens."""
 
     conversations: list[Conversation]
-    requests: list[Request]
+    requests: list[GenerateRequest]
     are_of_file: bool
 
 
@@ -309,7 +309,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _plan(
-    runnable: Runnable, requests: Sequence[Request], num_slots: int, manner: Manner
+    runnable: Runnable, requests: Sequence[GenerateRequest], num_slots: int, manner: Manner
 ) -> GeneratePlan:
     c, layout = runnable.config, manner.layout
     places = sorted((r.num_positions for r in requests), reverse=True)[:num_slots]

@@ -16,7 +16,7 @@ from megtool.console import Progress, format_bytes, silent
 from megtool.convert.megatron import split_state
 from megtool.reports import Fold, columns, count, draw, fold, fold_names, shown
 from megtool.reshard.megatron.common_state import source_layout
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.tensors.sharded import GlobalTensor
 
 _OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")

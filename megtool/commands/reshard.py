@@ -16,7 +16,7 @@ from megtool.dtypes import DTYPES, DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import FormatError, UsageError
 from megtool.reshard.execute import ExecutionOptions, execute, plan_job
-from megtool.reshard.megatron.amax import wish_of
+from megtool.reshard.fp8_state.transfer import wish_of
 from megtool.reshard.megatron.optimizer import NONE
 from megtool.reshard.parse_size import parse_size
 from megtool.reshard.report import ReshardReport

@@ -16,7 +16,7 @@ import numpy as np
 
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, format_bytes, silent
-from megtool.data.dataset_writer import Pair
+from megtool.data.dataset_writer import DatasetFiles
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.errors import UsageError
 from megtool.reshard.find_tokenizer import find_tokenizer
@@ -111,7 +111,7 @@ def tokenize(
         raise UsageError("no source is given", hint="files of text, folders or data sets")
     if workers is not None and workers < 1:
         raise UsageError(f"workers {workers}", hint="1 or more")
-    target = Pair(Path(destination), files or Files(), overwrite=overwrite)
+    target = DatasetFiles(Path(destination), files or Files(), overwrite=overwrite)
     target.check()
     chosen = find_tokenizer(tokenizer)
     began = time.monotonic()

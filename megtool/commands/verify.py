@@ -24,10 +24,10 @@ from megtool.commands.verify_quantized import QuantizedPair, packings_differ
 from megtool.commands.verify_report import Difference, Kind, VerifyReport
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing
-from megtool.convert.canonical import VOCABULARY, Model
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.errors import UsageError
 from megtool.reshard.align import Choice, open_both, open_one
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -238,7 +238,7 @@ def _incomplete(opened: CheckpointSource) -> Iterator[Difference]:
     if not opened.is_canonical or model is None:
         return
     more = model.family.vocabulary if model.family else {}
-    for name in missing(side.canonical, Model(model.config, {**VOCABULARY, **more}))[0]:
+    for name in missing(side.canonical, CanonicalModel(model.config, {**VOCABULARY, **more}))[0]:
         yield Difference(tensor=name, stored=name, kind="missing", text="the model has it")
 
 

@@ -18,7 +18,7 @@ from megtool.lint.rules import View, apply
 from megtool.quant.recipes.compressed_targets import means
 from megtool.quant.recipes.engine_support import Target
 from megtool.quant.verification.stored_folder import open_folder
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 
 _NEUTRAL = frozenset(
     (

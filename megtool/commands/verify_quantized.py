@@ -20,7 +20,7 @@ from megtool.quant.verification.sqnr_thresholds import (
 )
 from megtool.quant.verification.unquantized_tensors import compare_kept
 from megtool.quant.verification.weight_error import Floats, Weight, measure, without_columns
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.box import numel
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby, islice
 
-from megtool.convert.canonical import DOMAINS, Model, fill_in, indices_in
+from megtool.convert.canonical import DOMAINS, CanonicalModel, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
 from megtool.convert.mapping import Dropped, Row, Table, instantiate, without_computed, word
-from megtool.convert.tensor_layout import Layout, Part
+from megtool.convert.tensor_layout import LayoutPart, TensorLayout
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.tensors.placement import Placement
@@ -39,7 +39,7 @@ class Read:
 
 
 @dataclass(slots=True)
-class Written:
+class WrittenBinding:
     """Stored tensors a table makes of canonical ones.
 
     `padding` holds the placement of every tensor's padding rows; `unplaced` names canonical
@@ -55,11 +55,11 @@ class Written:
 class Binding:
     """A table bound to a configuration; layouts of rows are made once."""
 
-    def __init__(self, table: Table, model: Model) -> None:
+    def __init__(self, table: Table, model: CanonicalModel) -> None:
         self.model = model
         self.rows = [x for r in table if isinstance(r, Row) for x in without_computed(r, model)]
         self.drops = [r for r in table if isinstance(r, Dropped)]
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, TensorLayout] = {}
         self._keeps: dict[int, bool] = {}
         self._holds: dict[tuple[int, tuple[int, ...]], bool] = {}
         # By the text between numbers: the rows with that text, and their numbers and indices.
@@ -78,9 +78,9 @@ class Binding:
         """
         out = Read()
         for tensor in tensors:
-            found = list(self._candidates(tensor.name))
-            if found:
-                number, index = self._fitting(found, tensor)
+            candidates = list(self._candidates(tensor.name))
+            if candidates:
+                number, index = self._fitting(candidates, tensor)
                 self._place(number, index, tensor, out)
                 continue
             drop = self._dropped(tensor.name)
@@ -98,19 +98,19 @@ class Binding:
         return any(
             all(
                 want[0] == "{" or want == value
-                for want, value in zip(wanted, parts[1::2], strict=True)
+                for want, value in zip(pattern, parts[1::2], strict=True)
             )
-            for _, wanted in self._patterns.get(tuple(parts[::2]), ())
+            for _, pattern in self._patterns.get(tuple(parts[::2]), ())
         )
 
     def write(
         self, canonical: Mapping[str, GlobalTensor], *, pad_to: int = 1, cast: DType | None = None
-    ) -> Written:
+    ) -> WrittenBinding:
         """Make stored tensors of canonical ones, layer by layer in the table's order.
 
         Tensors marked padded get a multiple of `pad_to` rows; floats become `cast` if given.
         """
-        out = Written()
+        out = WrittenBinding()
         for number, index in self._in_order():
             if len(out.placements) == len(canonical):
                 break
@@ -136,11 +136,11 @@ class Binding:
         parts = _NUMBER.split(name)
         beyond: MappingError | None = None
         is_known = False
-        for number, wanted in self._patterns.get(tuple(parts[::2]), ()):
-            found = list(zip(wanted, parts[1::2], strict=True))
-            if any(want != value and want[0] != "{" for want, value in found):
+        for number, pattern in self._patterns.get(tuple(parts[::2]), ()):
+            indices = list(zip(pattern, parts[1::2], strict=True))
+            if any(want != value and want[0] != "{" for want, value in indices):
                 continue
-            index = {want[1:-1]: int(value) for want, value in found if want[0] == "{"}
+            index = {want[1:-1]: int(value) for want, value in indices if want[0] == "{"}
             for n, v in index.items():
                 if v >= self.model.size(n):
                     beyond = MappingError(
@@ -157,13 +157,13 @@ class Binding:
             raise beyond
 
     def _fitting(
-        self, found: Sequence[tuple[int, dict[str, int]]], tensor: GlobalTensor
+        self, candidates: Sequence[tuple[int, dict[str, int]]], tensor: GlobalTensor
     ) -> tuple[int, dict[str, int]]:
-        for number, index in found:
+        for number, index in candidates:
             layout = self._layout(number)
             if _fits(layout, tensor.shape):
                 return number, index
-        want = self._layout(found[0][0])
+        want = self._layout(candidates[0][0])
         padded = " or more rows" if want.padded is not None else ""
         raise MappingError(
             f"{tensor.name!r} has shape {list(tensor.shape)}, "
@@ -191,7 +191,7 @@ class Binding:
             if rows:
                 out.padding[tensor.name] = rows
 
-    def _layout(self, number: int) -> Layout:
+    def _layout(self, number: int) -> TensorLayout:
         if number not in self._layouts:
             row = self.rows[number]
             layout = word(row.word).layout(self.model)
@@ -241,7 +241,7 @@ class Binding:
 
 
 def missing(
-    canonical: Mapping[str, GlobalTensor], model: Model
+    canonical: Mapping[str, GlobalTensor], model: CanonicalModel
 ) -> tuple[list[str], dict[str, bool]]:
     """Canonical tensors the model should have and has not, and the flags presence sets.
 
@@ -249,17 +249,17 @@ def missing(
     true, demands it.
     """
     absent: list[str] = []
-    found: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for pattern, entry in model.vocabulary.items():
         names = model.names(pattern)
-        there = [n in canonical for n in names]
+        is_present = [n in canonical for n in names]
         if entry.flag is not None:
-            found[entry.flag] = found.get(entry.flag, False) or any(there)
+            flags[entry.flag] = flags.get(entry.flag, False) or any(is_present)
     for pattern, entry in model.vocabulary.items():
-        wanted = entry.flag is None or found[entry.flag] or model.value(entry.flag)
-        if wanted:
+        is_expected = entry.flag is None or flags[entry.flag] or model.value(entry.flag)
+        if is_expected:
             absent += [n for n in model.names(pattern) if n not in canonical]
-    return absent, found
+    return absent, flags
 
 
 def summarize(names: Sequence[str], limit: int = 4) -> str:
@@ -288,7 +288,7 @@ def _uses(when: Expression, index: str) -> bool:
     return index in names_in(when)
 
 
-def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+def _fits(layout: TensorLayout, shape: tuple[int, ...]) -> bool:
     if len(shape) != len(layout.shape):
         return False
     return all(
@@ -297,7 +297,7 @@ def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _padded(layout: Layout, pad_to: int) -> tuple[int, ...]:
+def _padded(layout: TensorLayout, pad_to: int) -> tuple[int, ...]:
     if layout.padded is None:
         return layout.shape
     return tuple(
@@ -305,21 +305,21 @@ def _padded(layout: Layout, pad_to: int) -> tuple[int, ...]:
     )
 
 
-def _padding(stored: str, shape: tuple[int, ...], layout: Layout) -> Placement:
+def _padding(stored: str, shape: tuple[int, ...], layout: TensorLayout) -> Placement:
     dim = layout.padded
     rows = tuple(n - layout.shape[d] if d == dim else n for d, n in enumerate(shape))
-    whole = Placement.identity(f"padding of {stored}", rows, stored=stored)
+    placement = Placement.identity(f"padding of {stored}", rows, stored=stored)
     return Placement(
-        canonical=whole.canonical,
+        canonical=placement.canonical,
         stored=stored,
         shape=rows,
-        dims=whole.dims,
-        mults=whole.mults,
+        dims=placement.dims,
+        mults=placement.mults,
         base=tuple(layout.shape[d] if d == dim else 0 for d in range(len(shape))),
     )
 
 
-def _placement(name: str, part: Part, stored: str) -> Placement:
+def _placement(name: str, part: LayoutPart, stored: str) -> Placement:
     return Placement(
         canonical=name,
         stored=stored,

@@ -166,7 +166,7 @@ def fill_in(pattern: str, index: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CanonicalModel:
     """The vocabulary at one configuration: which tensors there are, and their shapes."""
 
     config: ModelConfig
@@ -203,10 +203,10 @@ class Model:
     def each(self, names: tuple[str, ...], when: Expression = True) -> Iterator[dict[str, int]]:
         """Every combination of the named indices for which `when` holds."""
         needed = tuple(n for n in names if n in names_in(when))
-        rest = tuple(n for n in names if n not in needed)
+        free = tuple(n for n in names if n not in needed)
         for some in self._combinations(needed):
             if self.value(when, some):
-                for more in self._combinations(rest):
+                for more in self._combinations(free):
                     yield {n: {**some, **more}[n] for n in names}
 
     def _combinations(self, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
@@ -214,13 +214,13 @@ class Model:
             yield {}
             return
         for i in range(self.size(names[0])):
-            for rest in self._combinations(names[1:]):
-                yield {names[0]: i, **rest}
+            for tail in self._combinations(names[1:]):
+                yield {names[0]: i, **tail}
 
     def keeps_dtype(self, name: str) -> bool:
         """The canonical tensor `name` (or pattern) is marked so that casts leave it as it is."""
-        kept = (_INDEX.sub("#", n) for n, w in self.vocabulary.items() if w.keeps_dtype)
-        return _DIGITS.sub("#", _INDEX.sub("#", name)) in kept
+        patterns = (_INDEX.sub("#", n) for n, w in self.vocabulary.items() if w.keeps_dtype)
+        return _DIGITS.sub("#", _INDEX.sub("#", name)) in patterns
 
     def names(self, pattern: str) -> list[str]:
         """All canonical tensors of a pattern that this model has, in order."""

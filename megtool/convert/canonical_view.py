@@ -11,7 +11,7 @@ from megtool.tensors.sharded import GlobalTensor, Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class CanonicalView:
     """Stored tensors and the canonical tensors they hold.
 
     `placements` and `canonical` are keyed by canonical name; optimizer state is called
@@ -41,7 +41,7 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSide:
+class TargetView:
     """The tensors to store, what they are made of, and how they are cut.
 
     `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`

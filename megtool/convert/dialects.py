@@ -8,8 +8,8 @@ from dataclasses import replace
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
 from megtool.convert.binding import Binding, missing, summarize
-from megtool.convert.canonical import VOCABULARY, Model, Weight
-from megtool.convert.canonical_view import Padding, Side, TargetSide
+from megtool.convert.canonical import VOCABULARY, CanonicalModel, Weight
+from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.families import Family
 from megtool.convert.identity import as_they_are, is_optimizer_state, under_same_names
 from megtool.convert.mapping import Table, first_gap, stack_layers
@@ -20,8 +20,8 @@ from megtool.tensors.sharded import GlobalTensor
 
 __all__ = [
     "DIALECTS",
-    "Side",
-    "TargetSide",
+    "CanonicalView",
+    "TargetView",
     "detect_dialect",
     "is_optimizer_state",
     "read_side",
@@ -51,7 +51,7 @@ def read_side(
     family: Family | None = None,
     config: ModelConfig | None = None,
     partial: bool = False,
-) -> Side:
+) -> CanonicalView:
     """Read stored tensors as canonical ones.
 
     Without `dialect` it is detected from the names, and is `identity` (every stored tensor is its
@@ -75,8 +75,8 @@ def read_side(
         )
     by_state, states = _sorted_by_state(tensors, dialect)
     config = _tie(config, dialect, by_state.get("", {}))
-    model = Model(config, _vocabulary(family))
-    out = Side(
+    model = CanonicalModel(config, _vocabulary(family))
+    out = CanonicalView(
         dialect=dialect,
         tensors=tuple(tensors),
         placements={},
@@ -87,7 +87,7 @@ def read_side(
     unmatched = _read_states(model, by_state, out)
     if config.extra and not any(n.startswith("mtp.") for n in out.canonical):
         config = replace(config, num_mtp_layers=0)  # config.json counts what transformers lacks
-        model = Model(config, model.vocabulary)
+        model = CanonicalModel(config, model.vocabulary)
     if unmatched:
         raise UnknownTensorsError(
             f"{len(unmatched)} stored tensors are not known to "
@@ -127,20 +127,20 @@ def _sorted_by_state(
     states: dict[str, str] = {}
     for tensor in tensors:
         state, spelled, key = _split(dialect, tensor.name)
-        held = by_state.setdefault(state, {})
-        if key in held:
+        of_state = by_state.setdefault(state, {})
+        if key in of_state:
             raise MappingError(
-                f"{held[key].name!r} is stored twice under different wrappers",
-                tensor=held[key].name,
+                f"{of_state[key].name!r} is stored twice under different wrappers",
+                tensor=of_state[key].name,
                 hint="exclude one of them",
             )
-        held[key] = tensor
+        of_state[key] = tensor
         states.setdefault(state, spelled)
     return by_state, states
 
 
 def _read_states(
-    model: Model, by_state: Mapping[str, Mapping[str, GlobalTensor]], out: Side
+    model: CanonicalModel, by_state: Mapping[str, Mapping[str, GlobalTensor]], out: CanonicalView
 ) -> list[str]:
     """Put what the table finds into `out`; the names of stored tensors that it does not know.
 
@@ -148,41 +148,45 @@ def _read_states(
     """
     unmatched: list[str] = []
     bindings: dict[bool, Binding] = {}
-    for state, held in by_state.items():
+    for state, tensors_of_state in by_state.items():
         if state == "step":
-            out.dropped.extend((t.name, "a step count, not a tensor") for t in held.values())
+            out.dropped.extend(
+                (t.name, "a step count, not a tensor") for t in tensors_of_state.values()
+            )
             continue
-        per_layer = megatron.is_per_layer(held)
+        per_layer = megatron.is_per_layer(tensors_of_state)
         if per_layer not in bindings:
             table = _table(out.dialect, out.family, per_layer=per_layer)
             bindings[per_layer] = Binding(table, model)
         if out.dialect == "hf":
-            held = _unwrapped(held, bindings[per_layer])
-        stored = {key: tensor.name for key, tensor in held.items()}
-        found = bindings[per_layer].read([replace(t, name=key) for key, t in held.items()])
+            tensors_of_state = _unwrapped(tensors_of_state, bindings[per_layer])
+        stored = {key: tensor.name for key, tensor in tensors_of_state.items()}
+        reading = bindings[per_layer].read(
+            [replace(t, name=key) for key, t in tensors_of_state.items()]
+        )
         lift = f"{state}:" if state else ""
-        for name, p in found.placements.items():
+        for name, p in reading.placements.items():
             p = replace(p, canonical=lift + name, stored=stored[p.stored])
             out.placements[p.canonical] = p
-            out.canonical[p.canonical] = replace(found.canonical[name], name=p.canonical)
-        out.dropped.extend((stored[key], reason) for key, reason in found.dropped)
+            out.canonical[p.canonical] = replace(reading.canonical[name], name=p.canonical)
+        out.dropped.extend((stored[key], reason) for key, reason in reading.dropped)
         if not state:
-            out.copies.update({stored[key]: of for key, of in found.copies.items()})
-        out.padding.update({stored[key]: rows for key, rows in found.padding.items()})
-        unmatched += [stored[key] for key in found.unmatched]
+            out.copies.update({stored[key]: of for key, of in reading.copies.items()})
+        out.padding.update({stored[key]: rows for key, rows in reading.padding.items()})
+        unmatched += [stored[key] for key in reading.unmatched]
     return unmatched
 
 
-def _unwrapped(held: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
+def _unwrapped(tensors: Mapping[str, GlobalTensor], binding: Binding) -> Mapping[str, GlobalTensor]:
     """The tensors without the names of wrappers (`model.` in a state dict of several parts)."""
     for wrapper in ("", "model.", "module.", "model.module.", "app.model."):
-        if any(binding.knows(n.removeprefix(wrapper)) for n in held if n.startswith(wrapper)):
-            return {n.removeprefix(wrapper): t for n, t in held.items()}
-    return held
+        if any(binding.knows(n.removeprefix(wrapper)) for n in tensors if n.startswith(wrapper)):
+            return {n.removeprefix(wrapper): t for n, t in tensors.items()}
+    return tensors
 
 
 def write_side(
-    source: Side,
+    source: CanonicalView,
     *,
     dialect: str,
     family: Family | None = None,
@@ -194,7 +198,7 @@ def write_side(
     main: str | None = None,
     own_layers: bool = False,
     state_names: str | None = None,
-) -> TargetSide:
+) -> TargetView:
     """Make the tensors of another dialect (or layout) of what a source holds.
 
     `config` and `family` default to the source's. `dtype` casts floating model weights, never
@@ -231,24 +235,26 @@ def write_side(
             "layers differ and cannot be stacked", hint="write one key per layer instead"
         )
     table = _table(dialect, family, per_layer=per_layer)
-    binding = Binding(table, Model(config, _vocabulary(family)))
+    binding = Binding(table, CanonicalModel(config, _vocabulary(family)))
     sizes = parallel or ParallelConfig()
     pad_to = megatron.padded_multiple(sizes.tp, divisible_by) if dialect == "megatron" else 1
-    out = TargetSide(tensors=[], placements={}, shards=None, fills=[], dropped=[])
+    out = TargetView(tensors=[], placements={}, shards=None, fills=[], dropped=[])
     for state, canonical in _by_state(source.canonical).items():
         if state and dialect != "megatron" and state_names is None:
             reason = f"optimizer state has no place in {dialect!r}"
             out.dropped.extend((f"{state}:{n}", reason) for n in canonical)
             continue
-        made = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
-        if made.unplaced:
-            raise _homeless(made.unplaced, canonical, dialect, binding.rows, binding.model, state)
+        writing = binding.write(canonical, pad_to=pad_to, cast=None if state else dtype)
+        if writing.unplaced:
+            raise _homeless(
+                writing.unplaced, canonical, dialect, binding.rows, binding.model, state
+            )
         lift = f"{state}:" if state else ""
         spell = _speller(state, source, main, state_names)
-        out.tensors.extend(replace(t, name=spell(t.name)) for t in made.tensors)
-        for n, p in made.placements.items():
+        out.tensors.extend(replace(t, name=spell(t.name)) for t in writing.tensors)
+        for n, p in writing.placements.items():
             out.placements[lift + n] = replace(p, canonical=lift + n, stored=spell(p.stored))
-        for p in made.padding:
+        for p in writing.padding:
             name = spell(p.stored)
             out.fills.append(
                 Padding(placement=replace(p, canonical=f"padding of {name}", stored=name))
@@ -265,14 +271,14 @@ def _homeless(
     canonical: Collection[str],
     dialect: str,
     table: Table,
-    model: Model,
+    model: CanonicalModel,
     state: str,
 ) -> MappingError:
     """Why canonical tensors have no place: what they share a stored tensor with is not there."""
-    what = (
+    reason = (
         f"{len(names)} tensors of optimizer state {state!r}" if state else f"{len(names)} tensors"
     )
-    text = f"{what} have no place in {dialect!r}: {summarize(names)}"
+    text = f"{reason} have no place in {dialect!r}: {summarize(names)}"
     gap = first_gap(table, model, names[0], canonical)
     if gap is None:
         hint = "exclude them, or add rows for them to the family's table"
@@ -280,21 +286,21 @@ def _homeless(
     stored, lacks = gap
     stacked = dialect == "megatron" and lacks.startswith("layers.")
     stacked = stacked and not megatron.is_per_layer([stored])
-    whole = "a stacked key, which needs every layer" if stacked else "made of several tensors"
+    detail = "a stacked key, which needs every layer" if stacked else "made of several tensors"
     if state:
         return MappingError(
-            f"{text}: {stored!r} is {whole}, and {lacks!r} has no such state",
+            f"{text}: {stored!r} is {detail}, and {lacks!r} has no such state",
             tensor=f"{state}:{lacks}",
             hint="the optimizer's state is incomplete: --optimizer none leaves it out",
         )
     return MappingError(
-        f"{text}: {stored!r} is {whole}, and {lacks!r} is the first missing",
+        f"{text}: {stored!r} is {detail}, and {lacks!r} is the first missing",
         tensor=names[0],
         hint=f"select every part of it{', in every layer,' if stacked else ''} or none",
     )
 
 
-def _for_own_layers(side: TargetSide) -> TargetSide:
+def _for_own_layers(side: TargetView) -> TargetView:
     """The names of megatron-core's own layers, which map every norm before an MLP alike."""
 
     def name(text: str) -> str:
@@ -313,10 +319,10 @@ def _for_own_layers(side: TargetSide) -> TargetSide:
 
 def _table(dialect: str, family: Family | None, *, per_layer: bool) -> Table:
     if dialect == "megatron":
-        own = family.megatron if family else ()
+        family_rows = family.megatron if family else ()
         if not per_layer:
-            return (*stack_layers(own), *megatron.STACKED)
-        return (*own, *megatron.PER_LAYER)
+            return (*stack_layers(family_rows), *megatron.STACKED)
+        return (*family_rows, *megatron.PER_LAYER)
     if family is None:
         raise MappingError(f"{dialect!r} names need a family", hint="name it with --family")
     table = {"hf": family.hf, "gguf": family.gguf}.get(dialect)
@@ -352,7 +358,9 @@ def _by_state(canonical: Mapping[str, GlobalTensor]) -> dict[str, dict[str, Glob
     return out
 
 
-def _speller(state: str, source: Side, main: str | None, names: str | None) -> Callable[[str], str]:
+def _speller(
+    state: str, source: CanonicalView, main: str | None, names: str | None
+) -> Callable[[str], str]:
     """How tensors of one state are called, by the names of the weights."""
     if not state:
         return str

@@ -97,8 +97,8 @@ class Family:
                     keys.append(setting.key)
             elif isinstance(setting, OneOf) and _is_gated_gelu(setting, config):
                 values["activation"] = setting.values[0]  # args have one word for all of them
-        made = {n: values[n] for n in (*unsaid, "activation")}
-        return replace(config, **made), tuple(keys)
+        known_values = {n: values[n] for n in (*unsaid, "activation")}
+        return replace(config, **known_values), tuple(keys)
 
     def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
         """The keys of a config.json; what it was once read from is kept."""
@@ -131,10 +131,10 @@ def family(name: str) -> Family:
     """
     if name not in family_names():
         raise _unknown(f"unknown model family {name!r}")
-    found = importlib.import_module(f"{_PACKAGE}.{name}").FAMILY
-    if not isinstance(found, Family) or found.name != name:
+    result = importlib.import_module(f"{_PACKAGE}.{name}").FAMILY
+    if not isinstance(result, Family) or result.name != name:
         raise MappingError(f"converters/{name}.py has no FAMILY called {name!r}")
-    return found
+    return result
 
 
 def families() -> tuple[Family, ...]:
@@ -163,17 +163,19 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
         named = family(kind)
         if kind in named.model_types and set(architectures) & set(named.architectures):
             return named
-    known = families()
-    for found in known:
-        if set(architectures) & set(found.architectures):
-            return found
-    for found in known:
-        if (kind and kind in found.model_types) or (gguf and gguf in found.gguf_architectures):
-            return found
-    said = [*architectures, *(x for x in (kind, gguf) if x)]
-    if not said:
+    candidates = families()
+    for candidate in candidates:
+        if set(architectures) & set(candidate.architectures):
+            return candidate
+    for candidate in candidates:
+        if (kind and kind in candidate.model_types) or (
+            gguf and gguf in candidate.gguf_architectures
+        ):
+            return candidate
+    declared = [*architectures, *(x for x in (kind, gguf) if x)]
+    if not declared:
         raise _unknown("nothing says which model family this is")
-    raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(said)))}")
+    raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(declared)))}")
 
 
 def _unknown(message: str) -> UnknownFamilyError:

@@ -135,13 +135,13 @@ def _by_factors(
 
 
 def _scaling(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
-    if (whole := metadata.get(ROPE_SCALING)) is not None:
+    if (text := metadata.get(ROPE_SCALING)) is not None:
         try:
-            found = json.loads(whole)
+            scaling = json.loads(text)
         except (TypeError, ValueError, RecursionError) as e:
             raise MappingError(f"GGUF metadata {ROPE_SCALING!r} is no JSON") from e
-        if isinstance(found, dict):
-            return found
+        if isinstance(scaling, dict):
+            return scaling
     kind = metadata.get(prefix + "type")
     if kind is None or kind == "none":
         return None

@@ -39,8 +39,8 @@ def llama3_factors(
     Wavelengths beyond the original `length` (over `low`) are stretched by `factor`, short ones
     kept, and those between interpolated.
     """
-    kept = ((length * _turns(base, half) - low) / (high - low)).clip(0, 1)
-    return np.asarray(1 / ((1 - kept) / factor + kept), np.float32)
+    ramp = ((length * _turns(base, half) - low) / (high - low)).clip(0, 1)
+    return np.asarray(1 / ((1 - ramp) / factor + ramp), np.float32)
 
 
 def _turns(base: float, half: int) -> Doubles:
@@ -54,13 +54,13 @@ def llama3_scaling(factors: Floats, base: float) -> dict[str, Any] | None:
     Raises:
         MappingError: none was found that does.
     """
-    given = np.asarray(factors, np.float64).reshape(-1)
-    if np.allclose(given, 1, rtol=_NEAR):
+    expected = np.asarray(factors, np.float64).reshape(-1)
+    if np.allclose(expected, 1, rtol=_NEAR):
         return None
-    factor, half = float(given.max()), len(given)
-    for low, high, length in _ramps(given, _turns(base, half)):
-        made = llama3_factors(base, half, factor=factor, low=low, high=high, length=length)
-        if np.allclose(made, given, rtol=_NEAR):
+    factor, half = float(expected.max()), len(expected)
+    for low, high, length in _ramps(expected, _turns(base, half)):
+        computed = llama3_factors(base, half, factor=factor, low=low, high=high, length=length)
+        if np.allclose(computed, expected, rtol=_NEAR):
             return {
                 "rope_type": "llama3",
                 "factor": float(str(np.float32(factor))),
@@ -75,20 +75,20 @@ def llama3_scaling(factors: Floats, base: float) -> dict[str, Any] | None:
     )
 
 
-def _ramps(given: Doubles, turns: Doubles) -> Iterator[tuple[float, float, int]]:
+def _ramps(expected: Doubles, turns: Doubles) -> Iterator[tuple[float, float, int]]:
     """What low_freq_factor, high_freq_factor and the original length may be, the likeliest first.
 
     Between them the share of a frequency that is kept grows in proportion to its turns.
     """
     yield _LOW, _HIGH, _LENGTH
-    factor = given.max()
-    is_between = (given > 1 + _NEAR) & (given < factor * (1 - _NEAR))
+    factor = expected.max()
+    is_between = (expected > 1 + _NEAR) & (expected < factor * (1 - _NEAR))
     if not is_between.any():  # any length that puts the ramp between two frequencies does
-        kept = turns[given <= 1 + _NEAR]
-        if len(kept):
-            yield _LOW, _HIGH, math.ceil(_HIGH / kept.min())
+        unscaled = turns[expected <= 1 + _NEAR]
+        if len(unscaled):
+            yield _LOW, _HIGH, math.ceil(_HIGH / unscaled.min())
         return
-    share = (1 / given[is_between] - 1 / factor) / (1 - 1 / factor)
+    share = (1 / expected[is_between] - 1 / factor) / (1 - 1 / factor)
     yield _LOW, _HIGH, round(np.median((share * (_HIGH - _LOW) + _LOW) / turns[is_between]))
     if is_between.sum() > 1:
         slope, start = np.polyfit(turns[is_between], share, 1)

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert import megatron
-from megtool.convert.canonical_view import Padding, Side, TargetSide
+from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 
-def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> Side:
+def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> CanonicalView:
     """Every stored tensor is its own canonical one, less the padding of a known vocabulary.
 
     An encoder-decoder's are told apart layer by layer, so that they can be stacked or not.
@@ -32,11 +32,11 @@ def as_they_are(tensors: Sequence[GlobalTensor], config: ModelConfig | None) -> 
             if rows < shape[0]:
                 padding[t.name] = shape[0] - rows
             shape = (rows, *shape[1:])
-        whole = Placement.identity(t.name, shape)
-        for p in _layers(whole) if by_layer else (whole,):
+        placement = Placement.identity(t.name, shape)
+        for p in _layers(placement) if by_layer else (placement,):
             placements[p.canonical] = p
             canonical[p.canonical] = GlobalTensor(name=p.canonical, shape=p.shape, dtype=t.dtype)
-    return Side(
+    return CanonicalView(
         dialect="identity",
         tensors=tuple(tensors),
         placements=placements,
@@ -62,8 +62,8 @@ def _layers(p: Placement) -> Iterator[Placement]:
     match = _STACK.fullmatch(p.stored)
     if match is None:
         name = p.canonical
-        for own, fused in _OWN_NORMS:
-            name = name.replace(own, fused)
+        for separate, fused in _OWN_NORMS:
+            name = name.replace(separate, fused)
         yield replace(p, canonical=name)
         return
     for layer in range(p.shape[0]):
@@ -77,22 +77,22 @@ def _layers(p: Placement) -> Iterator[Placement]:
         )
 
 
-def _stacked(side: TargetSide) -> TargetSide:
+def _stacked(side: TargetView) -> TargetView:
     """The same tensors with all layers of a kind on a leading axis."""
     counts = Counter(f"{m[1]}{m[3]}" for t in side.tensors if (m := _LAYER.fullmatch(t.name)))
     tensors: dict[str, GlobalTensor] = {}
-    at: dict[str, tuple[str, int]] = {}
+    members: dict[str, tuple[str, int]] = {}
     for t in side.tensors:
         match = _LAYER.fullmatch(t.name)
         name = f"{match[1]}{match[3]}" if match else t.name
         shape = (counts[name], *t.shape) if match else t.shape
         tensors.setdefault(name, replace(t, name=name, shape=shape))
         if match:
-            at[t.name] = name, int(match[2])
+            members[t.name] = name, int(match[2])
     placements = {}
     for canonical, p in side.placements.items():
-        if p.stored in at:
-            name, layer = at[p.stored]
+        if p.stored in members:
+            name, layer = members[p.stored]
             dims = tuple(d + 1 for d in p.dims)
             p = replace(p, stored=name, dims=dims, base=(layer, *p.base))
         placements[canonical] = p
@@ -114,13 +114,13 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def under_same_names(
-    source: Side,
+    source: CanonicalView,
     config: ModelConfig | None,
     dtype: DType | None,
     parallel: ParallelConfig | None,
     divisible_by: int,
     per_layer: bool = False,
-) -> TargetSide:
+) -> TargetView:
     """The source's own names, with the vocabulary padded for another layout.
 
     An encoder-decoder's layers are stacked, unless `per_layer`. With a configuration the padding is
@@ -139,10 +139,10 @@ def under_same_names(
                 rows = -(-rows // pad_to) * pad_to
             shape = (rows, *shape[1:])
         if shape != t.shape:
-            whole = Placement.identity(f"padding of {name}", shape, stored=name)
-            rest = (shape[0] - t.shape[0], *shape[1:])
+            placement = Placement.identity(f"padding of {name}", shape, stored=name)
+            padding_shape = (shape[0] - t.shape[0], *shape[1:])
             base = (t.shape[0], *(0 for _ in shape[1:]))
-            fills.append(Padding(placement=replace(whole, shape=rest, base=base)))
+            fills.append(Padding(placement=replace(placement, shape=padding_shape, base=base)))
         is_weight = not is_optimizer_state(name) and not name.endswith(".router.expert_bias")
         kind = dtype if dtype is not None and t.dtype.is_float and is_weight else t.dtype
         tensors.append(GlobalTensor(name=name, shape=shape, dtype=kind))
@@ -151,7 +151,7 @@ def under_same_names(
         n: Placement.identity(n, p.shape) if by_layer else replace(p, stored=n)
         for n, p in source.placements.items()
     }
-    out = TargetSide(tensors=tensors, placements=placements, shards=None, fills=fills, dropped=[])
+    out = TargetView(tensors=tensors, placements=placements, shards=None, fills=fills, dropped=[])
     if by_layer and not per_layer:
         out = _stacked(out)
     if parallel is None:

@@ -27,10 +27,10 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
     """
     out: list[int] = []
     for part in text.replace(" ", "").split(","):
-        found = _PART.fullmatch(part)
-        if found is None or len(part) > 20:
+        match = _PART.fullmatch(part)
+        if match is None or len(part) > 20:
             raise UsageError(f"layers {text!r}", hint="for example 0-15, or 0-3,8")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last >= num_layers:
             raise UsageError(
                 f"layers {part!r} of a model that has {num_layers}",
@@ -50,18 +50,18 @@ def renumbered(names: Iterable[str], layers: Sequence[int]) -> dict[str, str]:
     by_layer: dict[tuple[str, int], list[str]] = defaultdict(list)
     listed = list(names)
     for name in listed:
-        if found := _LAYER.fullmatch(name):
-            by_layer[found[1], int(found[2])].append(name)
+        if match := _LAYER.fullmatch(name):
+            by_layer[match[1], int(match[2])].append(name)
     out: dict[str, str] = {}
     done: set[str] = set()
     for name in listed:
-        found = _LAYER.fullmatch(name)
-        if found is None:
+        match = _LAYER.fullmatch(name)
+        if match is None:
             out[name] = name
-        elif found[1] not in done:
-            done.add(found[1])
+        elif match[1] not in done:
+            done.add(match[1])
             for new, old in enumerate(layers):
-                out |= {_moved(n, new): n for n in by_layer[found[1], old]}
+                out |= {_moved(n, new): n for n in by_layer[match[1], old]}
     return out
 
 
@@ -122,9 +122,9 @@ def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -
     """The keys kept verbatim, those with an entry a layer cut to the layers."""
     extra = dict(config.extra)
     for key in _LISTS:
-        held = extra.get(key)
-        if isinstance(held, list | tuple) and len(held) == config.num_layers:
-            extra[key] = [held[i] for i in layers]
+        value = extra.get(key)
+        if isinstance(value, list | tuple) and len(value) == config.num_layers:
+            extra[key] = [value[i] for i in layers]
     if not extra:
         return extra
     by_rule = config.window_size and not isinstance(extra.get("layer_types"), list)
@@ -152,14 +152,14 @@ def edited_config(
         setting.write(new, after)
         if before != after or isinstance(setting, MoeLayers):  # which rules by number may change
             out = {k: v for k, v in out.items() if k not in before} | after
-    found = family.read_config(out)
+    config = family.read_config(out)
     for name, a, b in (
-        ("num_layers", found.num_layers, new.num_layers),
-        ("moe_layers", sorted(found.moe_layers), sorted(new.moe_layers)),
-        ("layers with a window", window_flags(found), window_flags(new)),
-        ("no_rope_layers", found.no_rope_layers or (), new.no_rope_layers or ()),
-        ("num_experts", found.num_experts, new.num_experts),
-        ("vocab_size", found.vocab_size, new.vocab_size),
+        ("num_layers", config.num_layers, new.num_layers),
+        ("moe_layers", sorted(config.moe_layers), sorted(new.moe_layers)),
+        ("layers with a window", window_flags(config), window_flags(new)),
+        ("no_rope_layers", config.no_rope_layers or (), new.no_rope_layers or ()),
+        ("num_experts", config.num_experts, new.num_experts),
+        ("vocab_size", config.vocab_size, new.vocab_size),
     ):
         if a != b:
             raise MappingError(

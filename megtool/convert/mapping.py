@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megtool.convert import tensor_layout as algebra
-from megtool.convert.canonical import DOMAINS, Model, as_mtp, fill_in, indices_in
+from megtool.convert.canonical import DOMAINS, CanonicalModel, as_mtp, fill_in, indices_in
 from megtool.convert.expression import Expression, names_in
-from megtool.convert.tensor_layout import Layout
+from megtool.convert.tensor_layout import TensorLayout
 
 
 class Word(ABC):
@@ -34,7 +34,7 @@ class Word(ABC):
         """The canonical patterns it is made of, in the order they are stored."""
 
     @abstractmethod
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The stored tensor at a configuration; parts are named by patterns."""
 
 
@@ -56,9 +56,9 @@ class Same(Word):
         """The one canonical pattern."""
         return (self.name,)
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The canonical tensor itself."""
-        return algebra.whole(self.name, model.shape(self.name))
+        return algebra.full_layout(self.name, model.shape(self.name))
 
 
 class Grouped(Word):
@@ -79,7 +79,7 @@ class Grouped(Word):
         """The patterns of all its words."""
         return tuple(n for w in self.words for n in w.names())
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """Group after group, and in each the words' rows in order."""
         parts = [w.layout(model) for w in self.words]
         dim = self.dim % len(parts[0].shape)
@@ -103,7 +103,7 @@ class Interleaved(Grouped):
     def __init__(self, *words: WordLike, dim: int = 0) -> None:
         super().__init__(*words, by=0, dim=dim)
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """Row 0 of every word, then row 1 of every word, and so on."""
         parts = [w.layout(model) for w in self.words]
         dim = self.dim % len(parts[0].shape)
@@ -132,7 +132,7 @@ class Transposed(Word):
         """The patterns of its word."""
         return word(self.of).names()
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """Columns as rows."""
         inner = word(self.of).layout(model)
         n = len(inner.shape)
@@ -149,11 +149,11 @@ class Vector(Word):
         """The patterns of its word."""
         return word(self.of).names()
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The row alone."""
         inner = word(self.of).layout(model)
         parts = (replace(p, dims=(0,) * len(p.dims), base=p.base[1:]) for p in inner.parts)
-        return Layout(inner.shape[1:], tuple(parts))
+        return TensorLayout(inner.shape[1:], tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Permuted(Word):
         """The patterns of its word."""
         return word(self.of).names()
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The same rows in another order."""
         inner = word(self.of).layout(model)
         grid = [model.value(n) for n in self.grid]
@@ -190,7 +190,7 @@ class Stacked(Word):
         """The patterns of its word."""
         return word(self.of).names()
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """One slice for every value of the index."""
         inner = word(self.of).layout(model)
         return algebra.stack([bind(inner, self.over, i) for i in range(model.size(self.over))])
@@ -206,7 +206,7 @@ class Padded(Word):
         """The patterns of its word."""
         return word(self.of).names()
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The unpadded tensor, marked."""
         return replace(word(self.of).layout(model), padded=0)
 
@@ -223,14 +223,14 @@ class Renamed(Word):
         """The patterns of its word, renamed."""
         return tuple(n.replace(self.old, self.new) for n in word(self.of).names())
 
-    def layout(self, model: Model) -> Layout:
+    def layout(self, model: CanonicalModel) -> TensorLayout:
         """The same layout, with its parts renamed."""
         inner = word(self.of).layout(model)
         parts = (replace(p, name=p.name.replace(self.old, self.new)) for p in inner.parts)
         return replace(inner, parts=tuple(parts))
 
 
-def bind(layout: Layout, index: str, value: int) -> Layout:
+def bind(layout: TensorLayout, index: str, value: int) -> TensorLayout:
     """The layout with an index of its parts' names put in."""
     mark = f"{{{index}}}"
     return replace(
@@ -299,12 +299,12 @@ def in_mtp(table: Table, *stored: tuple[str, str]) -> tuple[Row, ...]:
 _COMPUTED = re.compile(r"\{([^{}]*\W[^{}]*)\}")
 
 
-def without_computed(row: Row, model: Model) -> Iterator[Row]:
+def without_computed(row: Row, model: CanonicalModel) -> Iterator[Row]:
     """The row with expressions in its stored name (`{num_layers+m}`) put in: one for each `m`."""
-    if not (found := _COMPUTED.search(row.stored)):
+    if not (match := _COMPUTED.search(row.stored)):
         yield row
         return
-    index = tuple(n for n in DOMAINS if n in names_in(found[1]))
+    index = tuple(n for n in DOMAINS if n in names_in(match[1]))
     for values in model.each(index):
         of: WordLike = row.word
         for n, v in values.items():
@@ -335,7 +335,7 @@ def _stacked(row: Row) -> Row:
     )
 
 
-def instantiate(layout: Layout, index: dict[str, int]) -> Layout:
+def instantiate(layout: TensorLayout, index: dict[str, int]) -> TensorLayout:
     """The layout with all indices of its parts' names put in."""
     if not index:
         return layout
@@ -345,7 +345,7 @@ def instantiate(layout: Layout, index: dict[str, int]) -> Layout:
 
 
 def first_gap(
-    table: Table, model: Model, name: str, have: Collection[str]
+    table: Table, model: CanonicalModel, name: str, have: Collection[str]
 ) -> tuple[str, str] | None:
     """The stored tensor that `name` would be part of, and the first of its parts not in `have`."""
     for row in table:
@@ -357,8 +357,8 @@ def first_gap(
             fixed = {n: index[n] for n in indices_in(row.stored)}
             for part in words:
                 for more in model.each(tuple(n for n in indices_in(part) if n not in fixed)):
-                    if (found := fill_in(part, {**fixed, **more})) not in have:
-                        return fill_in(row.stored, fixed), found
+                    if (missing := fill_in(part, {**fixed, **more})) not in have:
+                        return fill_in(row.stored, fixed), missing
     return None
 
 

@@ -97,7 +97,7 @@ def args_from_config(
     *,
     dtype: str = "bfloat16",
     divisible_by: int = 128,
-    known: Mapping[str, Any] | None = None,
+    base_args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Args complete enough for Megatron's `--use-checkpoint-args`, as plain values.
 
@@ -169,7 +169,7 @@ def args_from_config(
         "make_vocab_size_divisible_by": divisible_by,
         **layout_args(sizes, config.num_layers),
     }
-    rest: dict[str, Any] = {
+    args: dict[str, Any] = {
         "params_dtype": dtype,
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
@@ -178,9 +178,11 @@ def args_from_config(
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
-    if not known:  # whose layers a checkpoint of Megatron's is made of, only its own args can say
-        rest["transformer_impl"] = "transformer_engine"
-    return {**model, **rest, **(known or {}), **layout}
+    if (
+        not base_args
+    ):  # whose layers a checkpoint of Megatron's is made of, only its own args can say
+        args["transformer_impl"] = "transformer_engine"
+    return {**model, **args, **(base_args or {}), **layout}
 
 
 def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[str]:
@@ -190,7 +192,11 @@ def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[s
     rows alone; its rotary scaling is Llama 3's; its MLP comes after attention; and of gated
     activations its args know SiLU alone. The rest a family says of itself.
     """
-    out = [said for when, said in (family.limits if family else ()) if evaluate(when, config)]
+    out = [
+        message
+        for condition, message in (family.limits if family else ())
+        if evaluate(condition, config)
+    ]
     if config.parallel_residual:
         out.append("attention and MLP in parallel: Megatron runs the MLP after attention")
     if config.gated and config.activation in ("gelu", *_TANH_GELUS):
@@ -243,15 +249,18 @@ def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _positions(args: Mapping[str, Any]) -> str:
     """Absent in args older than the choice, which had a flag for learned positions."""
-    said = args.get("position_embedding_type")
-    if said is None:
+    declared = args.get("position_embedding_type")
+    if declared is None:
         is_learned = args.get("add_position_embedding") and not args.get(
             "use_rotary_position_embeddings"
         )
         return "learned" if is_learned else "rope"
-    if said in ("yarn", "mrope"):
+    if declared in ("yarn", "mrope"):
         return "rope"
-    return next((ours for ours, theirs in _POSITIONS.items() if theirs == said), str(said))
+    return next(
+        (ours for ours, megatron_name in _POSITIONS.items() if megatron_name == declared),
+        str(declared),
+    )
 
 
 def _window(args: Mapping[str, Any]) -> dict[str, Any]:

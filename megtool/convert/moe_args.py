@@ -64,9 +64,9 @@ def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found = {ours: args.get(prefix + theirs) for ours, theirs, _ in _YARN}
-    found[_ROUND[0]] = args.get(_ROUND[1])
-    return {"rope_type": "yarn"} | {k: v for k, v in found.items() if v is not None}
+    values = {ours: args.get(prefix + megatron_name) for ours, megatron_name, _ in _YARN}
+    values[_ROUND[0]] = args.get(_ROUND[1])
+    return {"rope_type": "yarn"} | {k: v for k, v in values.items() if v is not None}
 
 
 def moe_args(config: ModelConfig) -> dict[str, Any]:
@@ -103,7 +103,10 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
         }
     if yarn:
         prefix = "" if config.kv_lora_rank else "yarn_"
-        out |= {prefix + theirs: yarn.get(ours, default) for ours, theirs, default in _YARN}
+        out |= {
+            prefix + megatron_name: yarn.get(ours, default)
+            for ours, megatron_name, default in _YARN
+        }
         if not config.kv_lora_rank:
             absent = {f"yarn_{k}": None for k in ("mscale", "mscale_all_dim") if k not in yarn}
             out |= absent | {

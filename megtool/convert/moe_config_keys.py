@@ -24,10 +24,10 @@ class EitherKey(Setting):
 
     def read(self, stored: Mapping[str, Any], into: dict[str, Any]) -> tuple[str, ...]:
         """The value of the first key that has one."""
-        found = [stored[k] for k in self.keys if stored.get(k) is not None]
-        if not found:
+        values = [stored[k] for k in self.keys if stored.get(k) is not None]
+        if not values:
             raise MappingError(f"the configuration lacks {self.keys[0]!r}")
-        into[self.field] = found[0]
+        into[self.field] = values[0]
         return self.keys
 
     def write(self, config: ModelConfig, into: dict[str, Any]) -> None:

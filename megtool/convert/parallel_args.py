@@ -89,7 +89,7 @@ def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
     return ParallelConfig(**layout_fields(args))
 
 
-def merged_layout(known: Mapping[str, Any], asked: Mapping[str, Any]) -> ParallelConfig:
+def merged_layout(current: Mapping[str, Any], requested: Mapping[str, Any]) -> ParallelConfig:
     """The layout asked for; what was not said (absent or None) stays as `known` has it.
 
     `known` is `layout_fields` of the source. Its `dp` never stays: the smallest will do. Its `etp`
@@ -99,17 +99,19 @@ def merged_layout(known: Mapping[str, Any], asked: Mapping[str, Any]) -> Paralle
     Raises:
         LayoutError: see `ParallelConfig`.
     """
-    said = {k: v for k, v in asked.items() if v is not None and v is not False}
+    explicit = {k: v for k, v in requested.items() if v is not None and v is not False}
     for axis in _AXES:
-        if said.get(axis) == 0:  # to ParallelConfig, as good as nothing said
+        if explicit.get(axis) == 0:  # to ParallelConfig, as good as nothing said
             raise LayoutError(f"{axis} is 0", hint="parallel sizes are positive integers")
-    kept = {k: v for k, v in known.items() if k != "dp"}
-    if kept.get("etp") == kept.get("tp", 1):
-        kept.pop("etp", None)
-    if said.get("pp", kept.get("pp", 1)) != kept.get("pp", 1) or said.keys() & set(_SPLIT):
-        kept = {k: v for k, v in kept.items() if k not in _SPLIT}
+    inherited = {k: v for k, v in current.items() if k != "dp"}
+    if inherited.get("etp") == inherited.get("tp", 1):
+        inherited.pop("etp", None)
+    if explicit.get("pp", inherited.get("pp", 1)) != inherited.get(
+        "pp", 1
+    ) or explicit.keys() & set(_SPLIT):
+        inherited = {k: v for k, v in inherited.items() if k not in _SPLIT}
     names = {f.name for f in fields(ParallelConfig)}
-    return ParallelConfig(**{k: v for k, v in (kept | said).items() if k in names})
+    return ParallelConfig(**{k: v for k, v in (inherited | explicit).items() if k in names})
 
 
 def _explicit(value: Any) -> str | None:

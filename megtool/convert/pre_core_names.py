@@ -38,7 +38,7 @@ def core_names(names: Iterable[str]) -> dict[str, str]:
     layers = sorted(int(m[1]) for m in map(_LAYER.fullmatch, weights) if m)
     if not layers and not any(n.startswith("language_model.") for n in weights):
         return {}
-    number = {at: i for i, at in enumerate(layers)}
+    number = {layer: i for i, layer in enumerate(layers)}
     renamed = {key: _renamed(key, number) for key in weights}
     return {
         name: name.removesuffix(key) + renamed[key]
@@ -55,14 +55,14 @@ def _renamed(key: str, number: Mapping[int, int]) -> str:
     if key.startswith("tied_modules.embed."):
         return "embedding." + key.removeprefix("tied_modules.embed.")
     if (match := _NUMBERED.fullmatch(key)) and number:
-        at, rest = int(match[1]), match[2]
-        if at in number:
-            return _core(f"decoder.layers.{number[at]}.{rest}")
-        if rest in _EMBEDDINGS and at < min(number):
-            return f"embedding.{rest}"
-        if rest in ("weight", "bias") and at > max(number):
-            return f"decoder.final_layernorm.{rest}"
-        if rest in ("lm_head.weight", "word_embeddings.weight"):
+        layer, tail = int(match[1]), match[2]
+        if layer in number:
+            return _core(f"decoder.layers.{number[layer]}.{tail}")
+        if tail in _EMBEDDINGS and layer < min(number):
+            return f"embedding.{tail}"
+        if tail in ("weight", "bias") and layer > max(number):
+            return f"decoder.final_layernorm.{tail}"
+        if tail in ("lm_head.weight", "word_embeddings.weight"):
             return "output_layer.weight"
     return key
 

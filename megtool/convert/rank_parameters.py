@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
-from megtool.convert.sharding import Glu, Rule, Stages, check_layout, rule_of, stages_of
+from megtool.convert.sharding import Glu, ShardingRule, Stages, check_layout, rule_of, stages_of
 from megtool.errors import LayoutError
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.box import numel
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class RankPlace:
     """A model-parallel rank's model chunk: pipeline stage, virtual chunk, expert and tensor rank.
 
     For the parameters that all ranks of an expert group share, `ep` is 0.
@@ -86,7 +86,7 @@ class Homes:
     tied: bool
     has_mtp: bool
 
-    def of(self, key: str, layer: int, rule: Rule) -> list[tuple[int, int, str]]:
+    def of(self, key: str, layer: int, rule: ShardingRule) -> list[tuple[int, int, str]]:
         """Stage, chunk and the key of the module there.
 
         An embedding has a copy where the output layer shares it, or where multi-token prediction
@@ -113,7 +113,7 @@ def rank_parameters(
     tensors: Sequence[GlobalTensor],
     config: ModelConfig,
     parallel: ParallelConfig,
-) -> dict[Place, list[Parameter]]:
+) -> dict[RankPlace, list[Parameter]]:
     """Every rank's parameters, of the model's weights under Megatron's names (stacked or not).
 
     Experts have places of their own (`ep`, and `tp` the rank among `etp`), apart from the dense
@@ -134,7 +134,7 @@ def rank_parameters(
         config.tied_embeddings,
         any(key.startswith("mtp.") for key in keys),
     )
-    out: dict[Place, list[Parameter]] = {}
+    out: dict[RankPlace, list[Parameter]] = {}
     for t, key in zip(tensors, keys, strict=True):
         rule = rule_of(key, glu(key))
         _check_size(t, rule, config)
@@ -144,7 +144,7 @@ def rank_parameters(
 
 
 def of_tensor_rank(
-    ranks: Mapping[Place, Sequence[Parameter]],
+    ranks: Mapping[RankPlace, Sequence[Parameter]],
     parallel: ParallelConfig,
     stage: int,
     chunk: int,
@@ -154,12 +154,12 @@ def of_tensor_rank(
 
     Tensor ranks of experts repeat among those of the dense parameters where they are fewer.
     """
-    dense = [p for p in ranks.get(Place(stage, chunk, 0, tp), ()) if not p.is_expert]
-    at = Place(stage, chunk, 0, tp % parallel.etp)
-    return dense + [p for p in ranks.get(at, ()) if p.is_expert]
+    dense = [p for p in ranks.get(RankPlace(stage, chunk, 0, tp), ()) if not p.is_expert]
+    place = RankPlace(stage, chunk, 0, tp % parallel.etp)
+    return dense + [p for p in ranks.get(place, ()) if p.is_expert]
 
 
-def _check_size(t: GlobalTensor, rule: Rule, config: ModelConfig) -> None:
+def _check_size(t: GlobalTensor, rule: ShardingRule, config: ModelConfig) -> None:
     """The model has the layers and the experts of a tensor.
 
     Raises:
@@ -182,11 +182,11 @@ def _check_size(t: GlobalTensor, rule: Rule, config: ModelConfig) -> None:
 def _cut(
     t: GlobalTensor,
     key: str,
-    rule: Rule,
+    rule: ShardingRule,
     config: ModelConfig,
     parallel: ParallelConfig,
     homes: Homes,
-) -> Iterator[tuple[Place, Parameter]]:
+) -> Iterator[tuple[RankPlace, Parameter]]:
     """A tensor's parameters: layer by layer, expert by expert, and for every tensor rank."""
     shape = t.shape[1:] if rule.has_layer_axis else t.shape
     ranks = parallel.etp if rule.is_expert else parallel.tp
@@ -203,7 +203,7 @@ def _cut(
                     boxes = tuple(((expert, *lo[1:]), (expert + 1, *hi[1:])) for lo, hi in boxes)
                 for stage, chunk, registered_as in places:
                     yield (
-                        Place(stage, chunk, ep, rank),
+                        RankPlace(stage, chunk, ep, rank),
                         Parameter(
                             key=name,
                             shape=shape,
@@ -218,7 +218,7 @@ def _cut(
 
 
 def boxes_of_rank(
-    name: str, shape: tuple[int, ...], rule: Rule, ranks: int, rank: int
+    name: str, shape: tuple[int, ...], rule: ShardingRule, ranks: int, rank: int
 ) -> tuple[Box, ...]:
     """What one of so many tensor ranks holds of a tensor of `shape` (without a layer axis).
 
@@ -249,5 +249,5 @@ def boxes_of_rank(
 
 def _layer_key(key: str, layer: int) -> str:
     """A stacked key with the layer's number put in."""
-    head, _, rest = key.partition(".layers.")
-    return f"{head}.layers.{layer}.{rest}"
+    head, _, tail = key.partition(".layers.")
+    return f"{head}.layers.{layer}.{tail}"

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megtool.convert.canonical_view import Padding, Side, TargetSide
-from megtool.convert.rank_parameters import Box, Parameter, Place
+from megtool.convert.canonical_view import CanonicalView, Padding, TargetView
+from megtool.convert.rank_parameters import Box, Parameter, RankPlace
 from megtool.dtypes import DType
 from megtool.errors import MappingError
 from megtool.tensors.box import Boxes
@@ -22,7 +22,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankCoordinates:
     """A rank's pipeline stage, tensor rank, expert rank and expert tensor rank."""
 
     stage: int = 0
@@ -44,11 +44,11 @@ class LocalTensor:
     key: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    at: tuple[tuple[int, ...], ...]
+    offsets: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSide:
+class LocalView:
     """A rank's tensors and what they are made of.
 
     `source` and `target` say of every part where it lies in the source and in `tensors`; a part is
@@ -62,7 +62,7 @@ class LocalSide:
 
 
 def local_tensors(
-    ranks: Mapping[Place, Sequence[Parameter]], seat: Seat, *, num_chunks: int = 1
+    ranks: Mapping[RankPlace, Sequence[Parameter]], seat: RankCoordinates, *, num_chunks: int = 1
 ) -> dict[str, LocalTensor]:
     """The tensors of one rank by name, of what `rank_parameters` said of all.
 
@@ -70,15 +70,15 @@ def local_tensors(
     """
     members: dict[str, list[Parameter]] = defaultdict(list)
     for chunk in range(num_chunks):
-        dense = ranks.get(Place(seat.stage, chunk, 0, seat.tp), ())
-        experts = ranks.get(Place(seat.stage, chunk, seat.ep, seat.etp), ())
+        dense = ranks.get(RankPlace(seat.stage, chunk, 0, seat.tp), ())
+        experts = ranks.get(RankPlace(seat.stage, chunk, seat.ep, seat.etp), ())
         for p in dense:
             if not p.is_expert:
                 members[p.key].append(p)
         for p in experts:
             if p.is_expert:
                 members[p.key].append(p)
-    return {name: _joined(name, found) for name, found in members.items()}
+    return {name: _joined(name, parts) for name, parts in members.items()}
 
 
 def _joined(name: str, members: Sequence[Parameter]) -> LocalTensor:
@@ -88,12 +88,12 @@ def _joined(name: str, members: Sequence[Parameter]) -> LocalTensor:
     if not first.is_expert:
         starts = _stacked(first.boxes, 0)
         return LocalTensor(
-            name=name, key=first.key, shape=first.local_shape, boxes=boxes, at=tuple(starts)
+            name=name, key=first.key, shape=first.local_shape, boxes=boxes, offsets=tuple(starts)
         )
-    at: list[tuple[int, ...]] = []
+    offsets: list[tuple[int, ...]] = []
     for number, p in enumerate(members):
         inner = _stacked([(lo[1:], hi[1:]) for lo, hi in p.boxes], 0)
-        at += [(number, *index) for index in inner]
+        offsets += [(number, *index) for index in inner]
     if ndim != len(first.local_shape) + 1:
         raise MappingError(
             "experts one by one make no tensor of a rank",
@@ -101,7 +101,7 @@ def _joined(name: str, members: Sequence[Parameter]) -> LocalTensor:
             hint="write them stacked, with an axis of experts",
         )
     shape = (len(members), *first.local_shape)
-    return LocalTensor(name=name, key=first.key, shape=shape, boxes=boxes, at=tuple(at))
+    return LocalTensor(name=name, key=first.key, shape=shape, boxes=boxes, offsets=tuple(offsets))
 
 
 def _stacked(boxes: Iterable[Box], dim: int) -> list[tuple[int, ...]]:
@@ -115,11 +115,11 @@ def _stacked(boxes: Iterable[Box], dim: int) -> list[tuple[int, ...]]:
 
 def local_side(
     tensors: Iterable[LocalTensor],
-    source: Side,
-    target: TargetSide,
+    source: CanonicalView,
+    target: TargetView,
     *,
     dtypes: Mapping[str, DType] | None = None,
-) -> LocalSide:
+) -> LocalView:
     """What the given tensors of a rank are made of.
 
     `target` is what `write_side` made of `source` under Megatron's names, one key per layer, whole.
@@ -135,7 +135,7 @@ def local_side(
     padding: dict[str, list[Padding]] = defaultdict(list)
     for fill in target.fills:
         padding[fill.placement.stored].append(fill)
-    out = LocalSide()
+    out = LocalView()
     numbers: dict[str, int] = defaultdict(int)
     for local in tensors:
         kind = dtypes[local.name] if dtypes else kinds[local.key]
@@ -144,14 +144,14 @@ def local_side(
         for p in inside[local.key]:
             if 0 in p.shape:
                 continue
-            held, to = refine(source.placements[p.canonical], p)
+            stored, to = refine(source.placements[p.canonical], p)
             rows, views = pieces(to, boxes)
             for row, lo, hi in zip(
                 rows.tolist(), views.lo.tolist(), views.hi.tolist(), strict=True
             ):
                 name = f"{p.canonical}#{numbers[p.canonical]}"
                 numbers[p.canonical] += 1
-                out.source[name] = replace(narrow(held, lo, hi), canonical=name)
+                out.source[name] = replace(narrow(stored, lo, hi), canonical=name)
                 out.target[name] = _moved(narrow(to, lo, hi), local, row, name)
         for fill in padding[local.key]:
             rows, views = pieces(fill.placement, boxes)
@@ -165,6 +165,6 @@ def local_side(
 
 def _moved(p: Placement, local: LocalTensor, row: int, name: str) -> Placement:
     """A placement in a box of the whole tensor as one in the rank's tensor."""
-    lo, at = local.boxes[row][0], local.at[row]
-    base = tuple(b - x + y for b, x, y in zip(p.base, lo, at, strict=True))
+    lo, offset = local.boxes[row][0], local.offsets[row]
+    base = tuple(b - x + y for b, x, y in zip(p.base, lo, offset, strict=True))
     return replace(p, canonical=name, stored=local.name, base=base)

@@ -71,7 +71,7 @@ _PLACES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ShardingRule:
     """What a module key says: TP dimension (from the end; 0 for none), leading axes, and place."""
 
     tp_dim: int
@@ -147,11 +147,11 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
         raise _indivisible("tp", tp, fault, fits)
     if config.num_experts:
         if config.num_experts % parallel.ep:
-            known = divisors(config.num_experts)
-            raise _indivisible("ep", parallel.ep, f"num_experts={config.num_experts}", known)
+            num_divisors = divisors(config.num_experts)
+            raise _indivisible("ep", parallel.ep, f"num_experts={config.num_experts}", num_divisors)
         if config.moe_ffn_hidden_size % parallel.etp:
-            what = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
-            raise _indivisible("etp", parallel.etp, what, divisors(config.moe_ffn_hidden_size))
+            quantity = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
+            raise _indivisible("etp", parallel.etp, quantity, divisors(config.moe_ffn_hidden_size))
     elif parallel.ep > 1:
         raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="leave --ep out")
     Pipeline.of(parallel).sizes(config.num_layers)
@@ -189,7 +189,7 @@ class _Cut:
 
 def _cut(
     t: GlobalTensor,
-    rule: Rule,
+    rule: ShardingRule,
     parallel: ParallelConfig,
     stages: Stages,
     num_experts: int,
@@ -212,24 +212,26 @@ def _cut(
             raise _indivisible(
                 name, tp, f"{each} of dimension {tp_at}", divisors(each), tensor=t.name
             )
-    where = np.indices(grid, dtype=np.int64).reshape(len(grid), -1) if grid else np.zeros((0, 1))
-    n = where.shape[1]
+    coordinates = (
+        np.indices(grid, dtype=np.int64).reshape(len(grid), -1) if grid else np.zeros((0, 1))
+    )
+    n = coordinates.shape[1]
     lo, hi = np.zeros((n, ndim), np.int64), np.ones((n, ndim), np.int64)
     for d, (size, pieces) in enumerate(zip(t.shape, grid, strict=True)):
-        lo[:, d] = where[d] * (size // pieces)
+        lo[:, d] = coordinates[d] * (size // pieces)
         hi[:, d] = lo[:, d] + size // pieces
     zeros = np.zeros(n, np.int64)
     if rule.has_layer_axis:
-        stage = stages.of_layer[where[0]]
+        stage = stages.of_layer[coordinates[0]]
     elif rule.layer >= 0:
         stage = zeros + stages.of_layer[rule.layer]
     else:
         stage = zeros + stages.of_place[rule.place]
     ep = zeros
     if rule.is_expert:
-        which = where[lead] if rule.has_expert_axis else zeros + rule.expert
-        ep = which // max(num_experts // parallel.ep, 1)
-    return _Cut(lo, hi, where[tp_at] % tp if tp_at >= 0 else zeros, ep, stage)
+        expert_ids = coordinates[lead] if rule.has_expert_axis else zeros + rule.expert
+        ep = expert_ids // max(num_experts // parallel.ep, 1)
+    return _Cut(lo, hi, coordinates[tp_at] % tp if tp_at >= 0 else zeros, ep, stage)
 
 
 def _owners(
@@ -281,12 +283,12 @@ class Glu:
         return bool(self.gated)
 
 
-def rule_of(key: str, is_glu: bool) -> Rule:
+def rule_of(key: str, is_glu: bool) -> ShardingRule:
     """What a module key (stacked or per layer) says about its cut; `is_glu` is told by shapes."""
     match = _LAYER.fullmatch(key)
     expert = _EXPERT.search(key)
     number = (expert[1] or expert[2]) if expert else None
-    return Rule(
+    return ShardingRule(
         tp_dim=_tp_dim(_suffix(key)),
         is_glu=is_glu,
         layer=int(match[1]) if match and match[1] else -1,
@@ -308,14 +310,14 @@ def _tp_dim(suffix: str) -> int:
     return next((dim for end, dim in TP_DIMS if f".{suffix}".endswith(f".{end}")), 0)
 
 
-def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[Rule]) -> tuple[int, int]:
+def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[ShardingRule]) -> tuple[int, int]:
     """Number of layers and of experts, from axes and indices."""
     layers = experts = 0
     for t, r in zip(tensors, rules, strict=True):
         layers = max(layers, t.shape[0] if r.has_layer_axis else r.layer + 1)
         if r.is_expert:
-            at = int(r.has_layer_axis)
-            experts = max(experts, t.shape[at] if r.has_expert_axis else r.expert + 1)
+            dim = int(r.has_layer_axis)
+            experts = max(experts, t.shape[dim] if r.has_expert_axis else r.expert + 1)
     return layers, experts
 
 
@@ -369,10 +371,10 @@ def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -
 
 
 def _indivisible(
-    axis: str, size: int, what: str, fits: Sequence[int], *, tensor: str | None = None
+    axis: str, size: int, quantity: str, fits: Sequence[int], *, tensor: str | None = None
 ) -> LayoutError:
     return LayoutError(
-        f"{axis}={size} does not divide {what}",
+        f"{axis}={size} does not divide {quantity}",
         tensor=tensor,
         hint=f"sizes that do: {near(fits, size)}",
     )

@@ -10,7 +10,7 @@ from megtool.tensors.box import strides
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """One canonical tensor inside a stored one.
 
     The canonical tensor called `name`, of shape `size`, reshaped to `shape`, has its view
@@ -26,25 +26,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """A stored tensor: its shape, its parts, and the dimension that may be padded, if any."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LayoutPart, ...]
     padded: int | None = None
 
 
-def whole(name: str, shape: Sequence[int]) -> Layout:
+def full_layout(name: str, shape: Sequence[int]) -> TensorLayout:
     """The stored tensor is the canonical one."""
     n = len(shape)
-    part = Part(name, tuple(shape), tuple(shape), tuple(range(n)), (1,) * n, (0,) * n)
-    return Layout(tuple(shape), (part,))
+    part = LayoutPart(name, tuple(shape), tuple(shape), tuple(range(n)), (1,) * n, (0,) * n)
+    return TensorLayout(tuple(shape), (part,))
 
 
-def transpose(layout: Layout, order: Sequence[int]) -> Layout:
+def transpose(layout: TensorLayout, order: Sequence[int]) -> TensorLayout:
     """The same tensor with its dimensions in another order (as `numpy.transpose`)."""
     to = {d: i for i, d in enumerate(order)}
-    return Layout(
+    return TensorLayout(
         tuple(layout.shape[d] for d in order),
         tuple(
             replace(
@@ -58,25 +58,25 @@ def transpose(layout: Layout, order: Sequence[int]) -> Layout:
     )
 
 
-def stack(layouts: Sequence[Layout]) -> Layout:
+def stack(layouts: Sequence[TensorLayout]) -> TensorLayout:
     """Equal layouts on a new leading dimension, in order."""
     first = layouts[0]
     parts = [
-        Part(p.name, p.size, p.shape, tuple(d + 1 for d in p.dims), p.mults, (i, *p.base))
+        LayoutPart(p.name, p.size, p.shape, tuple(d + 1 for d in p.dims), p.mults, (i, *p.base))
         for i, layout in enumerate(layouts)
         for p in layout.parts
     ]
     padded = None if first.padded is None else first.padded + 1
-    return Layout((len(layouts), *first.shape), tuple(parts), padded)
+    return TensorLayout((len(layouts), *first.shape), tuple(parts), padded)
 
 
-def group(layouts: Sequence[Layout], groups: int, dim: int) -> Layout:
+def group(layouts: Sequence[TensorLayout], groups: int, dim: int) -> TensorLayout:
     """Layouts concatenated along `dim` within each of `groups` equal groups of rows.
 
     One group is plain concatenation; as many groups as rows is interleaving.
     """
-    rest = {(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}
-    if len(rest) != 1:
+    other_sizes = {(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}
+    if len(other_sizes) != 1:
         raise MappingError(
             f"{_names(layouts)} cannot lie side by side: {[layout.shape for layout in layouts]}"
         )
@@ -93,10 +93,12 @@ def group(layouts: Sequence[Layout], groups: int, dim: int) -> Layout:
         offset += width
     shape = list(layouts[0].shape)
     shape[dim] = total * groups
-    return Layout(tuple(shape), tuple(parts))
+    return TensorLayout(tuple(shape), tuple(parts))
 
 
-def permute(layout: Layout, dim: int, sizes: Sequence[int], order: Sequence[int]) -> Layout:
+def permute(
+    layout: TensorLayout, dim: int, sizes: Sequence[int], order: Sequence[int]
+) -> TensorLayout:
     """Rows of `dim`, seen as a grid of `sizes`, stored with that grid's axes in `order`."""
     product = 1
     for n in sizes:
@@ -107,14 +109,16 @@ def permute(layout: Layout, dim: int, sizes: Sequence[int], order: Sequence[int]
         )
     steps = strides([sizes[k] for k in order])
     mults = [steps[list(order).index(k)] for k in range(len(sizes))]
-    return Layout(
+    return TensorLayout(
         layout.shape,
         tuple(remap(p, dim, sizes, mults, 0) for p in layout.parts),
         layout.padded,
     )
 
 
-def remap(p: Part, dim: int, sizes: Sequence[int], mults: Sequence[int], offset: int) -> Part:
+def remap(
+    p: LayoutPart, dim: int, sizes: Sequence[int], mults: Sequence[int], offset: int
+) -> LayoutPart:
     """Move a part's indices along one stored dimension, digit by digit.
 
     An index along `dim` is a number whose digits run over `sizes`, most significant first; its
@@ -139,21 +143,21 @@ def remap(p: Part, dim: int, sizes: Sequence[int], mults: Sequence[int], offset:
         while n > 1:
             digit = next(k for k, s in enumerate(steps) if s <= m and sizes[k] * s > m)
             span = steps[digit] * sizes[digit]
-            here = min(n, span // m)
-            if m % steps[digit] or n % here or (here < n and span % m):
+            count = min(n, span // m)
+            if m % steps[digit] or n % count or (count < n and span % m):
                 raise _not_nested(p, dim, sizes)
-            pieces.append((here, mults[digit] * (m // steps[digit])))
-            reach[digit] += (here - 1) * (m // steps[digit])
-            n //= here
-            m *= here
-        for here, mult in reversed(pieces):
-            shape.append(here)
+            pieces.append((count, mults[digit] * (m // steps[digit])))
+            reach[digit] += (count - 1) * (m // steps[digit])
+            n //= count
+            m *= count
+        for count, mult in reversed(pieces):
+            shape.append(count)
             dims.append(dim)
             new_mults.append(mult)
     if any(r >= n for r, n in zip(reach, sizes, strict=True)):
         raise _not_nested(p, dim, sizes)
     moved = offset + sum(b * m for b, m in zip(base, mults, strict=True))
-    return Part(
+    return LayoutPart(
         p.name,
         p.size,
         tuple(shape),
@@ -163,12 +167,12 @@ def remap(p: Part, dim: int, sizes: Sequence[int], mults: Sequence[int], offset:
     )
 
 
-def _not_nested(p: Part, dim: int, sizes: Sequence[int]) -> MappingError:
+def _not_nested(p: LayoutPart, dim: int, sizes: Sequence[int]) -> MappingError:
     return MappingError(
         f"{p.name!r} as {p.shape} along dimension {dim} does not nest into {list(sizes)}",
         tensor=p.name,
     )
 
 
-def _names(layouts: Sequence[Layout]) -> str:
+def _names(layouts: Sequence[TensorLayout]) -> str:
     return ", ".join(dict.fromkeys(repr(p.name) for layout in layouts for p in layout.parts))

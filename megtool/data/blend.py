@@ -32,12 +32,14 @@ class Blend:
 
     def place(self, sample: int) -> tuple[int, int]:
         """The data set of a sample, and its number there."""
-        stretch, at = divmod(sample, _STRETCH)
+        stretch, offset = divmod(sample, _STRETCH)
         while len(self._chosen) <= stretch:
             self._extend()
         chosen = self._chosen[stretch]
-        which = int(chosen[at])
-        return which, int(self._before[stretch][which] + (chosen[:at] == which).sum())
+        dataset_id = int(chosen[offset])
+        return dataset_id, int(
+            self._before[stretch][dataset_id] + (chosen[:offset] == dataset_id).sum()
+        )
 
     @property
     def facts(self) -> list[float]:
@@ -49,15 +51,15 @@ class Blend:
         have = self._before[-1].astype(np.float64)
         begin = len(self._chosen) * _STRETCH
         chosen = np.empty(_STRETCH, np.int16)
-        shares, taken = self.shares.tolist(), have.tolist()
+        shares, counts = self.shares.tolist(), have.tolist()
         for n in range(_STRETCH):
             point = float(max(begin + n, 1))
-            behind = [s * point - t for s, t in zip(shares, taken, strict=True)]
-            which = behind.index(max(behind))
-            chosen[n] = which
-            taken[which] += 1
+            behind = [s * point - t for s, t in zip(shares, counts, strict=True)]
+            dataset_id = behind.index(max(behind))
+            chosen[n] = dataset_id
+            counts[dataset_id] += 1
         self._chosen.append(chosen)
-        self._before.append(np.asarray(taken, np.int64))
+        self._before.append(np.asarray(counts, np.int64))
 
 
 class Chain:
@@ -68,10 +70,10 @@ class Chain:
 
     def place(self, sample: int) -> tuple[int, int]:
         """The data set of a sample, and its number there."""
-        epoch, at = divmod(sample, int(self._ends[-1]))
-        which = int(np.searchsorted(self._ends, at, side="right"))
-        begin = int(self._ends[which - 1]) if which else 0
-        return which, epoch * (int(self._ends[which]) - begin) + at - begin
+        epoch, offset = divmod(sample, int(self._ends[-1]))
+        dataset_id = int(np.searchsorted(self._ends, offset, side="right"))
+        begin = int(self._ends[dataset_id - 1]) if dataset_id else 0
+        return dataset_id, epoch * (int(self._ends[dataset_id]) - begin) + offset - begin
 
     @property
     def facts(self) -> list[float]:

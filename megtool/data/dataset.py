@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from megtool.console import Progress, silent
 from megtool.data.blend import Blend, Chain
-from megtool.data.packing import IGNORED, Rows
-from megtool.data.sample_index import Cut, Long, Mode, cut
+from megtool.data.packing import IGNORED, PackedRows
+from megtool.data.sample_index import Long, Mode, SampleIndex, cut
 from megtool.data.token_cache import Documents, Encoding, IndexedStore, is_indexed, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MegtoolError, UsageError
@@ -43,7 +43,7 @@ class Counts:
     filled: float
 
 
-class Feed:
+class TokenDataset:
     """Rows of `length` of one data set.
 
     `seed` decides the order of documents and of rows; without it they come as they are. The rows
@@ -94,50 +94,50 @@ class Feed:
         facts = repr((self._documents.fingerprint, self._facts, part))
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def divided(self, share: float) -> tuple[Feed, Feed]:
+    def divided(self, share: float) -> tuple[TokenDataset, TokenDataset]:
         """The rows without a share of them, and that share: whole documents, but for one at most.
 
         Raises:
             UsageError: one of the two would have no rows.
         """
-        held = max(1, round(share * len(self)))
-        if not 0 < share < 1 or held >= len(self):
+        num_eval = max(1, round(share * len(self)))
+        if not 0 < share < 1 or num_eval >= len(self):
             raise UsageError(
                 f"a share of {share} of {len(self)} rows to evaluate on",
                 hint="between 0 and 1, and at least one row is left to learn; or --eval-data FILE",
             )
-        border = self._part.stop - held
+        border = self._part.stop - num_eval
         return self._taking(range(self._part.start, border)), self._taking(
             range(border, self._part.stop)
         )
 
-    def _taking(self, part: range) -> Feed:
-        other = object.__new__(Feed)
-        other.__dict__.update(self.__dict__)
-        other._part, other._shuffled = part, None
-        return other
+    def _taking(self, part: range) -> TokenDataset:
+        subset = object.__new__(TokenDataset)
+        subset.__dict__.update(self.__dict__)
+        subset._part, subset._shuffled = part, None
+        return subset
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> PackedRows:
         """Samples number `first` and the next, `count` in all."""
         return _stacked([self._row(n) for n in range(first, first + count)])
 
-    def _row(self, sample: int) -> Rows:
+    def _row(self, sample: int) -> PackedRows:
         epoch, place = divmod(sample, len(self))
         row = self._part[place if self._seed is None else int(self._order(epoch)[place])]
         tokens, labels = np.full(self.length, self._pad_id, np.int64), np.full(self.length, IGNORED)
         positions, documents = np.zeros(self.length, np.int64), np.full(self.length, -1)
-        at, c = 0, self._cut
+        offset, c = 0, self._cut
         for piece in range(int(c.first[row]), int(c.first[row + 1])):
             document, begin, end = int(c.document[piece]), int(c.begin[piece]), int(c.end[piece])
-            here = slice(at, at + end - begin)
+            columns = slice(offset, offset + end - begin)
             ids = self._documents.tokens(document, begin, end + 1)
-            tokens[here], labels[here] = ids[:-1], ids[1:]
+            tokens[columns], labels[columns] = ids[:-1], ids[1:]
             learned = self._documents.learned(document, begin + 1, end + 1)
             if learned is not None:
-                labels[here][~learned] = IGNORED
-            positions[here], documents[here] = np.arange(end - begin), document
-            at = here.stop
-        return Rows(
+                labels[columns][~learned] = IGNORED
+            positions[columns], documents[columns] = np.arange(end - begin), document
+            offset = columns.stop
+        return PackedRows(
             tokens_BS=tokens[None],
             labels_BS=labels[None],
             positions_BS=positions[None],
@@ -179,12 +179,12 @@ class Feed:
         )
 
 
-class BlendedFeed:
+class BlendedDataset:
     """Several feeds in shares (by default, of their sizes); one pass is as many samples as all."""
 
     def __init__(
         self,
-        feeds: Sequence[Feed],
+        feeds: Sequence[TokenDataset],
         shares: Sequence[float] | None = None,
         *,
         in_turn: bool = False,
@@ -213,16 +213,16 @@ class BlendedFeed:
         facts = repr(([f.fingerprint for f in self.feeds], self._blend.facts))
         return hashlib.sha256(facts.encode()).hexdigest()
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> PackedRows:
         """Samples number `first` and the next, `count` in all."""
         places = [self._blend.place(n) for n in range(first, first + count)]
-        return _stacked([self.feeds[which].rows(n, 1) for which, n in places])
+        return _stacked([self.feeds[dataset_id].rows(n, 1) for dataset_id, n in places])
 
-    def divided(self, share: float) -> tuple[BlendedFeed, BlendedFeed]:
+    def divided(self, share: float) -> tuple[BlendedDataset, BlendedDataset]:
         """Each feed divided; see `Feed.divided`. What is held out has every row once."""
-        kept, held = zip(*[f.divided(share) for f in self.feeds], strict=True)
+        training, validation = zip(*[f.divided(share) for f in self.feeds], strict=True)
         shares = self._blend.facts if isinstance(self._blend, Blend) else None
-        return BlendedFeed(kept, shares), BlendedFeed(held, in_turn=True)
+        return BlendedDataset(training, shares), BlendedDataset(validation, in_turn=True)
 
     @property
     def counts(self) -> Counts:
@@ -241,7 +241,7 @@ class BlendedFeed:
         )
 
 
-def open_feed(
+def open_dataset(
     sources: Sequence[str | Path],
     tokenizer: Tokenizer,
     length: int,
@@ -255,7 +255,7 @@ def open_feed(
     encoding: Encoding | None = None,
     world: Group = ALONE,
     progress: Progress = silent,
-) -> Feed | BlendedFeed:
+) -> TokenDataset | BlendedDataset:
     """The feed of one source, or of several in shares; encoded text is kept in `cache`, if any.
 
     A source is what `text.documents` reads, or a data set of Megatron's (`is_indexed`). Without a
@@ -267,13 +267,13 @@ def open_feed(
         UsageError: no such source, or shares that do not fit.
         StorageError: the cache cannot be written.
     """
-    how = encoding or Encoding()
+    options = encoding or Encoding()
 
     def prepare() -> list[Documents]:
         return [
             IndexedStore(source, vocab_size)
             if is_indexed(source)
-            else store_tokens(source, tokenizer, cache, how, progress=progress)
+            else store_tokens(source, tokenizer, cache, options, progress=progress)
             for source in sources
         ]
 
@@ -293,7 +293,7 @@ def open_feed(
         if not world.is_first:
             stores = prepare()  # of another host without the cache, this is the first
     feeds = [
-        Feed(
+        TokenDataset(
             store,
             length,
             seed=seed,
@@ -306,44 +306,44 @@ def open_feed(
     ]
     if not feeds:
         raise UsageError("no data", hint="--data FILE")
-    return feeds[0] if len(feeds) == 1 else BlendedFeed(feeds, shares)
+    return feeds[0] if len(feeds) == 1 else BlendedDataset(feeds, shares)
 
 
-def _with_labels(documents: Documents, made: Cut) -> Cut:
+def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
     """The rows of a cut that hold a label."""
-    if not documents.is_partly_learned or not made.num_rows:
-        return made
-    has = np.zeros(len(made.document), np.bool_)
-    for piece in range(len(made.document)):
-        document, begin, end = (int(x[piece]) for x in (made.document, made.begin, made.end))
+    if not documents.is_partly_learned or not cut.num_rows:
+        return cut
+    has = np.zeros(len(cut.document), np.bool_)
+    for piece in range(len(cut.document)):
+        document, begin, end = (int(x[piece]) for x in (cut.document, cut.begin, cut.end))
         learned = documents.learned(document, begin + 1, end + 1)
         has[piece] = learned is None or bool(learned.any())
-    row = np.repeat(np.arange(made.num_rows), np.diff(made.first))
-    counts = np.bincount(row[has], minlength=made.num_rows)
-    rows = np.flatnonzero(np.bincount(row[has], minlength=made.num_rows))
+    row = np.repeat(np.arange(cut.num_rows), np.diff(cut.first))
+    counts = np.bincount(row[has], minlength=cut.num_rows)
+    rows = np.flatnonzero(np.bincount(row[has], minlength=cut.num_rows))
     first = np.concatenate([[0], np.cumsum(counts[rows])]).astype(np.int64)
-    lost = len(np.unique(made.document)) - len(np.unique(made.document[has]))
+    lost = len(np.unique(cut.document)) - len(np.unique(cut.document[has]))
     return replace(
-        made,
-        document=made.document[has],
-        begin=made.begin[has],
-        end=made.end[has],
+        cut,
+        document=cut.document[has],
+        begin=cut.begin[has],
+        end=cut.end[has],
         first=first,
-        skipped=made.skipped + lost,
+        skipped=cut.skipped + lost,
     )
 
 
-def _shuffled(count: int, seed: int, what: str) -> Int:
+def _shuffled(count: int, seed: int, label: str) -> Int:
     """An order of `count` things that follows from the seed alone."""
-    words = np.frombuffer(hashlib.sha256(f"{seed} {what}".encode()).digest(), np.uint32)
+    words = np.frombuffer(hashlib.sha256(f"{seed} {label}".encode()).digest(), np.uint32)
     return np.random.Generator(np.random.PCG64(words.tolist())).permutation(count)
 
 
-def _stacked(rows: Sequence[Rows]) -> Rows:
+def _stacked(rows: Sequence[PackedRows]) -> PackedRows:
     def all_of(name: str) -> NDArray[Any]:
         return np.concatenate([getattr(r, name) for r in rows])
 
-    return Rows(
+    return PackedRows(
         tokens_BS=all_of("tokens_BS"),
         labels_BS=all_of("labels_BS"),
         positions_BS=all_of("positions_BS"),

@@ -14,7 +14,7 @@ from megtool.errors import DestinationError, MegtoolError
 DATA, INDEX = ".bin", ".idx"
 
 
-class Pair:
+class DatasetFiles:
     """`prefix`.bin and `prefix`.idx while they are written, as a context.
 
     Both are written under `staged`, in a hidden folder beside them, which `commit` empties by two

@@ -98,16 +98,18 @@ def _document(
     record: Any, field: str | None, *, file: str, number: int, num_bytes: int
 ) -> Document:
     """What a record says, by the field that was asked for or the first known one."""
-    at = f"line {number}: " if number else ""
+    location = f"line {number}: " if number else ""
     if not isinstance(record, Mapping):
         raise FormatError(
-            f"{at}{type(record).__name__} instead of an object", file=file, hint=_ONE_A_LINE
+            f"{location}{type(record).__name__} instead of an object", file=file, hint=_ONE_A_LINE
         )
     chosen = field or next((name for name in _FIELDS if name in record), None)
     if chosen is None or chosen not in record:
-        there = ", ".join(sorted(map(str, record))) or "none"
+        present = ", ".join(sorted(map(str, record))) or "none"
         missing = f"no field {field!r}" if field else f"none of the fields {', '.join(_FIELDS)}"
-        raise FormatError(f"{at}{missing}", file=file, hint=f"--field NAME, one of: {there}")
+        raise FormatError(
+            f"{location}{missing}", file=file, hint=f"--field NAME, one of: {present}"
+        )
     place: dict[str, Any] = {"file": file, "number": number, "num_bytes": num_bytes}
     value = record[chosen]
     if chosen == "prompt" and not field:
@@ -120,7 +122,7 @@ def _document(
         if answer is None or _is_text(value) or _is_conversation(value):
             kind = "text" if _is_text(value) else "list of messages"
             raise FormatError(
-                f"{at}a prompt without a {kind} in completion",
+                f"{location}a prompt without a {kind} in completion",
                 file=file,
                 hint="--field prompt takes the prompts alone",
             )
@@ -128,9 +130,10 @@ def _document(
         return Document(text=value, **place)
     if _is_conversation(value):
         return Document(messages=tuple(value), **place)
-    held = "half a character" if isinstance(value, str) else type(value).__name__
+    kind = "half a character" if isinstance(value, str) else type(value).__name__
     raise FormatError(
-        f"{at}field {chosen!r} holds {held}, neither a text nor messages with role and content",
+        f"{location}field {chosen!r} holds {kind}, neither a text nor messages with role and "
+        "content",
         file=file,
         hint="--field NAME takes another",
     )
@@ -179,15 +182,15 @@ def _file(path: Path, field: str | None) -> Iterator[Document]:
 
 def _files(folder: Path, split: str | None) -> list[Path]:
     """The files of data below a folder, or those with the word `split` in their path."""
-    found = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
-    if not found:
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
+    if not paths:
         raise FormatError("no file of text", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
     if split is None:
-        return found
+        return paths
     word = re.compile(rf"(?:^|[-_./]){re.escape(split)}(?:$|[-_./])")
-    chosen = [p for p in found if word.search(p.relative_to(folder).as_posix())]
+    chosen = [p for p in paths if word.search(p.relative_to(folder).as_posix())]
     if not chosen:
-        some = ", ".join(p.relative_to(folder).as_posix() for p in found[:4])
+        some = ", ".join(p.relative_to(folder).as_posix() for p in paths[:4])
         raise FormatError(
             f"no file is named after the split {split!r}", file=folder, hint=f"there are: {some}"
         )
@@ -265,11 +268,11 @@ def _parquet(path: Path, field: str | None) -> Iterator[Document]:
     try:
         with pq.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            wanted = [field] if field else [n for n in (*_FIELDS, "completion") if n in columns]
+            fields = [field] if field else [n for n in (*_FIELDS, "completion") if n in columns]
             rows, number, before = file.metadata.num_rows, 0, 0
-            if not set(wanted) <= set(columns) or not wanted:
+            if not set(fields) <= set(columns) or not fields:
                 _document(dict.fromkeys(columns), field, file=str(path), number=0, num_bytes=0)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+            for batch in file.iter_batches(batch_size=_ROWS, columns=fields):
                 for record in batch.to_pylist():
                     number += 1
                     now = size * number // rows
@@ -291,20 +294,22 @@ _ROWS = 256
 def _saved(folder: Path, field: str | None, split: str | None) -> Iterator[Document]:
     datasets = _datasets()
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as e:
         raise StorageError(f"cannot read the data set: {e}", file=folder) from e
-    if isinstance(found, Mapping):
-        found = found[_split(tuple(found), split, folder)]
-    yield from _rows(found, field, str(folder))
+    if isinstance(dataset, Mapping):
+        dataset = dataset[_split(tuple(dataset), split, folder)]
+    yield from _rows(dataset, field, str(folder))
 
 
-def _split(there: tuple[str, ...], split: str | None, place: str | Path) -> str:
-    chosen = split or ("train" if "train" in there else there[0] if len(there) == 1 else None)
-    if chosen not in there:
+def _split(available: tuple[str, ...], split: str | None, place: str | Path) -> str:
+    chosen = split or (
+        "train" if "train" in available else available[0] if len(available) == 1 else None
+    )
+    if chosen not in available:
         raise UsageError(
             f"{place} has no split {chosen!r}" if chosen else f"{place} has several splits",
-            hint=f"--split NAME, one of: {', '.join(there)}",
+            hint=f"--split NAME, one of: {', '.join(available)}",
         )
     return str(chosen)
 
@@ -320,23 +325,23 @@ def _hub(source: str, field: str | None, split: str | None) -> Iterator[Document
     name, config = match["name"], match["config"]
     offline = bool(datasets.config.HF_HUB_OFFLINE)
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             name, config, split=split or match["split"] or "train", streaming=not offline
         )
     except (OSError, ValueError, RuntimeError) as e:
-        said = " ".join(str(e).split())
+        message = " ".join(str(e).split())
         raise StorageError(
-            f"cannot load the data set {name!r}: {said}",
+            f"cannot load the data set {name!r}: {message}",
             hint="HF_HUB_OFFLINE is set: only data sets in the cache are found"
             if offline
             else "no such file either; a data set is named NAME[:CONFIG][:SPLIT]",
         ) from e
-    yield from _rows(found, field, source)
+    yield from _rows(dataset, field, source)
 
 
-def _rows(found: Any, field: str | None, name: str) -> Iterator[Document]:
+def _rows(dataset: Any, field: str | None, name: str) -> Iterator[Document]:
     try:
-        for number, record in enumerate(found, 1):
+        for number, record in enumerate(dataset, 1):
             yield _document(record, field, file=name, number=number, num_bytes=0)
     except OSError as e:
         raise StorageError(f"cannot read the data set: {e}", file=name) from e

@@ -81,15 +81,15 @@ class IndexedDataset:
                 hint="the file is cut off or was changed: tokenize again",
             )
         self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
-        at = _HEAD.size
-        self.lengths: NDArray[np.int32] = raw[at : at + 4 * n].view("<i4")
-        at += 4 * n
-        self.offsets: NDArray[np.int64] = raw[at : at + 8 * n].view("<i8")
-        at += 8 * n
-        self.document_ends: NDArray[np.int64] = raw[at : at + 8 * m].view("<i8")
-        at += 8 * m
+        offset = _HEAD.size
+        self.lengths: NDArray[np.int32] = raw[offset : offset + 4 * n].view("<i4")
+        offset += 4 * n
+        self.offsets: NDArray[np.int64] = raw[offset : offset + 8 * n].view("<i8")
+        offset += 8 * n
+        self.document_ends: NDArray[np.int64] = raw[offset : offset + 8 * m].view("<i8")
+        offset += 8 * m
         self.modes: NDArray[np.int8] | None = (
-            raw[at:].view("i1") if n and len(raw) > needed else None
+            raw[offset:].view("i1") if n and len(raw) > needed else None
         )
         self._data = _mapped(self.data_file)
         self.num_tokens = self._check()
@@ -97,13 +97,13 @@ class IndexedDataset:
     def _check(self) -> int:
         """Hold the index against the data, some of it at a time; the number of all tokens."""
         size, total = len(self._data), 0
-        for at in range(0, len(self), _CHUNK):
-            lengths = self.lengths[at : at + _CHUNK].astype(np.int64)
-            offsets = self.offsets[at : at + _CHUNK]
+        for start in range(0, len(self), _CHUNK):
+            lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
+            offsets = self.offsets[start : start + _CHUNK]
             ends = offsets + lengths * self.dtype.itemsize
             wrong = (lengths < 0) | (offsets < 0) | (ends > size) | (ends < offsets)
             if wrong.any():
-                i = at + int(np.argmax(wrong))
+                i = start + int(np.argmax(wrong))
                 raise FormatError(
                     f"sequence {i} of {self.lengths[i]} tokens at byte {self.offsets[i]} lies "
                     f"outside the {size} bytes of {self.data_file.name}",
@@ -113,8 +113,8 @@ class IndexedDataset:
             total += int(lengths.sum())
         marks = self.document_ends
         sound = len(marks) > 0 and marks[0] == 0 and marks[-1] == len(self)
-        for at in range(0, len(marks) - 1, _CHUNK):
-            sound = sound and bool((np.diff(marks[at : at + _CHUNK + 1]) >= 0).all())
+        for start in range(0, len(marks) - 1, _CHUNK):
+            sound = sound and bool((np.diff(marks[start : start + _CHUNK + 1]) >= 0).all())
         if not sound:
             raise FormatError(
                 f"document indices do not rise from 0 to {len(self)}, the number of sequences",
@@ -180,13 +180,13 @@ class IndexedWriter:
         Raises:
             UsageError: a token that the dtype cannot hold.
         """
-        given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
-        if given.size and self.dtype.kind in "iu":
+        tokens = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+        if tokens.size and self.dtype.kind in "iu":
             room = np.iinfo(self.dtype)
-            if given.min() < room.min or given.max() > room.max:
+            if tokens.min() < room.min or tokens.max() > room.max:
+                outside = tokens.max() if tokens.max() > room.max else tokens.min()
                 raise UsageError(
-                    f"token {given.max() if given.max() > room.max else given.min()} does not fit "
-                    f"into {self.dtype.name}",
+                    f"token {outside} does not fit into {self.dtype.name}",
                     hint="`token_dtype` chooses by the size of the vocabulary",
                 )
         if (mode is not None) != (self._modes is not None) and self._lengths:
@@ -194,9 +194,9 @@ class IndexedWriter:
         if mode is not None:
             self._modes = self._modes if self._modes is not None else array("b")
             self._modes.append(mode)
-        self._write(self._file, self.data_file, given.astype(self.dtype).tobytes())
-        self._lengths.append(given.size)
-        self.num_tokens += given.size
+        self._write(self._file, self.data_file, tokens.astype(self.dtype).tobytes())
+        self._lengths.append(tokens.size)
+        self.num_tokens += tokens.size
 
     def end_document(self) -> None:
         """All sequences since the last call are one document."""
@@ -248,8 +248,8 @@ class IndexedWriter:
 
 def _prefix(path: str | Path) -> Path:
     """The common name of the two files, whichever was given."""
-    given = Path(path)
-    return given.with_suffix("") if given.suffix in (".bin", ".idx") else given
+    prefix = Path(path)
+    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
 
 
 def _paths(prefix: Path) -> tuple[Path, Path]:

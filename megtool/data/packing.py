@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.data.tokenize_documents import Encoded
+from megtool.data.tokenize_documents import EncodedDocument
 from megtool.errors import UsageError
 
 IGNORED = -100
@@ -26,7 +26,7 @@ Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class PackedRows:
     """Rows for a model: `labels_BS[b, s]` is the token that follows `tokens_BS[b, s]`, or IGNORED.
 
     `positions_BS` start at 0 with every document and every row. `documents_BS` counts documents
@@ -60,13 +60,13 @@ class _Piece:
 
 
 def pack(
-    documents: Iterable[Encoded],
+    documents: Iterable[EncodedDocument],
     length: int,
     *,
     mode: Literal["packed", "padded", "whole"] = "packed",
     rows: int = 1,
     pad_id: int = 0,
-) -> Iterator[Rows]:
+) -> Iterator[PackedRows]:
     """Documents, in order, as batches of `rows` rows of `length`; the last may have fewer rows.
 
     "packed" fills every row but the last and cuts documents where a row ends; "whole" begins a new
@@ -81,13 +81,13 @@ def pack(
 
 
 def windows(
-    documents: Iterable[Encoded],
+    documents: Iterable[EncodedDocument],
     length: int,
     stride: int,
     *,
     rows: int = 1,
     pad_id: int = 0,
-) -> Iterator[Rows]:
+) -> Iterator[PackedRows]:
     """Windows of `length` that begin every `stride` tokens of a document, for perplexity.
 
     Each label counts in the first window that has it and is IGNORED in later ones, which see it as
@@ -112,7 +112,7 @@ def _check(**sizes: int) -> None:
             raise UsageError(f"{name} {size}", hint="1 or more")
 
 
-def _pairs(documents: Iterable[Encoded]) -> Iterator[_Piece]:
+def _pairs(documents: Iterable[EncodedDocument]) -> Iterator[_Piece]:
     """All pairs of each document that has any."""
     for number, document in enumerate(documents):
         if len(document.ids) < 2:
@@ -167,7 +167,7 @@ def _windows(pieces: Iterable[_Piece], length: int, stride: int) -> Iterator[lis
 
 def _batches(
     filled: Iterable[Sequence[_Piece]], length: int, rows: int, pad_id: int
-) -> Iterator[Rows]:
+) -> Iterator[PackedRows]:
     waiting: list[Sequence[_Piece]] = []
     for row in filled:
         waiting.append(row)
@@ -178,15 +178,20 @@ def _batches(
         yield _batch(waiting, length, pad_id)
 
 
-def _batch(rows: Sequence[Sequence[_Piece]], length: int, pad_id: int) -> Rows:
+def _batch(rows: Sequence[Sequence[_Piece]], length: int, pad_id: int) -> PackedRows:
     shape = (len(rows), length)
     tokens, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORED, np.int64)
     positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     for b, row in enumerate(rows):
-        at = 0
+        offset = 0
         for piece in row:
-            here = slice(at, at + len(piece.inputs))
-            tokens[b, here], labels[b, here] = piece.inputs, piece.labels
-            positions[b, here], documents[b, here] = np.arange(len(piece.inputs)), piece.document
-            at = here.stop
-    return Rows(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, documents_BS=documents)
+            columns = slice(offset, offset + len(piece.inputs))
+            tokens[b, columns], labels[b, columns] = piece.inputs, piece.labels
+            positions[b, columns], documents[b, columns] = (
+                np.arange(len(piece.inputs)),
+                piece.document,
+            )
+            offset = columns.stop
+    return PackedRows(
+        tokens_BS=tokens, labels_BS=labels, positions_BS=positions, documents_BS=documents
+    )

@@ -21,7 +21,7 @@ Long = Literal["split", "truncate", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class SampleIndex:
     """Rows of a data set: row r has pieces `first[r]` to `first[r + 1]`.
 
     Piece p holds pairs `begin[p]` to `end[p]` of `document[p]`. `truncated` documents lost their
@@ -42,7 +42,9 @@ class Cut:
         return len(self.first) - 1
 
 
-def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long = "split") -> Cut:
+def cut(
+    lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long = "split"
+) -> SampleIndex:
     """Documents of so many tokens, taken in `order`, as rows of `row` pairs.
 
     "packed" fills every row but the last and cuts documents where a row ends; "whole" puts several
@@ -53,8 +55,8 @@ def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long
         FormatError: a document is too long, and `long` says that it must not be.
     """
     pairs = np.maximum(lengths[order] - 1, 0)
-    kept = pairs > 0
-    order, pairs, skipped = order[kept], pairs[kept], int((~kept).sum())
+    is_used = pairs > 0
+    order, pairs, skipped = order[is_used], pairs[is_used], int((~is_used).sum())
     over = pairs > row
     if long == "error" and over.any():
         worst = int(order[np.argmax(over)])
@@ -73,13 +75,13 @@ def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long
     else:
         split = int(over.sum())
         parts = -(-pairs // row)
-        which = np.repeat(np.arange(len(order)), parts)
-        number = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+        document_ids = np.repeat(np.arange(len(order)), parts)
+        number = np.arange(len(document_ids)) - np.repeat(np.cumsum(parts) - parts, parts)
         begin = number * row
-        end = np.minimum(begin + row, pairs[which])
-        document = order[which]
+        end = np.minimum(begin + row, pairs[document_ids])
+        document = order[document_ids]
     first = _fitted(end - begin, row) if mode == "whole" else np.arange(len(document) + 1)
-    return Cut(
+    return SampleIndex(
         document=document,
         begin=begin,
         end=end,
@@ -92,20 +94,20 @@ def cut(lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long
 
 def _filled(
     order: Int, pairs: Int, row: int, skipped: int, *, truncated: int = 0, split: int = 0
-) -> Cut:
+) -> SampleIndex:
     """Full rows of documents one after the other."""
     ends = np.cumsum(pairs)
     total = int(ends[-1]) if len(ends) else 0
     starts = ends - pairs
-    at = np.union1d(starts, np.arange(0, total, row)).astype(np.int64)
-    which = np.searchsorted(starts, at, side="right") - 1
-    stop = np.append(at[1:], total)[: len(at)]
+    part_starts = np.union1d(starts, np.arange(0, total, row)).astype(np.int64)
+    document_ids = np.searchsorted(starts, part_starts, side="right") - 1
+    stop = np.append(part_starts[1:], total)[: len(part_starts)]
     rows = -(-total // row)
-    first = np.searchsorted(at // row, np.arange(rows + 1)).astype(np.int64)
-    return Cut(
-        document=order[which],
-        begin=at - starts[which],
-        end=stop - starts[which],
+    first = np.searchsorted(part_starts // row, np.arange(rows + 1)).astype(np.int64)
+    return SampleIndex(
+        document=order[document_ids],
+        begin=part_starts - starts[document_ids],
+        end=stop - starts[document_ids],
         first=first,
         truncated=truncated,
         split=split,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megtool.console import Progress, silent
 from megtool.data.documents import Document, documents, source_bytes
 from megtool.data.indexed import IndexedDataset
-from megtool.data.tokenize_documents import Encoded, encode
+from megtool.data.tokenize_documents import EncodedDocument, encode
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError
 
@@ -58,7 +58,7 @@ class Encoding:
     append_eos: bool = True
 
 
-class TokenStore:
+class TokenCache:
     """An encoded source of text. `fingerprint` is a digest of all tokens, and of what is learned.
 
     Raises:
@@ -87,15 +87,15 @@ class TokenStore:
 
     def tokens(self, document: int, begin: int, end: int) -> NDArray[Any]:
         """Tokens `begin` to `end` of a document."""
-        at = int(self._first[document])
-        return self._tokens[at + begin : at + end]
+        first = int(self._first[document])
+        return self._tokens[first + begin : first + end]
 
     def learned(self, document: int, begin: int, end: int) -> NDArray[np.bool_] | None:
         """Which of these tokens are labels; None if all are."""
         if self._learned is None:
             return None
-        at = int(self._first[document])
-        return self._learned[at + begin : at + end]
+        first = int(self._first[document])
+        return self._learned[first + begin : first + end]
 
 
 class IndexedStore:
@@ -147,7 +147,7 @@ def store_tokens(
     encoding: Encoding,
     *,
     progress: Progress = silent,
-) -> TokenStore:
+) -> TokenCache:
     """The documents of `source` (`text.documents`) as a store in `cache`, encoded if need be.
 
     A store is used again while path, size and time of the source's files, the tokenizer and the
@@ -163,13 +163,18 @@ def store_tokens(
             return store_tokens(source, tokenizer, Path(folder), encoding, progress=progress)
     place = cache / f"tokens-{_key(source, tokenizer, encoding)[:24]}"
     if (place / _FACTS).is_file():
-        return TokenStore(place)
+        return TokenCache(place)
     building = cache / f"{place.name}.{os.getpid()}.partial"
     try:
         shutil.rmtree(building, ignore_errors=True)  # of a process that had this number before
         building.mkdir(parents=True)
-        found = documents(source, field=encoding.field, split=encoding.split)
-        _build(building, _counted(found, source, encoding.split, progress), tokenizer, encoding)
+        source_documents = documents(source, field=encoding.field, split=encoding.split)
+        _build(
+            building,
+            _counted(source_documents, source, encoding.split, progress),
+            tokenizer,
+            encoding,
+        )
         try:
             building.rename(place)
         except OSError:
@@ -187,25 +192,27 @@ def store_tokens(
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return TokenStore(place)
+    return TokenCache(place)
 
 
 def _build(
-    folder: Path, found: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
+    folder: Path, source_documents: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
 ) -> None:
     lengths: list[int] = []
     digest, partly = hashlib.sha256(), False
     with (folder / _TOKENS).open("wb") as tokens, (folder / _LEARNED).open("wb") as learned:
-        for one in _encoded(found, tokenizer, encoding):
-            ids = np.ascontiguousarray(one.ids, "<i4").tobytes()
-            partly = partly or one.learned is not None
-            mask = np.ones(len(one.ids), np.bool_) if one.learned is None else one.learned
+        for encoded in _encoded(source_documents, tokenizer, encoding):
+            ids = np.ascontiguousarray(encoded.ids, "<i4").tobytes()
+            partly = partly or encoded.learned is not None
+            mask = (
+                np.ones(len(encoded.ids), np.bool_) if encoded.learned is None else encoded.learned
+            )
             tokens.write(ids)
             learned.write(mask.tobytes())
-            digest.update(len(one.ids).to_bytes(8, "little") + ids)
-            if one.learned is not None:
+            digest.update(len(encoded.ids).to_bytes(8, "little") + ids)
+            if encoded.learned is not None:
                 digest.update(np.packbits(mask).tobytes())
-            lengths.append(len(one.ids))
+            lengths.append(len(encoded.ids))
     if not partly:
         (folder / _LEARNED).unlink()
     np.save(folder / _LENGTHS, np.asarray(lengths, np.int64))
@@ -219,10 +226,10 @@ def _build(
 
 
 def _encoded(
-    found: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
-) -> Iterator[Encoded]:
+    source_documents: Iterable[Document], tokenizer: Tokenizer, encoding: Encoding
+) -> Iterator[EncodedDocument]:
     return encode(
-        found,
+        source_documents,
         tokenizer,
         append_eos=encoding.append_eos and tokenizer.eos_id is not None,
         answers_only=encoding.answers_only,
@@ -230,10 +237,10 @@ def _encoded(
 
 
 def _counted(
-    found: Iterable[Document], source: str | Path, split: str | None, progress: Progress
+    source_documents: Iterable[Document], source: str | Path, split: str | None, progress: Progress
 ) -> Iterator[Document]:
     total = source_bytes(source, split=split)
-    for document in found:
+    for document in source_documents:
         yield document
         progress("tokenize", document.num_bytes, total)
 
@@ -242,12 +249,12 @@ def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
     """A digest of all that decides what is in a store, as far as can be told without reading."""
     path = Path(source)
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    seen = []
+    states = []
     for file in files:
         if file.is_file():
             stat = file.stat()
-            seen.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
-    facts = [_VERSION, str(source), seen, tokenizer.fingerprint, asdict(encoding)]
+            states.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    facts = [_VERSION, str(source), states, tokenizer.fingerprint, asdict(encoding)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedDocument:
     """One document's tokens; `learned` says which of them are labels, None if all are."""
 
     ids: Ids
@@ -30,7 +30,7 @@ def encode(
     *,
     append_eos: bool = True,
     answers_only: bool = True,
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedDocument]:
     """Each document's tokens, in order; one without any text is left out.
 
     A text is encoded with the special tokens its tokenizer adds, and ends with the tokenizer's
@@ -44,15 +44,15 @@ def encode(
     """
     for document in documents:
         if document.messages:
-            one = _conversation(document, tokenizer)
+            conversation = _conversation(document, tokenizer)
         elif document.completion is not None:
-            one = _completion(document, tokenizer, append_eos)
+            conversation = _completion(document, tokenizer, append_eos)
         else:
             ids = with_eos(tokenizer.encode(document.text), tokenizer, append_eos)
             ids = ids if document.text else []  # not a beginning and an end of nothing
-            one = Encoded(ids=np.asarray(ids, np.int32))
-        if len(one.ids):
-            yield one if answers_only else Encoded(ids=one.ids)
+            conversation = EncodedDocument(ids=np.asarray(ids, np.int32))
+        if len(conversation.ids):
+            yield conversation if answers_only else EncodedDocument(ids=conversation.ids)
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer, append: bool) -> list[int]:
@@ -73,7 +73,7 @@ def with_eos(ids: list[int], tokenizer: Tokenizer, append: bool) -> list[int]:
     return ids if ids[-1] == tokenizer.eos_id else [*ids, tokenizer.eos_id]
 
 
-def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> Encoded:
+def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> EncodedDocument:
     """Prompt and completion, each encoded by itself, as they meet when the model answers."""
     prompt = tokenizer.encode(document.text)
     if prompt and prompt[-1] == tokenizer.eos_id:
@@ -83,18 +83,18 @@ def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> E
     answer = tokenizer.encode(document.completion or "", add_special=False)
     ids = with_eos([*prompt, *answer], tokenizer, append_eos)
     learned = np.arange(len(ids)) >= len(prompt)
-    return Encoded(ids=np.asarray(ids, np.int32), learned=learned)
+    return EncodedDocument(ids=np.asarray(ids, np.int32), learned=learned)
 
 
-def _conversation(document: Document, tokenizer: Tokenizer) -> Encoded:
+def _conversation(document: Document, tokenizer: Tokenizer) -> EncodedDocument:
     place = f"{document.file}:{document.number}"
-    whole, spans = answer_spans(document.messages, tokenizer, place, first=document.num_given)
-    ids, characters = tokenizer.encode_spans(whole)
+    token_ids, spans = answer_spans(document.messages, tokenizer, place, first=document.num_given)
+    ids, characters = tokenizer.encode_spans(token_ids)
     begins = np.asarray([begin for begin, _ in characters], np.int64)
     learned = np.zeros(len(ids), np.bool_)
     for begin, end in spans:
         learned |= (begins >= begin) & (begins < end)
-    return Encoded(ids=np.asarray(ids, np.int32), learned=learned)
+    return EncodedDocument(ids=np.asarray(ids, np.int32), learned=learned)
 
 
 def answer_spans(
@@ -109,18 +109,18 @@ def answer_spans(
     Raises:
         MappingError: the template writes earlier turns differently once later ones follow.
     """
-    whole = tokenizer.chat_text(messages, add_generation_prompt=False)
+    text = tokenizer.chat_text(messages, add_generation_prompt=False)
     spans: list[tuple[int, int]] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < first:
             continue
         before = tokenizer.chat_text(messages[:number], add_generation_prompt=True)
         after = tokenizer.chat_text(messages[: number + 1], add_generation_prompt=False)
-        if not after.startswith(before) or not whole.startswith(after):
+        if not after.startswith(before) or not text.startswith(after):
             raise MappingError(
                 f"the chat template rewrites turn {number + 1} of a conversation",
                 file=place,
                 hint="give conversations that end with the answer to be learned, or texts",
             )
         spans.append((len(before), len(after)))
-    return whole, spans
+    return text, spans

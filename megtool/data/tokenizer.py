@@ -51,8 +51,8 @@ class Tokenizer:
         self.bos_id: int | None = full.bos_token_id
         self.eos_id: int | None = full.eos_token_id
         self.pad_id: int | None = full.pad_token_id
-        own = () if self.eos_id is None else (self.eos_id,)
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *own)))
+        eos_ids = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *eos_ids)))
 
     @classmethod
     def load(cls, files: Mapping[str, Path | bytes]) -> Tokenizer:
@@ -62,17 +62,17 @@ class Tokenizer:
             FormatError: no vocabulary among them, or files that transformers cannot read.
             MissingPackageError: transformers, or what it needs for these files, is missing.
         """
-        found = {n: f for n, f in files.items() if _belongs(n)}
-        tables = [n for n in found if holds_vocabulary(n)]
+        tokenizer_files = {n: f for n, f in files.items() if _belongs(n)}
+        tables = [n for n in tokenizer_files if holds_vocabulary(n)]
         if not tables:
             raise FormatError(
                 "the checkpoint holds no tokenizer",
                 hint=f"one of {', '.join(_TABLES)} would do; {_GIVE}",
             )
-        first = found[tables[0]]
+        first = tokenizer_files[tables[0]]
         place = str(first.parent) if isinstance(first, Path) else tables[0]
         with tempfile.TemporaryDirectory(prefix="megtool-tokenizer-") as folder:
-            for name, content in found.items():
+            for name, content in tokenizer_files.items():
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(_read(content) if isinstance(content, Path) else content)
@@ -228,9 +228,9 @@ class Tokenizer:
 
         if self._fast is None:
             return self
-        other = copy.copy(self)
-        other._fast = type(self._fast).from_str(self._fast.to_str())
-        return other
+        copied = copy.copy(self)
+        copied._fast = type(self._fast).from_str(self._fast.to_str())
+        return copied
 
 
 class Stream:
@@ -327,16 +327,16 @@ def _from_folder(folder: Path, place: str) -> Any:
             if not _is_refusal(e):
                 raise
             reason = e
-    said = " ".join(str(reason).split()).replace(str(folder), place)
+    message = " ".join(str(reason).split()).replace(str(folder), place)
     for package in ("sentencepiece", "tiktoken", "protobuf"):
-        if package in said and not (folder / "tokenizer.json").is_file():
+        if package in message and not (folder / "tokenizer.json").is_file():
             raise MissingPackageError(
                 f"this tokenizer needs the {package} package [file {place}]",
                 hint="pip install sentencepiece tiktoken protobuf; or give a folder with a "
                 "tokenizer.json: --tokenizer FOLDER",
             ) from reason
     raise FormatError(
-        f"transformers cannot read the tokenizer: {said}", file=place, hint=_GIVE
+        f"transformers cannot read the tokenizer: {message}", file=place, hint=_GIVE
     ) from reason
 
 
@@ -349,8 +349,8 @@ _REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportErr
 
 def _is_refusal(error: BaseException) -> bool:
     """The files are to blame: tokenizers raises bare exceptions, huggingface_hub its own."""
-    own = type(error).__module__.partition(".")[0] == "huggingface_hub"
-    return isinstance(error, _REFUSALS) or type(error) is Exception or own
+    is_hub_error = type(error).__module__.partition(".")[0] == "huggingface_hub"
+    return isinstance(error, _REFUSALS) or type(error) is Exception or is_hub_error
 
 
 def _stop_ids(folder: Path, place: str) -> list[int]:
@@ -360,11 +360,11 @@ def _stop_ids(folder: Path, place: str) -> list[int]:
         if not path.is_file():
             continue
         try:
-            said = json.loads(path.read_bytes())
+            config = json.loads(path.read_bytes())
         except ValueError as e:
             raise FormatError(f"no JSON: {e}", file=Path(place) / name) from e
-        found = said.get("eos_token_id") if isinstance(said, dict) else None
-        ids = found if isinstance(found, list) else [found]
+        eos = config.get("eos_token_id") if isinstance(config, dict) else None
+        ids = eos if isinstance(eos, list) else [eos]
         if ids := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:
             return ids
     return []

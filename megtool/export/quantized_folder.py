@@ -41,12 +41,12 @@ from megtool.export.report import ExportReport
 from megtool.export.small_tensors import Values, reciprocal
 from megtool.lint.planned_folder import planned_folder
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.constant_feeds import Given
 from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
 from megtool.quant.recipes.engine_support import Target, read_target
+from megtool.reshard.constant_feed import Given
 from megtool.reshard.execute import peak_rss_bytes
+from megtool.reshard.open_source import open_model
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import open_model
 from megtool.reshard.staged_write import write_staged, written_files
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

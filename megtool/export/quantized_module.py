@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.number_formats.decode import COLUMNS
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class Coded:
     algo: str
     group_size: int
     packing: str
-    parts: tuple[tuple[Part, str], ...]
+    parts: tuple[tuple[PackedPart, str], ...]
     input_scale: str = ""
     input_divides: bool = False
 
-    def part(self, role: str) -> tuple[Part, str] | None:
+    def part(self, role: str) -> tuple[PackedPart, str] | None:
         """The part of a role and the tensor that holds it; None where there is none."""
         return next(((p, n) for p, n in self.parts if p.role == role), None)
 

@@ -32,15 +32,15 @@ from megtool.export.scale_expansion import (
 from megtool.export.small_tensors import reciprocal
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, ZEROS
 from megtool.number_formats.element_codes import numbers
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.constant_feeds import Given, bits_of, hash_of, whole
+from megtool.reshard.constant_feed import Given, bits_of, hash_of, whole
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 __all__ = ["Slice", "repacked"]
 
-Held = Sequence[tuple[Part, GlobalTensor]]
+Held = Sequence[tuple[PackedPart, GlobalTensor]]
 
 _DECODE = "export it with --to hf, which decodes it"
 
@@ -161,7 +161,7 @@ def _check(
             check_scales(box, found[0], part, shape)
 
 
-def _filled(value: NDArray[np.float32], part: Part, tensor: GlobalTensor) -> NDArray[Any]:
+def _filled(value: NDArray[np.float32], part: PackedPart, tensor: GlobalTensor) -> NDArray[Any]:
     """A given scale as it is stored."""
     if value.size not in (1, math.prod(part.shape)):
         raise FormatError(
@@ -178,7 +178,7 @@ class Once:
     """
 
     slices: tuple[Slice, ...]
-    part: Part
+    part: PackedPart
     tensor: GlobalTensor
 
     @property
@@ -202,7 +202,7 @@ class Once:
         return hash_of("once", [(s.lo, s.at, s.shape) for s in self.slices], self._sources)
 
     @property
-    def _sources(self) -> list[tuple[Part, str]]:
+    def _sources(self) -> list[tuple[PackedPart, str]]:
         found = [source_of(s.coded, self.part.role) for s in self.slices]
         return [f for f in found if f is not None]
 

@@ -23,11 +23,11 @@ from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, decode
 from megtool.number_formats.element_codes import neutral, stored
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import Style
-from megtool.number_formats.packed_parts import Part, trimmed
+from megtool.number_formats.packed_parts import PackedPart, trimmed
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.constant_feeds import bits_of, hash_of
 from megtool.quant.packed_tensors.modelopt_tensors import in_dtype, stored_type
+from megtool.reshard.constant_feed import bits_of, hash_of
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -38,13 +38,13 @@ _SECONDS = {SCALE_2: DIVISOR, DIVISOR: SCALE_2}
 _E2M1_MAX = 6.0
 
 
-def source_of(coded: Coded, role: str) -> tuple[Part, str] | None:
+def source_of(coded: Coded, role: str) -> tuple[PackedPart, str] | None:
     """The part that a target's part is made of."""
     found = coded.part(role)
     return coded.part(_SECONDS[role]) if found is None and role in _SECONDS else found
 
 
-def stored_as(values: NDArray[np.float32], part: Part, tensor: GlobalTensor) -> NDArray[Any]:
+def stored_as(values: NDArray[np.float32], part: PackedPart, tensor: GlobalTensor) -> NDArray[Any]:
     """Float32 numbers as a tensor of scales holds them, in the part's shape."""
     out = in_dtype(np.array(values), tensor.dtype)
     if not np.array_equal(single(out, tensor.dtype.name), values, equal_nan=True):
@@ -56,7 +56,7 @@ def stored_as(values: NDArray[np.float32], part: Part, tensor: GlobalTensor) -> 
     return out.reshape(part.shape if values.size == math.prod(part.shape) else values.shape)
 
 
-def identity(name: str, part: Part) -> Placement:
+def identity(name: str, part: PackedPart) -> Placement:
     """All of a stored tensor."""
     return Placement.identity(name, part.shape)
 
@@ -64,7 +64,7 @@ def identity(name: str, part: Part) -> Placement:
 class Window:
     """What the box `lo:hi` of a source needs of a part, read by rows. Use in `with`."""
 
-    def __init__(self, taking: Taking, name: str, part: Part, lo: Index, hi: Index) -> None:
+    def __init__(self, taking: Taking, name: str, part: PackedPart, lo: Index, hi: Index) -> None:
         self._part = part
         self._first, end = part.window(lo, hi)
         self._shape = tuple(b - a for a, b in zip(self._first, end, strict=True))
@@ -106,8 +106,8 @@ class Moved:
 
     box: Slice
     packing: str
-    held: tuple[tuple[Part, GlobalTensor], ...]
-    singles: tuple[Part, ...]
+    held: tuple[tuple[PackedPart, GlobalTensor], ...]
+    singles: tuple[PackedPart, ...]
     known: Known
     first: int
     end: int
@@ -191,7 +191,7 @@ class Moved:
                 out.append(self._scale(windows, part, tensor, first, end))
         return out
 
-    def _codes(self, window: NDArray[Any], part: Part, lo: Index, hi: Index) -> NDArray[Any]:
+    def _codes(self, window: NDArray[Any], part: PackedPart, lo: Index, hi: Index) -> NDArray[Any]:
         """Codes in their new places."""
         packing, have = self.box.coded.packing, self.box.coded.parts[0][0]
         whole_units = all(
@@ -205,7 +205,7 @@ class Moved:
     def _scale(
         self,
         windows: Mapping[str, NDArray[Any]],
-        part: Part,
+        part: PackedPart,
         tensor: GlobalTensor,
         first: int,
         end: int,

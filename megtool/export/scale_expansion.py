@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import UsageError
 from megtool.export.quantized_module import Coded
-from megtool.number_formats.packed_parts import WHOLE, Index, Part
+from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ class Slice:
         return self.at[0] + self.shape[0], self.at[1] + self.shape[1]
 
 
-def per_of(part: Part, dim: int) -> int:
+def per_of(part: PackedPart, dim: int) -> int:
     """Rows (0) or columns (1) that an index of a part serves; 0 where it has them all in one."""
     return next((s.per for s in part.spans if s.dim == dim), 0)
 
 
-def index_of(part: Part, lo: Index, hi: Index) -> tuple[Any, ...]:
+def index_of(part: PackedPart, lo: Index, hi: Index) -> tuple[Any, ...]:
     """What indexes the window of the box `lo:hi` in a whole part, as a view also where that has no
     dimension."""
     first, end = part.window(lo, hi)
     return (*(slice(a, b) for a, b in zip(first, end, strict=True)), ...)
 
 
-def check_codes(box: Slice, part: Part, shape: tuple[int, int]) -> None:
+def check_codes(box: Slice, part: PackedPart, shape: tuple[int, int]) -> None:
     """A box fills whole bytes and words of a target weight of `shape`.
 
     Raises:
@@ -71,7 +71,7 @@ def check_codes(box: Slice, part: Part, shape: tuple[int, int]) -> None:
             )
 
 
-def check_scales(box: Slice, source: Part, part: Part, shape: tuple[int, int]) -> None:
+def check_scales(box: Slice, source: PackedPart, part: PackedPart, shape: tuple[int, int]) -> None:
     """A box fills whole scales of a target weight, and a source scale serves all under each.
 
     Raises:
@@ -81,7 +81,7 @@ def check_scales(box: Slice, source: Part, part: Part, shape: tuple[int, int]) -
         raise fault
 
 
-def scale_fault(box: Slice, source: Part, part: Part, shape: tuple[int, int]) -> UsageError | None:
+def scale_fault(box: Slice, source: PackedPart, part: PackedPart, shape: tuple[int, int]) -> UsageError | None:
     """What `check_scales` raises."""
     for dim, what in enumerate(_DIMS):
         begin, n = box.lo[dim], box.shape[dim]
@@ -113,9 +113,9 @@ def _cut(box: Slice, dim: int, why: str) -> UsageError:
 
 def expanded(
     window: NDArray[Any],
-    source: Part,
+    source: PackedPart,
     lo: tuple[int, int],
-    part: Part,
+    part: PackedPart,
     at: tuple[int, int],
     shape: tuple[int, int],
 ) -> NDArray[Any]:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GenerateRequest:
     """A prompt to be continued: its number in the input, its tokens, and the most new ones."""
 
     number: int
@@ -35,7 +35,7 @@ class Request:
 class Running:
     """A request in a slot, and the tokens generated so far."""
 
-    request: Request
+    request: GenerateRequest
     slot: int
     num_pages: int
     tokens: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Running:
         return len(self.request.prompt) + len(self.tokens)
 
 
-class Schedule:
+class BatchScheduler:
     """Requests in line for `num_slots` slots and `num_pages` pages of `page_size` tokens each.
 
     Raises:
@@ -54,7 +54,7 @@ class Schedule:
     """
 
     def __init__(
-        self, requests: Iterable[Request], *, num_slots: int, num_pages: int, page_size: int
+        self, requests: Iterable[GenerateRequest], *, num_slots: int, num_pages: int, page_size: int
     ) -> None:
         self._waiting = deque(requests)
         self._page_size = page_size
@@ -69,7 +69,7 @@ class Schedule:
                     hint="fewer --max-new-tokens, or a smaller --batch-size with longer sequences",
                 )
 
-    def _pages(self, request: Request) -> int:
+    def _pages(self, request: GenerateRequest) -> int:
         return -(-request.num_positions // self._page_size)
 
     @property
@@ -94,16 +94,16 @@ class Schedule:
             longest = wider
             self._waiting.popleft()
             self._free_pages -= need
-            one = Running(request=request, slot=self._free_slots.pop(), num_pages=need)
-            self.running[one.slot] = one
-            entered.append(one)
+            running = Running(request=request, slot=self._free_slots.pop(), num_pages=need)
+            self.running[running.slot] = running
+            entered.append(running)
         return entered
 
-    def leave(self, one: Running) -> None:
+    def leave(self, running: Running) -> None:
         """Give the slot and the pages of a finished sequence back."""
-        del self.running[one.slot]
-        self._free_slots.append(one.slot)
-        self._free_pages += one.num_pages
+        del self.running[running.slot]
+        self._free_slots.append(running.slot)
+        self._free_pages += running.num_pages
 
 
 class InOrder(Generic[T]):

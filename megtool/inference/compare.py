@@ -18,7 +18,7 @@ from megtool.inference.evaluate import (
     token_scores,
 )
 from megtool.inference.forward import Forward
-from megtool.inference.windows import Document, Rows, batches
+from megtool.inference.windows import TokenDocument, WindowRows, batches
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _NUM_WORST = 10
@@ -35,7 +35,7 @@ class Position:
     kl: float
     expected: int
     ours: int
-    theirs: int
+    reference: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Comparison:
     """
 
     ours: Score
-    theirs: Score
+    reference: Score
     kl_mean: float
     kl_max: float
     kl_percentiles: tuple[float, ...]
@@ -92,9 +92,9 @@ def differences(ours_TV: Tensor, theirs_TV: Tensor) -> Differences:
 
 @torch.inference_mode()
 def compare(
-    ours: Forward,
-    theirs: Forward,
-    documents: Sequence[Document],
+    model: Forward,
+    reference: Forward,
+    documents: Sequence[TokenDocument],
     *,
     window: int,
     stride: int,
@@ -111,29 +111,29 @@ def compare(
         UsageError: nothing to predict.
         CheckpointError: the logits of one hold a NaN, or vocabularies differ in size.
     """
-    check_documents(documents, ours.config.vocab_size)
-    sizes = ours.config.vocab_size, theirs.config.vocab_size
+    check_documents(documents, model.config.vocab_size)
+    sizes = model.config.vocab_size, reference.config.vocab_size
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"the models have vocabularies of {sizes[0]} and {sizes[1]} tokens",
             hint="predictions are compared token by token: both need the same tokenizer",
         )
-    mine, other = Score(), Score()
+    model_score, reference_score = Score(), Score()
     kl_parts: list[Tensor] = []
     num_agreeing, sum_mean, largest = 0, 0.0, 0.0
     worst: list[Position] = []
-    hidden = hidden_of(ours, graphed=graphed), hidden_of(theirs, graphed=graphed)
+    hidden = hidden_of(model, graphed=graphed), hidden_of(reference, graphed=graphed)
     for rows in batches(
-        documents, window=window, stride=stride, batch_size=batch_size, device=ours.device
+        documents, window=window, stride=stride, batch_size=batch_size, device=model.device
     ):
         if not rows.num_counted:
             continue
         states = hidden[0](rows.batch), hidden[1](rows.batch)
-        facts = _facts(ours, theirs, states, rows)
-        _check(facts, ours, theirs)
+        facts = _facts(model, reference, states, rows)
+        _check(facts, model, reference)
         kl_parts.append(facts[:, _KL])
-        mine += _score(facts, _OUR_LOSS, _OURS)
-        other += _score(facts, _THEIR_LOSS, _THEIRS)
+        model_score += _score(facts, _OUR_LOSS, _OURS)
+        reference_score += _score(facts, _THEIR_LOSS, _THEIRS)
         num_agreeing += int((facts[:, _OURS] == facts[:, _THEIRS]).sum())
         sum_mean += float(facts[:, _MEAN].sum())
         largest = max(largest, float(facts[:, _MOST].max()))
@@ -141,8 +141,8 @@ def compare(
         counted(rows.num_counted)
     kl_N = torch.cat(kl_parts)
     return Comparison(
-        ours=mine,
-        theirs=other,
+        ours=model_score,
+        reference=reference_score,
         kl_mean=float(kl_N.mean()),
         kl_max=float(kl_N.max()),
         kl_percentiles=percentiles(kl_N),
@@ -158,15 +158,18 @@ _KL, _OURS, _THEIRS, _MEAN, _MOST, _LABEL, _OUR_LOSS, _THEIR_LOSS = range(8)
 
 
 def _facts(
-    ours: Forward, theirs: Forward, states: tuple[Tensor | None, Tensor | None], rows: Rows
+    model: Forward,
+    reference: Forward,
+    states: tuple[Tensor | None, Tensor | None],
+    rows: WindowRows,
 ) -> Tensor:
     """What is known of each prediction of a batch, fp64 [N, 8] on the CPU of every rank."""
     x_TH, y_TH = states
-    facts_N8 = torch.zeros(rows.num_counted, 8, dtype=torch.float64, device=ours.device)
+    facts_N8 = torch.zeros(rows.num_counted, 8, dtype=torch.float64, device=model.device)
     if x_TH is not None and y_TH is not None:
         pairs = zip(
-            counted_logits(ours, x_TH, rows.labels_BS),
-            counted_logits(theirs, y_TH, rows.labels_BS),
+            counted_logits(model, x_TH, rows.labels_BS),
+            counted_logits(reference, y_TH, rows.labels_BS),
             strict=True,
         )
         parts = []
@@ -176,14 +179,14 @@ def _facts(
             columns = (d.kl_T, d.ours_T, d.theirs_T, d.mean_T, d.max_T, labels_C, *losses)
             parts.append(torch.stack([c.double() for c in columns], 1))
         facts_N8 = torch.cat(parts)
-    return ours.share(facts_N8).cpu()
+    return model.share(facts_N8).cpu()
 
 
-def _check(facts: Tensor, ours: Forward, theirs: Forward) -> None:
-    for column, forward, which in ((_OUR_LOSS, ours, "first"), (_THEIR_LOSS, theirs, "other")):
+def _check(facts: Tensor, model: Forward, reference: Forward) -> None:
+    for column, forward, label in ((_OUR_LOSS, model, "first"), (_THEIR_LOSS, reference, "other")):
         if bool(facts[:, column].isnan().any()):
             raise CheckpointError(
-                f"the logits of the {which} model hold a NaN", **forward.where_is_nan()
+                f"the logits of the {label} model hold a NaN", **forward.where_is_nan()
             )
 
 
@@ -195,15 +198,22 @@ def _score(facts: Tensor, loss: int, top: int) -> Score:
     )
 
 
-def _worst(facts: Tensor, rows: Rows) -> Iterator[Position]:
+def _worst(facts: Tensor, rows: WindowRows) -> Iterator[Position]:
     """The positions of a batch where the models differ most; none where they do not."""
     for row in facts[:, _KL].topk(min(_NUM_WORST, len(facts))).indices.tolist():
         document, place = rows.places[row]
         kl = float(facts[row, _KL])
         if kl > 0:
-            expected, mine, other = (int(facts[row, c]) for c in (_LABEL, _OURS, _THEIRS))
+            expected, predicted, reference_predicted = (
+                int(facts[row, c]) for c in (_LABEL, _OURS, _THEIRS)
+            )
             yield Position(
-                document=document, place=place, kl=kl, expected=expected, ours=mine, theirs=other
+                document=document,
+                place=place,
+                kl=kl,
+                expected=expected,
+                ours=predicted,
+                reference=reference_predicted,
             )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.forward import Forward
-from megtool.kernels.cuda_graphs import Function, Graphs, graphed
+from megtool.kernels.cuda_graphs import CudaGraphs, Function, graphed
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 
@@ -19,15 +19,15 @@ SPARE_SLOTS = 8
 """Slots that a cache needs beyond its tokens: a graph's warm-up writes there, and is undone."""
 
 
-class Replayed:
+class ReplayedForward:
     """Calls of a function, replayed as graphs, or as they are once a capture has failed.
 
     That it failed is logged, once: the result is the same, and slower.
     """
 
-    def __init__(self, function: Function, graphs: Graphs) -> None:
+    def __init__(self, function: Function, graphs: CudaGraphs) -> None:
         self._function = function
-        self._graphs: Graphs | None = graphs
+        self._graphs: CudaGraphs | None = graphs
         self.num_replays = 0
 
     def __call__(self, tokens: Tensor) -> Any:
@@ -56,7 +56,7 @@ class GraphedStep:
     def __init__(self, forward: Forward, cache: ContiguousCache) -> None:
         self._forward, self._cache = forward, cache
         graphs = graphed(self._step, forward.device, state=cache.state, copies=False)
-        self._replayed = Replayed(self._step, graphs)
+        self._replayed = ReplayedForward(self._step, graphs)
 
     @property
     def num_replays(self) -> int:
@@ -82,7 +82,9 @@ class GraphedHidden:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._replayed = Replayed(self._hidden, graphed(self._hidden, forward.device, copies=False))
+        self._replayed = ReplayedForward(
+            self._hidden, graphed(self._hidden, forward.device, copies=False)
+        )
 
     @property
     def num_replays(self) -> int:

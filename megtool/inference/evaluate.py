@@ -12,7 +12,7 @@ from torch import Tensor
 from megtool.errors import CheckpointError, UsageError
 from megtool.inference.cuda_graph import GraphedHidden
 from megtool.inference.forward import Forward
-from megtool.inference.windows import IGNORED, Document, Rows, batches, num_counted
+from megtool.inference.windows import IGNORED, TokenDocument, WindowRows, batches, num_counted
 from megtool.model.batch import Batch, check_ids
 
 MOST_LOGITS = 1 << 23
@@ -50,7 +50,7 @@ class Score:
         return self.num_hits / self.num_tokens
 
 
-def check_documents(documents: Sequence[Document], vocab_size: int) -> int:
+def check_documents(documents: Sequence[TokenDocument], vocab_size: int) -> int:
     """How many predictions count.
 
     Raises:
@@ -70,7 +70,7 @@ def check_documents(documents: Sequence[Document], vocab_size: int) -> int:
 @torch.inference_mode()
 def evaluate(
     forward: Forward,
-    documents: Sequence[Document],
+    documents: Sequence[TokenDocument],
     *,
     window: int,
     stride: int,
@@ -111,7 +111,7 @@ def hidden_of(forward: Forward, *, graphed: bool) -> Hidden:
     return GraphedHidden(forward) if graphed and forward.is_graphable else forward.hidden
 
 
-def score(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Score:
+def score(forward: Forward, x_TH: Tensor | None, rows: WindowRows) -> Score:
     """The score of one batch by its states, on every rank."""
     log_probs_N, hits_N = predictions(forward, x_TH, rows).unbind(1)
     return Score(
@@ -121,7 +121,7 @@ def score(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Score:
     )
 
 
-def predictions(forward: Forward, x_TH: Tensor | None, rows: Rows) -> Tensor:
+def predictions(forward: Forward, x_TH: Tensor | None, rows: WindowRows) -> Tensor:
     """Of each prediction that counts, in the order of `rows.places`: the log-probability of the
     label (nats), and 1 where it is the likeliest token. fp64 [N, 2] on the CPU of every rank.
 

@@ -14,16 +14,16 @@ from megtool.config import ModelConfig
 from megtool.inference.layer_streaming import on_demand_of
 from megtool.kernels.token_statistics import token_log_probs
 from megtool.model.batch import Batch
-from megtool.model.cache import Cache, ContiguousCache, PagedCache
+from megtool.model.cache import ContiguousCache, KVCache, PagedCache
 from megtool.model.decoder import Decoder, check_no_context
 from megtool.model.moe import MoeMlp
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.context_parallel import whole_tokens
 from megtool.parallel.mesh import Mesh
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
-class Place(TypedDict, total=False):
+class ErrorLocation(TypedDict, total=False):
     """Where something is wrong, as the arguments of an error."""
 
     tensor: str
@@ -43,7 +43,11 @@ class Forward:
     """
 
     def __init__(
-        self, decoder: Decoder, groups: Groups | None = None, *, find_nan: Finder | None = None
+        self,
+        decoder: Decoder,
+        groups: ProcessGroups | None = None,
+        *,
+        find_nan: Finder | None = None,
     ) -> None:
         self.decoder = decoder
         self.groups = decoder.groups if groups is None else groups
@@ -68,7 +72,7 @@ class Forward:
             and all(m.is_graphable for m in self.decoder.modules() if isinstance(m, MoeMlp))
         )
 
-    def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor | None:
+    def hidden(self, batch: Batch, cache: KVCache | None = None) -> Tensor | None:
         """States after the final norm, x_TH; each stage hands its rows to the next.
 
         They are of all tokens, also where context parallelism shared these out (to which end rows
@@ -101,7 +105,7 @@ class Forward:
         )
 
     def last_logits(
-        self, batch: Batch, cache: Cache, counts: Sequence[int] | None = None
+        self, batch: Batch, cache: KVCache, counts: Sequence[int] | None = None
     ) -> Tensor | None:
         """Logits [B, V] of the last token of each row; of token `counts[row] - 1` where given."""
         x_TH = self.hidden(batch, cache)
@@ -163,14 +167,16 @@ class Forward:
             dist.broadcast(value, src=self._first_with_logits, group=self.groups.world.handle)
         return value
 
-    def where_is_nan(self) -> Place:
+    def where_is_nan(self) -> ErrorLocation:
         """The weight that is to blame for NaN logits, as arguments of the error about them."""
         tensor = None if self._find_nan is None else self._find_nan(self.decoder)
         if tensor is not None:
-            return Place(
+            return ErrorLocation(
                 tensor=tensor, hint="`megtool inspect SRC --stats` shows NaN and Inf counts"
             )
-        return Place(hint="every weight is finite; try --dtype float32, for float16 overflows")
+        return ErrorLocation(
+            hint="every weight is finite; try --dtype float32, for float16 overflows"
+        )
 
 
 def _filled(batch: Batch, more: int) -> Batch:

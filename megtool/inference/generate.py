@@ -11,10 +11,10 @@ import torch
 
 from megtool.config import ModelConfig
 from megtool.errors import CheckpointError, UsageError
-from megtool.inference.batching import InOrder, Request, Running, Schedule
+from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, Running
 from megtool.inference.forward import Forward
 from megtool.inference.sampling import NO_NUMBER, Sampling, choose
-from megtool.inference.slots import Blocks, Rows, Slots
+from megtool.inference.slots import BlockSlots, RowSlots, Slots
 from megtool.inference.stop_strings import Stops
 from megtool.model.batch import check_ids
 
@@ -24,7 +24,7 @@ Finish = Literal["eos", "stop", "length"]
 _MOST_PREFILL_TOKENS = 8192
 
 
-class Spelling(Protocol):
+class IncrementalDetokenizer(Protocol):
     """Tokens to text, one by one: `push` gives the text that is certain, `finish` the rest."""
 
     def push(self, token: int) -> str:
@@ -61,7 +61,7 @@ class Meter:
     num_graphed: int = 0
 
 
-def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:
+def check_requests(requests: Sequence[GenerateRequest], config: ModelConfig) -> None:
     """Refuse prompts that are empty, run beyond the model's positions, or out of its vocabulary.
 
     Raises:
@@ -79,20 +79,22 @@ def check_requests(requests: Sequence[Request], config: ModelConfig) -> None:
         if new < 1:
             raise UsageError(f"max_new_tokens is {new}", hint="1 or more")
         if length + new > max_positions:
-            left = max_positions - length
+            remaining = max_positions - length
             raise UsageError(
                 f"prompt {request.number} has {length} tokens, and {new} new ones make "
                 f"{length + new}: the model has {max_positions} positions",
-                hint=f"--max-new-tokens {left} fits" if left > 0 else "shorten the prompt",
+                hint=f"--max-new-tokens {remaining} fits"
+                if remaining > 0
+                else "shorten the prompt",
             )
 
 
 @torch.inference_mode()
 def generate(
     forward: Forward,
-    requests: Sequence[Request],
+    requests: Sequence[GenerateRequest],
     *,
-    spelling: Callable[[], Spelling],
+    spelling: Callable[[], IncrementalDetokenizer],
     sampling: Sampling,
     eos_ids: frozenset[int] = frozenset(),
     stop: Sequence[str] = (),
@@ -120,11 +122,11 @@ def generate(
     if not requests:
         return
     slots: Slots = (
-        Rows(forward, requests, graphed=graphed)
+        RowSlots(forward, requests, graphed=graphed)
         if len(requests) <= num_slots
-        else Blocks(forward, requests, num_slots=num_slots)
+        else BlockSlots(forward, requests, num_slots=num_slots)
     )
-    schedule = Schedule(
+    schedule = BatchScheduler(
         requests,
         num_slots=min(num_slots, len(requests)),
         num_pages=slots.num_pages,
@@ -135,10 +137,10 @@ def generate(
     while schedule.is_busy:
         began = time.monotonic()
         entered = schedule.enter(most_tokens=slots.most_prefill_tokens or _MOST_PREFILL_TOKENS)
-        for one in entered:
-            number = one.request.number
+        for running in entered:
+            number = running.request.number
             writers[number] = _Writer(
-                one, spelling(), Stops(stop), eos_ids, sampling.generator(number), shown
+                running, spelling(), Stops(stop), eos_ids, sampling.generator(number), shown
             )
         rows = entered or list(schedule.running.values())
         logits_BV = slots.prefill(rows) if entered else slots.step(rows)
@@ -152,17 +154,17 @@ def generate(
             meter.step_tokens += len(rows)
             meter.num_steps += 1
         meter.new_tokens += len(rows)
-        for one, token in zip(rows, tokens, strict=True):
-            number = one.request.number
+        for running, token in zip(rows, tokens, strict=True):
+            number = running.request.number
             if token == NO_NUMBER:
                 raise CheckpointError(
-                    f"the logits after {one.length} tokens of prompt {number} hold a NaN",
+                    f"the logits after {running.length} tokens of prompt {number} hold a NaN",
                     **forward.where_is_nan(),
                 )
             done = writers[number].add(token)
             if done is not None:
-                slots.leave(one)
-                schedule.leave(one)
+                slots.leave(running)
+                schedule.leave(running)
                 del writers[number]
                 yield from ready.add(number, done)
     meter.num_graphed += slots.num_graphed
@@ -181,8 +183,8 @@ def _chosen(
     tokens_B = None
     if logits_BV is not None:
         tokens_B = choose(logits_BV, sampling, [w.generator for w in writers])
-    found: list[int] = forward.agree(tokens_B, len(writers)).tolist()
-    return found
+    tokens: list[int] = forward.agree(tokens_B, len(writers)).tolist()
+    return tokens
 
 
 class _Writer:
@@ -190,28 +192,28 @@ class _Writer:
 
     def __init__(
         self,
-        one: Running,
-        spelling: Spelling,
+        running: Running,
+        spelling: IncrementalDetokenizer,
         stops: Stops,
         eos_ids: frozenset[int],
         generator: torch.Generator,
         shown: Callable[[int, str], None] | None,
     ) -> None:
-        self._one, self._spelling, self._stops = one, spelling, stops
+        self._running, self._spelling, self._stops = running, spelling, stops
         self._eos_ids, self._shown = eos_ids, shown
         self.generator = generator
         self._pieces: list[str] = []
 
     def add(self, token: int) -> Completion | None:
         """Take in the next token; the completion, if the text ends with it."""
-        one = self._one
-        one.tokens.append(token)
+        running = self._running
+        running.tokens.append(token)
         finish: Finish | None = None
         if token in self._eos_ids:
             finish = "eos"
         else:
             self._show(self._stops.add(self._spelling.push(token)))
-            if not self._stops.stopped and len(one.tokens) == one.request.max_new_tokens:
+            if not self._stops.stopped and len(running.tokens) == running.request.max_new_tokens:
                 finish = "length"
         if finish:
             self._show(self._stops.add(self._spelling.finish()))
@@ -221,9 +223,9 @@ class _Writer:
             return None
         self._show(self._stops.finish())
         return Completion(
-            number=one.request.number,
-            num_prompt_tokens=len(one.request.prompt),
-            tokens=tuple(one.tokens),
+            number=running.request.number,
+            num_prompt_tokens=len(running.request.prompt),
+            tokens=tuple(running.tokens),
             text="".join(self._pieces),
             finish=finish,
         )
@@ -232,4 +234,4 @@ class _Writer:
         if text:
             self._pieces.append(text)
             if self._shown is not None:
-                self._shown(self._one.request.number, text)
+                self._shown(self._running.request.number, text)

@@ -39,7 +39,7 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     for number in sorted(layers):
         out[f"decoder.layers.{number}"] = layers[number]
     out[_END] = last
-    return {unit: held for unit, held in out.items() if held}
+    return {unit: members for unit, members in out.items() if members}
 
 
 class OnDemand:
@@ -96,7 +96,7 @@ class OnDemand:
             if unit == self._resident or self._is_fixed:
                 return
             self.release()
-            tensors = self._taken(unit)
+            tensors = self._load_unit(unit)
             self._resident = unit
             for name in self.units[unit]:
                 replaced(self._decoder, name, tensors.pop(name).to(self._device))
@@ -139,16 +139,16 @@ class OnDemand:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights by name, a unit at a time; none is kept."""
-        seen = set[str]()
+        visited = set[str]()
         for unit in self._order:
             tensors = self._read(unit)
             for name in self.units[unit]:
                 tensor = tensors.pop(name)
-                if name not in seen:
-                    seen.add(name)
+                if name not in visited:
+                    visited.add(name)
                     yield name, tensor
 
-    def _taken(self, unit: str) -> dict[str, Tensor]:
+    def _load_unit(self, unit: str) -> dict[str, Tensor]:
         coming, self._coming = self._coming, None
         if coming is None:
             return self._read(unit)
@@ -164,8 +164,8 @@ class OnDemand:
 
 def on_demand_of(decoder: nn.Module) -> OnDemand | None:
     """What keeps a decoder's weights on disk; None where they are all in memory."""
-    found = decoder.__dict__.get("_megtool_on_demand")
-    return found if isinstance(found, OnDemand) else None
+    on_demand = decoder.__dict__.get("_megtool_on_demand")
+    return on_demand if isinstance(on_demand, OnDemand) else None
 
 
 def replaced(root: nn.Module, name: str, tensor: Tensor) -> None:
@@ -183,8 +183,8 @@ def replaced(root: nn.Module, name: str, tensor: Tensor) -> None:
 def restored(root: nn.Module, name: str, old: Any) -> None:
     """Put back the very parameter or buffer that was there before."""
     module, leaf = _holder(root, name)
-    held = module._parameters if leaf in module._parameters else module._buffers
-    held[leaf] = old
+    tensors = module._parameters if leaf in module._parameters else module._buffers
+    tensors[leaf] = old
 
 
 def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -10,12 +10,12 @@ import torch
 
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import MissingPackageError, UsageError
-from megtool.inference.batching import Request
+from megtool.inference.batching import GenerateRequest
 from megtool.inference.evaluate import hidden_of, predictions
 from megtool.inference.forward import Forward
 from megtool.inference.generate import generate
 from megtool.inference.sampling import Sampling
-from megtool.inference.windows import Document, batches
+from megtool.inference.windows import TokenDocument, batches
 from megtool.model.batch import check_ids
 
 _MOST_NEW_TOKENS = 256  # lm-eval's own default
@@ -49,15 +49,15 @@ def run_tasks(
     except ModuleNotFoundError as e:
         raise MissingPackageError(f"tasks need the {e.name} package", hint=_MISSING) from e
     manager = TaskManager() if task_manager is None else task_manager
-    known = set(manager.all_tasks)
-    if unknown := [t for t in tasks if isinstance(t, str) and t not in known]:
-        near = sorted(t for t in known if unknown[0].split("_")[0] in t)[:5]
+    task_names = set(manager.all_tasks)
+    if unknown := [t for t in tasks if isinstance(t, str) and t not in task_names]:
+        near = sorted(t for t in task_names if unknown[0].split("_")[0] in t)[:5]
         raise UsageError(
             f"lm-eval knows no task {unknown[0]!r}",
             hint=f"such as {', '.join(near)}" if near else "`lm-eval ls tasks` lists them",
         )
     model = language_model(forward, tokenizer, window=window, batch_size=batch_size)
-    found = simple_evaluate(
+    results = simple_evaluate(
         model=model,
         tasks=list(tasks),
         task_manager=manager,
@@ -67,7 +67,7 @@ def run_tasks(
         log_samples=False,
         bootstrap_iters=0,
     )
-    if found is None:
+    if results is None:
         return {}
     return {
         task: {
@@ -75,7 +75,7 @@ def run_tasks(
             for name, value in values.items()
             if name != "alias" and not name.startswith(("name", "sample_")) and "stderr" not in name
         }
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
     }
 
 
@@ -104,7 +104,7 @@ def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch
                 tokens = [*before, *after][-(window + 1) :]
                 first = max(1, len(tokens) - len(after))
                 counted = [False] * first + [True] * (len(tokens) - first)
-                documents.append(Document(tokens=tokens, counted=counted))
+                documents.append(TokenDocument(tokens=tokens, counted=counted))
             return _sums(forward, documents, window, batch_size)
 
         def loglikelihood_rolling(self, requests: Iterable[Any]) -> list[float]:
@@ -116,15 +116,17 @@ def language_model(forward: Forward, tokenizer: Tokenizer, *, window: int, batch
 
         def generate_until(self, requests: Iterable[Any]) -> list[str]:
             """What follows each context, up to a string or a number of tokens."""
-            asked = [r.args for r in requests]
+            arguments = [r.args for r in requests]
             alike: dict[str, list[int]] = {}
-            for number, (_, options) in enumerate(asked):
+            for number, (_, options) in enumerate(arguments):
                 alike.setdefault(repr(sorted(options.items())), []).append(number)
-            out = [""] * len(asked)
+            out = [""] * len(arguments)
             for numbers in alike.values():
-                texts = [asked[n][0] for n in numbers]
-                found = _written(forward, tokenizer, texts, dict(asked[numbers[0]][1]), batch_size)
-                for number, text in zip(numbers, found, strict=True):
+                texts = [arguments[n][0] for n in numbers]
+                texts_out = _written(
+                    forward, tokenizer, texts, dict(arguments[numbers[0]][1]), batch_size
+                )
+                for number, text in zip(numbers, texts_out, strict=True):
                     out[number] = text
             return out
 
@@ -164,9 +166,9 @@ def split_pair(
         return [prefix], tokens
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
-    whole = encoded(tokenizer, stripped + continuation, prefix)
+    joined = encoded(tokenizer, stripped + continuation, prefix)
     before = encoded(tokenizer, stripped, prefix)
-    return before, whole[len(before) :]
+    return before, joined[len(before) :]
 
 
 def encoded(tokenizer: Tokenizer, text: str, prefix: int | None) -> list[int]:
@@ -177,7 +179,9 @@ def encoded(tokenizer: Tokenizer, text: str, prefix: int | None) -> list[int]:
     return tokenizer.encode(text, add_special=not begins)
 
 
-def rolling(tokenizer: Tokenizer, text: str, prefix: int | None, window: int) -> Iterator[Document]:
+def rolling(
+    tokenizer: Tokenizer, text: str, prefix: int | None, window: int
+) -> Iterator[TokenDocument]:
     """A whole text after the token that begins one, in windows of which each predicts what the
     one before left; the last is as long as the others, and shows again what it does not count."""
     lead = [] if prefix is None else [prefix]
@@ -186,12 +190,12 @@ def rolling(tokenizer: Tokenizer, text: str, prefix: int | None, window: int) ->
         stop = min(start + window, len(tokens) - 1)
         first = max(0, stop - window)
         counted = [False] * (start + 1 - first) + [True] * (stop - start)
-        yield Document(tokens=tokens[first : stop + 1], counted=counted)
+        yield TokenDocument(tokens=tokens[first : stop + 1], counted=counted)
 
 
 @torch.inference_mode()
 def _sums(
-    forward: Forward, documents: Sequence[Document], window: int, batch_size: int
+    forward: Forward, documents: Sequence[TokenDocument], window: int, batch_size: int
 ) -> list[tuple[float, bool]]:
     """Of each document the log-probability of what counts, and whether all of it is likeliest.
 
@@ -238,7 +242,7 @@ def _written(
         else Sampling()
     )
     requests = [
-        Request(
+        GenerateRequest(
             number=n,
             prompt=tuple(encoded(tokenizer, c, prefix)[-(positions - new) :]),
             max_new_tokens=new,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megtool.checkpoint.memory import free_memory
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.console import Progress, format_bytes, silent
-from megtool.convert.rank_tensors import Seat
+from megtool.convert.rank_tensors import RankCoordinates
 from megtool.convert.sharding import check_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
@@ -24,7 +24,7 @@ from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.pipeline_split import divisors
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 __all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
 
@@ -34,7 +34,7 @@ _AT_A_TIME = 1 << 22  # elements looked at at once: what is computed of them sta
 def load(
     source: Source,
     *,
-    groups: Groups | None = None,
+    groups: ProcessGroups | None = None,
     dtype: DType | torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     on_demand: bool = False,
@@ -57,8 +57,8 @@ def load(
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read, or with `check` are no numbers.
     """
-    groups = Groups.alone(device or "cpu") if groups is None else groups
-    where = torch.device(device) if device is not None else groups.device
+    groups = ProcessGroups.alone(device or "cpu") if groups is None else groups
+    target_device = torch.device(device) if device is not None else groups.device
     parallel = groups.parallel
     if parallel.vpp > 1:
         raise LayoutError(
@@ -68,7 +68,9 @@ def load(
     weights = Weights(
         source,
         parallel=parallel,
-        seat=Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank),
+        seat=RankCoordinates(
+            stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
+        ),
         vocab_multiple=VOCAB_MULTIPLE,
         threads=threads,
         memory_bytes=memory_bytes,
@@ -81,15 +83,15 @@ def load(
     expected = decoder.state_dict()
     check_names(weights, expected)
     weights.become({n: named(str(t.dtype)) for n, t in expected.items()})
-    check_memory(weights, where, on_demand=on_demand)
+    check_memory(weights, target_device, on_demand=on_demand)
     if on_demand:
-        OnDemand(decoder, weights, where)
-    elif where.type == "cpu":
+        OnDemand(decoder, weights, target_device)
+    elif target_device.type == "cpu":
         fill(decoder, weights.load())
     else:
         for names in units_of(weights.tensors).values():
             tensors = weights.load(names)
-            fill(decoder, {n: tensors.pop(n).to(where) for n in names})
+            fill(decoder, {n: tensors.pop(n).to(target_device) for n in names})
     decoder.requires_grad_(False)
     decoder.eval()
     if check:
@@ -105,8 +107,8 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
     """
     file = weights.catalogue.root
     for name, tensor in expected.items():
-        found = weights.tensors.get(name)
-        if found is None:
+        stored = weights.tensors.get(name)
+        if stored is None:
             raise MappingError(
                 f"the model has a parameter of shape {list(tensor.shape)} that the checkpoint "
                 "does not hold",
@@ -114,9 +116,9 @@ def check_names(weights: Weights, expected: Mapping[str, Tensor]) -> None:
                 tensor=name,
                 hint="does the config.json belong to this checkpoint?",
             )
-        if tuple(tensor.shape) != found.shape:
+        if tuple(tensor.shape) != stored.shape:
             raise MappingError(
-                f"this rank's part of the checkpoint has shape {list(found.shape)}, and of the "
+                f"this rank's part of the checkpoint has shape {list(stored.shape)}, and of the "
                 f"model {list(tensor.shape)}",
                 file=file,
                 tensor=name,
@@ -145,8 +147,8 @@ def check_memory(
     else:
         free = free_memory()
     sizes = [weights.num_bytes(names) for names in units_of(weights.tensors).values()]
-    held = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if on_demand else sizes
-    needed = max(held, default=0) if on_demand else sum(held)
+    resident = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)] if on_demand else sizes
+    needed = max(resident, default=0) if on_demand else sum(resident)
     if free is None or needed <= free:
         return
     ways = [] if on_demand or is_trained else ["load layers on demand (--on-demand)"]
@@ -166,12 +168,12 @@ def _wider(config: ModelConfig, parallel: ParallelConfig) -> str | None:
     """The option of the next layout with more tensor ranks, else stages, that divides a model."""
     wider = [ParallelConfig(tp=n) for n in divisors(config.num_heads) if n > parallel.tp]
     wider += [ParallelConfig(pp=n) for n in divisors(config.num_layers) if n > parallel.pp]
-    for one in wider:
+    for kind in wider:
         try:
-            check_layout(config, one)
+            check_layout(config, kind)
         except LayoutError:
             continue
-        return f"--tp {one.tp}" if one.tp > 1 else f"--pp {one.pp}"
+        return f"--tp {kind.tp}" if kind.tp > 1 else f"--pp {kind.pp}"
     return None
 
 
@@ -201,10 +203,10 @@ def check_finite(decoder: Decoder, source: Source | None = None) -> None:
     """
     fault = _first_fault(decoder)
     if fault is not None:
-        name, tensor, at = fault
-        index = [int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)]
+        name, tensor, flat_index = fault
+        index = [int(i) for i in torch.unravel_index(torch.tensor(flat_index), tensor.shape)]
         raise CheckpointError(
-            f"element {index} of this rank's part is {float(tensor.flatten()[at])}",
+            f"element {index} of this rank's part is {float(tensor.flatten()[flat_index])}",
             file=source.catalogue.root if source else None,
             tensor=name,
             hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, "
@@ -215,8 +217,8 @@ def check_finite(decoder: Decoder, source: Source | None = None) -> None:
 def _first_fault(decoder: Decoder) -> tuple[str, Tensor, int] | None:
     """The first weight with an element that is no finite number, and where that is."""
     for name, tensor in named_weights(decoder):
-        if (at := _fault(tensor)) is not None:
-            return name, tensor, at
+        if (index := _fault(tensor)) is not None:
+            return name, tensor, index
     return None
 
 
@@ -241,8 +243,8 @@ def computable(kind: DType) -> torch.dtype:
     Raises:
         UsageError: no model is computed in it.
     """
-    found = getattr(torch, kind.name, None)
-    if not isinstance(found, torch.dtype) or kind.name not in (
+    dtype = getattr(torch, kind.name, None)
+    if not isinstance(dtype, torch.dtype) or kind.name not in (
         "float32",
         "bfloat16",
         "float16",
@@ -251,4 +253,4 @@ def computable(kind: DType) -> torch.dtype:
         raise UsageError(
             f"no model runs in {kind.name}", hint="--dtype float32, bfloat16 or float16"
         )
-    return found
+    return dtype

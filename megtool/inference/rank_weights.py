@@ -24,11 +24,17 @@ from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.console import Progress, silent
 from megtool.convert.binding import missing, summarize
-from megtool.convert.canonical import VOCABULARY, Model
-from megtool.convert.dialects import Side, TargetSide, is_optimizer_state, write_side
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
+from megtool.convert.dialects import CanonicalView, TargetView, is_optimizer_state, write_side
 from megtool.convert.megatron import is_encoder_decoder
 from megtool.convert.rank_parameters import rank_parameters
-from megtool.convert.rank_tensors import LocalSide, LocalTensor, Seat, local_side, local_tensors
+from megtool.convert.rank_tensors import (
+    LocalTensor,
+    LocalView,
+    RankCoordinates,
+    local_side,
+    local_tensors,
+)
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
 from megtool.tensors.box import numel
@@ -48,7 +54,7 @@ class Source:
     """An open checkpoint, where its canonical tensors lie, and what model they are."""
 
     catalogue: Catalogue
-    side: Side
+    side: CanonicalView
     config: ModelConfig | None
 
 
@@ -68,13 +74,13 @@ class Weights:
         source: Source,
         *,
         parallel: ParallelConfig | None = None,
-        seat: Seat | None = None,
+        seat: RankCoordinates | None = None,
         vocab_multiple: int = 1,
         threads: int | None = None,
         memory_bytes: int = BUFFER_BYTES,
         progress: Progress = silent,
     ) -> None:
-        self.parallel, seat = parallel or ParallelConfig(), seat or Seat()
+        self.parallel, seat = parallel or ParallelConfig(), seat or RankCoordinates()
         self.catalogue = source.catalogue
         self.config, self._side = decoder_of(source)
         self._target = self._written(vocab_multiple)
@@ -88,7 +94,7 @@ class Weights:
         self._files = Files()
         self._plans: dict[tuple[str, ...], Plan] = {}
 
-    def _written(self, vocab_multiple: int) -> TargetSide:
+    def _written(self, vocab_multiple: int) -> TargetView:
         target = write_side(
             self._side,
             dialect="megatron",
@@ -186,7 +192,7 @@ def group_of(name: str) -> str:
     return parts[0] if parts[0] != "decoder" else ".".join(parts[:2])
 
 
-def decoder_of(source: Source) -> tuple[ModelConfig, Side]:
+def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
     """The model of a checkpoint that is a whole decoder, and the side of its weights alone.
 
     Optimizer state is left out, and so are layers that predict further tokens (said once).
@@ -219,7 +225,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, Side]:
     config = replace(config, num_mtp_layers=0)
     family = side.family
     known = {**VOCABULARY, **(family.vocabulary if family else {})}
-    absent, flags = missing(weights, Model(config, known))
+    absent, flags = missing(weights, CanonicalModel(config, known))
     if absent:
         raise MappingError(
             f"{len(absent)} tensors of the model are not among those selected, or not there: "
@@ -248,7 +254,7 @@ def _no_decoder(catalogue: Catalogue, name: str, what: str) -> MappingError:
     )
 
 
-def _each_once(side: LocalSide) -> tuple[dict[str, Placement], dict[str, str]]:
+def _each_once(side: LocalView) -> tuple[dict[str, Placement], dict[str, str]]:
     """Where parts lie in the source, each place once; the others by the name it is read under.
 
     A layer that was chosen twice stands in the model twice.

@@ -21,8 +21,8 @@ from megtool.errors import (
     OutOfMemoryError,
     UsageError,
 )
-from megtool.reshard.auxiliary_files import hugging_face_files, saved_tokenizer
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
+from megtool.reshard.source import hugging_face_files, saved_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megtool.data.tokenizer import Tokenizer
     from megtool.inference.forward import Forward
     from megtool.kernels.dispatch import Implementation
-    from megtool.parallel.process_groups import Groups
+    from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
 _ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
@@ -184,7 +184,7 @@ def on_ranks(
     *,
     less: str = LESS_MEMORY,
     alone: bool = False,
-) -> Iterator[Groups]:
+) -> Iterator[ProcessGroups]:
     """The processes of a layout, joined for as long as the block lasts, and its kernels chosen.
 
     `layout` stands for the manner's own, where it has axes that the manner has not; `less` are
@@ -201,7 +201,7 @@ def on_ranks(
 
     from megtool.kernels import transformer_engine
     from megtool.kernels.dispatch import use
-    from megtool.parallel.process_groups import Groups
+    from megtool.parallel.process_groups import ProcessGroups
 
     layout = manner.layout if layout is None else layout
     if layout.world_size > 1 and "WORLD_SIZE" not in os.environ:
@@ -218,7 +218,7 @@ def on_ranks(
         transformer_engine.require(device.type)
         if os.environ.get("RANK", "0") == "0":
             _LOG.warning("--kernels te: %s", transformer_engine.SCOPE)
-    groups = Groups.alone(device) if alone else Groups.start(layout, device=device)
+    groups = ProcessGroups.alone(device) if alone else ProcessGroups.start(layout, device=device)
     try:
         with use(manner.kernels):
             yield groups
@@ -230,7 +230,9 @@ def on_ranks(
         groups.stop()
 
 
-def load_forward(runnable: Runnable, manner: Manner, groups: Groups, progress: Progress) -> Forward:
+def load_forward(
+    runnable: Runnable, manner: Manner, groups: ProcessGroups, progress: Progress
+) -> Forward:
     """The model on this rank, its weights loaded (or ready to be, `on_demand`).
 
     Raises:

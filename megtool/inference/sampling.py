@@ -74,7 +74,7 @@ def choose(
         tokens_B = logits_BV.argmax(-1)
     else:
         uniform_B1 = torch.stack([torch.rand(1, generator=g) for g in generators])
-        probs_BV, ids_BV = kept(logits_BV, sampling)
+        probs_BV, ids_BV = filter_logits(logits_BV, sampling)
         sums_BV = probs_BV.cumsum(-1)
         target_B1 = uniform_B1.to(logits_BV.device) * sums_BV[:, -1:]
         place_B1 = torch.searchsorted(sums_BV, target_B1, right=True)
@@ -83,7 +83,7 @@ def choose(
     return torch.where(logits_BV.isnan().any(-1), NO_NUMBER, tokens_B)
 
 
-def kept(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def filter_logits(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Probabilities from which a token is drawn, largest first, and the token ids in that order.
 
     What `top_k` and `top_p` cut off has probability 0. With `top_k` only that many columns come

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.inference.batching import Request, Running, left_padded
+from megtool.inference.batching import GenerateRequest, Running, left_padded
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
@@ -40,18 +40,20 @@ class Slots(Protocol):
     def step(self, rows: Sequence[Running]) -> Tensor | None:
         """Read the newest token of every running row."""
 
-    def leave(self, one: Running) -> None:
+    def leave(self, running: Running) -> None:
         """A row is finished."""
 
 
-class Rows:
+class RowSlots:
     """A row of one cache for every sequence, all entering together, padded on the left.
 
     Finished rows go on being computed and are not looked at: every step has the same shapes, which
     is what lets a CUDA graph replay it.
     """
 
-    def __init__(self, forward: Forward, requests: Sequence[Request], *, graphed: bool) -> None:
+    def __init__(
+        self, forward: Forward, requests: Sequence[GenerateRequest], *, graphed: bool
+    ) -> None:
         self._forward = forward
         self._num_rows = len(requests)
         width = max(len(r.prompt) for r in requests)
@@ -97,16 +99,18 @@ class Rows:
             return logits_BV
         return logits_BV[[r.slot for r in rows]]
 
-    def leave(self, one: Running) -> None:
+    def leave(self, running: Running) -> None:
         """Nothing comes after it."""
 
 
-class Blocks:
+class BlockSlots:
     """Blocks of a shared cache, taken as sequences grow and given back when they end."""
 
     num_graphed = 0  # shapes change as sequences grow
 
-    def __init__(self, forward: Forward, requests: Sequence[Request], *, num_slots: int) -> None:
+    def __init__(
+        self, forward: Forward, requests: Sequence[GenerateRequest], *, num_slots: int
+    ) -> None:
         self._forward = forward
         self.page_size = BLOCK_SIZE
         self.most_prefill_tokens: int | None = None
@@ -136,6 +140,6 @@ class Blocks:
         tokens = torch.tensor([[r.tokens[-1]] for r in rows], device=self._forward.device)
         return self._forward.last_logits(Batch(tokens_BS=tokens), self._cache)
 
-    def leave(self, one: Running) -> None:
+    def leave(self, running: Running) -> None:
         """Its blocks are free for the next."""
-        self._cache.release(one.request.number)
+        self._cache.release(running.request.number)

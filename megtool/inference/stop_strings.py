@@ -29,10 +29,10 @@ class Stops:
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
-        if found:
+        matches = [(start + len(s), start) for s in self._strings if (start := text.find(s)) >= 0]
+        if matches:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         keep = max((_overlap(text, s) for s in self._strings), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -16,7 +16,7 @@ _PAD = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class TokenDocument:
     """A text as tokens. Of tokens where `counted` is false no prediction counts (None: all do)."""
 
     tokens: Sequence[int]
@@ -24,7 +24,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class TokenWindow:
     """Tokens `start` to `stop` of a document go in; the tokens from `first` to `stop` (included)
     are those whose predictions are new."""
 
@@ -34,7 +34,7 @@ class Window:
     first: int
 
 
-def windows(length: int, *, window: int, stride: int, document: int = 0) -> Iterator[Window]:
+def windows(length: int, *, window: int, stride: int, document: int = 0) -> Iterator[TokenWindow]:
     """Windows over `length` tokens: `window` tokens go in, and each predicts the one after it.
 
     Windows begin every `stride` tokens. Tokens 1 to length - 1 are each counted exactly once: all
@@ -51,14 +51,14 @@ def windows(length: int, *, window: int, stride: int, document: int = 0) -> Iter
     done = 0
     for start in range(0, max(length - 1, 0), stride):
         stop = min(start + window, length - 1)
-        yield Window(document=document, start=start, stop=stop, first=done + 1)
+        yield TokenWindow(document=document, start=start, stop=stop, first=done + 1)
         done = stop
         if stop == length - 1:
             return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class WindowRows:
     """Some windows as one batch: `labels_BS` are the tokens to predict, `IGNORED` elsewhere.
 
     `places` says for each label that counts, row by row, its document and its place in it.
@@ -75,21 +75,23 @@ class Rows:
 
 
 def batches(
-    documents: Iterable[Document],
+    documents: Iterable[TokenDocument],
     *,
     window: int,
     stride: int,
     batch_size: int,
     device: torch.device | str = "cpu",
-) -> Iterator[Rows]:
+) -> Iterator[WindowRows]:
     """Windows over all documents, `batch_size` in a batch, in the order of the documents.
 
     Rows shorter than the longest of their batch are padded on the right.
     """
-    waiting: list[tuple[Window, Document]] = []
+    waiting: list[tuple[TokenWindow, TokenDocument]] = []
     for number, document in enumerate(documents):
-        for one in windows(len(document.tokens), window=window, stride=stride, document=number):
-            waiting.append((one, document))
+        for token_window in windows(
+            len(document.tokens), window=window, stride=stride, document=number
+        ):
+            waiting.append((token_window, document))
             if len(waiting) == batch_size:
                 yield _rows(waiting, device)
                 waiting = []
@@ -97,14 +99,16 @@ def batches(
         yield _rows(waiting, device)
 
 
-def num_counted(documents: Iterable[Document]) -> int:
+def num_counted(documents: Iterable[TokenDocument]) -> int:
     """How many predictions count over all documents."""
     return sum(
         max(len(d.tokens) - 1, 0) if d.counted is None else sum(d.counted[1:]) for d in documents
     )
 
 
-def _rows(some: Sequence[tuple[Window, Document]], device: torch.device | str) -> Rows:
+def _rows(
+    some: Sequence[tuple[TokenWindow, TokenDocument]], device: torch.device | str
+) -> WindowRows:
     width = max(w.stop - w.start for w, _ in some)
     shape = (len(some), width)
     tokens_BS = torch.full(shape, _PAD, dtype=torch.int64)
@@ -116,10 +120,10 @@ def _rows(some: Sequence[tuple[Window, Document]], device: torch.device | str) -
         tokens_BS[row, :size] = torch.tensor(document.tokens[w.start : w.stop])
         valid_BS[row, :size] = True
         counted = document.counted
-        for at in range(w.first, w.stop + 1):
-            if counted is None or counted[at]:
-                labels_BS[row, at - w.start - 1] = document.tokens[at]
-                places.append((w.document, at))
+        for position in range(w.first, w.stop + 1):
+            if counted is None or counted[position]:
+                labels_BS[row, position - w.start - 1] = document.tokens[position]
+                places.append((w.document, position))
     ragged = not bool(valid_BS.all())
     batch = Batch(tokens_BS=tokens_BS.to(device), valid_BS=valid_BS.to(device) if ragged else None)
-    return Rows(batch=batch, labels_BS=labels_BS.to(device), places=places)
+    return WindowRows(batch=batch, labels_BS=labels_BS.to(device), places=places)

@@ -90,8 +90,8 @@ class _Activate(torch.autograd.Function):
         )
         shift = None
         if bias is not None:
-            kept = torch.promote_types(x.dtype, torch.float32)
-            shift = dx.reshape(-1, x.shape[-1]).sum(0, dtype=kept).to(bias.dtype)
+            acc_dtype = torch.promote_types(x.dtype, torch.float32)
+            shift = dx.reshape(-1, x.shape[-1]).sum(0, dtype=acc_dtype).to(bias.dtype)
         return dx, shift, None, None, None, None
 
 
@@ -171,12 +171,12 @@ def _backward(
     grad = tl.load(grad_ptr + row * size + col, mask=inside, other=0.0).to(ACC)
     if BIAS:
         x += tl.load(bias_ptr + col, mask=inside, other=0.0).to(ACC)
-    given = x
+    gate_input = x
     if LIMIT:
         x = tl.where(x > limit, limit, x)
     slope = _slope(x, KIND)
     if LIMIT:
-        slope = tl.where(given > limit, 0.0, slope)
+        slope = tl.where(gate_input > limit, 0.0, slope)
     if GATED:
         up = tl.load(x_ptr + start + size + col, mask=inside, other=0.0).to(ACC)
         if BIAS:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megtool.kernels.dispatch import asked, use
+from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.lm_head import Softmax, Vocabulary, fold, logits, slope
 from megtool.kernels.wgrad_accumulation import accumulate_product
 
@@ -87,12 +87,12 @@ def cross_entropy(
 
 
 def _finish(
-    found: Softmax, vocabulary: Vocabulary, kept_T: Tensor, invalid_T: Tensor
+    softmax: Softmax, vocabulary: Vocabulary, kept_T: Tensor, invalid_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Losses and the logarithms of the totals (NaN for invalid labels) of all ranks together."""
-    found.reduce(vocabulary)
-    log_total_T = found.log_total_T.masked_fill_(invalid_T, torch.nan)
-    return torch.where(kept_T, log_total_T - found.target_T, 0.0), log_total_T
+    softmax.reduce(vocabulary)
+    log_total_T = softmax.log_total_T.masked_fill_(invalid_T, torch.nan)
+    return torch.where(kept_T, log_total_T - softmax.target_T, 0.0), log_total_T
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -110,12 +110,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int | None,
     ) -> Tensor:
         column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
-        found = Softmax.start(x_TH.shape[0], x_TH)
-        for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, chunk):
-            fold(logits(x_TH, weight_VH, bias_V, at), at.start, column_T, vocabulary, found)
-        losses_T, log_total_T = _finish(found, vocabulary, kept_T, invalid_T)
+        softmax = Softmax.start(x_TH.shape[0], x_TH)
+        for block in vocabulary.blocks(x_TH.shape[0], x_TH.device, chunk):
+            fold(logits(x_TH, weight_VH, bias_V, block), block.start, column_T, vocabulary, softmax)
+        losses_T, log_total_T = _finish(softmax, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(x_TH, weight_VH, bias_V, column_T, kept_T, log_total_T)
-        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, asked()
+        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, requested_implementation()
         return losses_T
 
     @staticmethod
@@ -131,18 +131,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g_bias_V = torch.empty_like(bias_V) if bias_V is not None and wants_bias else None
         for g in (g_weight_VH, g_bias_V):
             if g is not None:
-                g[vocabulary.held :].zero_()
-        for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, ctx.chunk):
-            raw_TB = logits(x_TH, weight_VH, bias_V, at)
+                g[vocabulary.num_rows :].zero_()
+        for block in vocabulary.blocks(x_TH.shape[0], x_TH.device, ctx.chunk):
+            raw_TB = logits(x_TH, weight_VH, bias_V, block)
             with use(ctx.asked):
-                slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
+                slope(raw_TB, block.start, column_T, log_total_T, g_T, vocabulary, out=raw_TB)
             g_TB = raw_TB
             if sum_TH is not None:
-                accumulate_product(sum_TH, g_TB, weight_VH[at])
+                accumulate_product(sum_TH, g_TB, weight_VH[block])
             if g_weight_VH is not None:
-                torch.mm(g_TB.t(), x_TH, out=g_weight_VH[at])
+                torch.mm(g_TB.t(), x_TH, out=g_weight_VH[block])
             if g_bias_V is not None:
-                g_bias_V[at] = g_TB.sum(0, dtype=log_total_T.dtype)
+                g_bias_V[block] = g_TB.sum(0, dtype=log_total_T.dtype)
         g_x_TH = None if sum_TH is None else sum_TH.to(x_TH.dtype)
         return g_x_TH, g_weight_VH, g_bias_V, None, None, None, None
 
@@ -160,12 +160,12 @@ class _CrossEntropy(torch.autograd.Function):
         chunk: int | None,
     ) -> Tensor:
         column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
-        found = Softmax.start(logits_TV.shape[0], logits_TV)
-        for at in vocabulary.blocks(logits_TV.shape[0], logits_TV.device, chunk):
-            fold(logits_TV[:, at], at.start, column_T, vocabulary, found)
-        losses_T, log_total_T = _finish(found, vocabulary, kept_T, invalid_T)
+        softmax = Softmax.start(logits_TV.shape[0], logits_TV)
+        for block in vocabulary.blocks(logits_TV.shape[0], logits_TV.device, chunk):
+            fold(logits_TV[:, block], block.start, column_T, vocabulary, softmax)
+        losses_T, log_total_T = _finish(softmax, vocabulary, kept_T, invalid_T)
         ctx.save_for_backward(logits_TV, column_T, kept_T, log_total_T)
-        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, asked()
+        ctx.vocabulary, ctx.chunk, ctx.asked = vocabulary, chunk, requested_implementation()
         return losses_T
 
     @staticmethod
@@ -175,9 +175,9 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary: Vocabulary = ctx.vocabulary
         g_T = torch.where(kept_T, g_T, 0.0)
         g_TV = torch.empty_like(logits_TV)
-        g_TV[:, vocabulary.held :].zero_()
-        for at in vocabulary.blocks(logits_TV.shape[0], logits_TV.device, ctx.chunk):
-            raw_TB, out_TB = logits_TV[:, at], g_TV[:, at]
+        g_TV[:, vocabulary.num_rows :].zero_()
+        for block in vocabulary.blocks(logits_TV.shape[0], logits_TV.device, ctx.chunk):
+            raw_TB, out_TB = logits_TV[:, block], g_TV[:, block]
             with use(ctx.asked):
-                slope(raw_TB, at.start, column_T, log_total_T, g_T, vocabulary, out=out_TB)
+                slope(raw_TB, block.start, column_T, log_total_T, g_T, vocabulary, out=out_TB)
         return g_TV, None, None, None, None

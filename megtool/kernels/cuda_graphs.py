@@ -40,7 +40,7 @@ class Captured:
     outputs: Any
 
 
-class Graphs:
+class CudaGraphs:
     """Calls `function` by replaying a CUDA graph captured at the first call with such inputs.
 
     Inputs are copied into storages of the graph, outputs out of it: they are the caller's, and
@@ -99,21 +99,21 @@ class Graphs:
             if x is not None and not x.is_cuda:
                 raise UsageError(f"a CUDA graph cannot take a tensor on {x.device}")
         # Streams are the current device's: on another one nothing would be recorded.
-        where = next((x.device for x in inputs if x is not None), torch.cuda.current_device())
-        with torch.cuda.device(where):
+        device = next((x.device for x in inputs if x is not None), torch.cuda.current_device())
+        with torch.cuda.device(device):
             return self._record(inputs)
 
     def _record(self, inputs: Sequence[Input]) -> Captured:
         """Warm the function up beside the current stream, then record it."""
         static = [clone(x) for x in inputs]
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             before = [t.clone() for t in self.state]
             for _ in range(self.warmups):
                 copy_into(static, inputs)
                 self.function(*static)
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads (data loading, collectives) may allocate while this one records. The outer
         # stream is there for a capture that breaks: torch then stays on the one it recorded on.
@@ -174,17 +174,17 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def graphed(function: Function, device: torch.device | str, **options: Any) -> Graphs:
+def graphed(function: Function, device: torch.device | str, **options: Any) -> CudaGraphs:
     """`Graphs` of the function on a CUDA device, a `Rehearsal` of them elsewhere.
 
     A rehearsal runs the function three times at the first call of a shape and watches each call:
     it is for tests, not for speed.
     """
     if torch.device(device).type == "cuda":
-        return Graphs(function, **options)
-    from megtool.kernels.rehearsal import Rehearsal
+        return CudaGraphs(function, **options)
+    from megtool.kernels.rehearsal import GraphRuleChecker
 
-    return Rehearsal(function, **options)
+    return GraphRuleChecker(function, **options)
 
 
 def key_of(inputs: Sequence[Input]) -> tuple[Any, ...]:

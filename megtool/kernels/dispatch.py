@@ -22,7 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
-_asked: ContextVar[Implementation] = ContextVar("megtool_kernels", default="auto")
+_requested: ContextVar[Implementation] = ContextVar("megtool_kernels", default="auto")
 
 
 @contextmanager
@@ -46,16 +46,16 @@ def use(name: Implementation) -> Iterator[None]:
         raise UsageError(
             f"no kernels are called {name!r}", hint=f"known: {', '.join(IMPLEMENTATIONS)}"
         )
-    token = _asked.set(name)
+    token = _requested.set(name)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
-def asked() -> Implementation:
+def requested_implementation() -> Implementation:
     """The name asked for; a backward pass that chooses, or recomputes, remembers it, for `use`."""
-    return _asked.get()
+    return _requested.get()
 
 
 def chosen(device: torch.device | str) -> Chosen:
@@ -65,7 +65,7 @@ def chosen(device: torch.device | str) -> Chosen:
         MissingPackageError: the one asked for is not installed, or cannot run on `device`.
     """
     kind = torch.device(device).type
-    name = _asked.get()
+    name = _requested.get()
     if name == "auto":
         return _automatic(kind)
     if name == "triton":
@@ -110,7 +110,9 @@ class Kernel(Generic[P, R]):
         Raises:
             MissingPackageError: as `chosen`.
         """
-        if _asked.get() == "auto" and device.type == "cpu":  # the usual way on a CPU, kept short
+        if (
+            _requested.get() == "auto" and device.type == "cpu"
+        ):  # the usual way on a CPU, kept short
             return self.reference
         name = chosen(device)
         if name == "compile":
@@ -120,7 +122,7 @@ class Kernel(Generic[P, R]):
             instead = _automatic(device.type)
             if instead in without or self._ways[instead] is None:
                 instead = "torch"
-            if _asked.get() != "auto" and name not in self._told:
+            if _requested.get() != "auto" and name not in self._told:
                 self._told.add(name)
                 _logger.info("%s has no %s like this: %s runs it", name, self.name, instead)
             way = self._ways[instead] or self.reference

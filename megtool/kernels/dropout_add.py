@@ -32,10 +32,10 @@ def bias_dropout_add(
 def drop(x: Tensor, p: float, seed: int) -> Tensor:
     """Dropout of `x`, with what `seed` decides about."""
     generator = torch.Generator(x.device).manual_seed(seed)
-    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    kept.bernoulli_(1 - p, generator=generator)
+    keep_mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    keep_mask.bernoulli_(1 - p, generator=generator)
     # The factor is no tensor: in 16 bits it would be rounded.
-    return x * kept * (1 / (1 - p) if p < 1 else 0.0)
+    return x * keep_mask * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _bias_dropout_add(

@@ -86,8 +86,8 @@ class _DropoutAdd(torch.autograd.Function):
             )
         shift = None
         if bias_dtype is not None:
-            kept = torch.promote_types(dtype, torch.float32)
-            shift = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=kept).to(bias_dtype)
+            acc_dtype = torch.promote_types(dtype, torch.float32)
+            shift = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=acc_dtype).to(bias_dtype)
         return dx, shift, grads[0], None, None, None
 
 
@@ -112,16 +112,16 @@ def _forward(
     BLOCK: tl.constexpr,
 ) -> None:
     """BLOCK elements a program; `factor` is the scale, and with dropout divided by 1 - p."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_elements
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_elements
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC)
     if BIAS:
-        x += tl.load(bias_ptr + at % size, mask=inside, other=0.0).to(ACC)
+        x += tl.load(bias_ptr + offsets % size, mask=inside, other=0.0).to(ACC)
     x = x * factor
     if DROP:
-        x = tl.where(tl.rand(seed, at) < p, 0.0, x)
-    x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(ACC)
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+        x = tl.where(tl.rand(seed, offsets) < p, 0.0, x)
+    x += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
+    tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _backward(
@@ -136,9 +136,9 @@ def _backward(
     BLOCK: tl.constexpr,
 ) -> None:
     """The same elements draw the same numbers."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_elements
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC) * factor
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < num_elements
+    grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(ACC) * factor
     if DROP:
-        grad = tl.where(tl.rand(seed, at) < p, 0.0, grad)
-    tl.store(dx_ptr + at, grad.to(dx_ptr.dtype.element_ty), mask=inside)
+        grad = tl.where(tl.rand(seed, offsets) < p, 0.0, grad)
+    tl.store(dx_ptr + offsets, grad.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -68,8 +68,8 @@ def _cast(
     addition do the rounding.
     """
     program = tl.program_id(0)
-    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
     size_x = tl.abs(x)
     is_nan = x != x
     largest = tl.max(tl.where(is_nan, 0.0, size_x), 0)
@@ -91,4 +91,4 @@ def _cast(
     smallest: tl.constexpr = (128 - BIAS) << 23  # the smallest normal number's fp32 bits
     code = tl.where(bits < smallest, small, normal)
     code = tl.where(is_nan, NAN, code) | sign
-    tl.store(out_ptr + at, code.to(tl.uint8), mask=at < size)
+    tl.store(out_ptr + offsets, code.to(tl.uint8), mask=offsets < size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.kernels import grouped_gemm_triton
-from megtool.kernels.dispatch import Kernel, asked, use
+from megtool.kernels.dispatch import Kernel, requested_implementation, use
 
 
 def permute(x_TH: Tensor, experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,7 +107,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, row_ids_R: Tensor, num: int) -> Tensor:
         ctx.save_for_backward(row_ids_R)
-        ctx.num, ctx.asked = num, asked()
+        ctx.num, ctx.asked = num, requested_implementation()
         return _COPY_ROWS.on(x_TH.device)(x_TH, row_ids_R, num)
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, row_ids_R: Tensor, probs_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RH, row_ids_R, probs_TK)
-        ctx.asked = asked()
+        ctx.asked = requested_implementation()
         run = _SUM_ROWS.on(rows_RH.device)
         return run(rows_RH.contiguous(), invert(row_ids_R), probs_TK.shape[1], probs_TK)
 

@@ -90,10 +90,10 @@ def _copy(
 ) -> None:
     """One tile of one row."""
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
-    at = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    offsets = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row) // num
-    x = tl.load(x_ptr + token * size + at, mask=at < size, other=0.0)
-    tl.store(out_ptr + row * size + at, x, mask=at < size)
+    x = tl.load(x_ptr + token * size + offsets, mask=offsets < size, other=0.0)
+    tl.store(out_ptr + row * size + offsets, x, mask=offsets < size)
 
 
 def _sum(
@@ -110,15 +110,17 @@ def _sum(
 ) -> None:
     """One tile of one token: its rows lie anywhere, and are added in the order of its choices."""
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
-    at = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    offsets = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=ACC)
     for choice in range(NUM):
         row = tl.load(inverse_ptr + token * NUM + choice)
-        part = tl.load(rows_ptr + row * size + at, mask=at < size, other=0.0).to(ACC)
+        part = tl.load(rows_ptr + row * size + offsets, mask=offsets < size, other=0.0).to(ACC)
         if WEIGHTED:
             part = part * tl.load(probs_ptr + token * NUM + choice).to(ACC)
         total += part
-    tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+    tl.store(
+        out_ptr + token * size + offsets, total.to(out_ptr.dtype.element_ty), mask=offsets < size
+    )
 
 
 def _spread(
@@ -140,11 +142,11 @@ def _spread(
     prob = tl.load(probs_ptr + assignment).to(ACC)
     dot = tl.zeros([BLOCK], dtype=ACC)
     for first in range(0, size, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < size
-        g = tl.load(g_ptr + token * size + at, mask=inside, other=0.0).to(ACC)
-        dot += g * tl.load(rows_ptr + row * size + at, mask=inside, other=0.0).to(ACC)
+        offsets = first + tl.arange(0, BLOCK)
+        inside = offsets < size
+        g = tl.load(g_ptr + token * size + offsets, mask=inside, other=0.0).to(ACC)
+        dot += g * tl.load(rows_ptr + row * size + offsets, mask=inside, other=0.0).to(ACC)
         spread = (g * prob).to(g_rows_ptr.dtype.element_ty)
-        tl.store(g_rows_ptr + row * size + at, spread, mask=inside)
+        tl.store(g_rows_ptr + row * size + offsets, spread, mask=inside)
     total = tl.sum(dot, 0).to(g_probs_ptr.dtype.element_ty)
     tl.store(g_probs_ptr + assignment, total)

@@ -63,8 +63,8 @@ def require(device_kind: str) -> None:
 def compiled(body: Callable[..., Any]) -> Any:
     """Triton's form of `body`, and of the functions of its file that it calls; made once."""
     with _lock:
-        made = _COMPILED.get(body)
-        if made is None:
+        kernel = _COMPILED.get(body)
+        if kernel is None:
             import triton
             import triton.language
 
@@ -77,8 +77,8 @@ def compiled(body: Callable[..., Any]) -> Any:
                 value = names.get(name)
                 if isinstance(value, FunctionType) and value.__module__ == body.__module__:
                     names[name] = compiled(value)
-            made = _COMPILED[body] = triton.jit(body)
-        return made
+            kernel = _COMPILED[body] = triton.jit(body)
+        return kernel
 
 
 _COMPILED: dict[Callable[..., Any], Any] = {}
@@ -91,10 +91,10 @@ def launch(
     if not num_programs:
         return
     kernel = compiled(body)
-    here: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    device_context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        here = torch.cuda.device(device)
-    with here:
+        device_context = torch.cuda.device(device)
+    with device_context:
         kernel[(num_programs,)](*args, **meta)
 
 

@@ -57,7 +57,7 @@ class Vocabulary:
         return 0 if self.group is None else dist.get_rank(self.group) * self.local
 
     @property
-    def held(self) -> int:
+    def num_rows(self) -> int:
         """How many of this rank's columns are no padding; they come first."""
         return min(max(self.size - self.first, 0), self.local)
 
@@ -66,7 +66,7 @@ class Vocabulary:
         kept_T = labels_T != ignore_index
         invalid_T = kept_T & ((labels_T < 0) | (labels_T >= self.size))
         column_T = labels_T - self.first
-        here_T = kept_T & (column_T >= 0) & (column_T < self.held)
+        here_T = kept_T & (column_T >= 0) & (column_T < self.num_rows)
         return torch.where(here_T, column_T, NOWHERE), kept_T, invalid_T
 
     def blocks(self, num_tokens: int, device: torch.device, chunk: int | None) -> Iterator[slice]:
@@ -74,8 +74,8 @@ class Vocabulary:
         if chunk is None:
             room = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"]) // max(num_tokens, 1)
             chunk = max(SMALLEST_BLOCK, room // 128 * 128)
-        for start in range(0, self.held, chunk):
-            yield slice(start, min(start + chunk, self.held))
+        for start in range(0, self.num_rows, chunk):
+            yield slice(start, min(start + chunk, self.num_rows))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,14 +111,14 @@ class Softmax:
             return
         maximum_T = self.maximum_T.clone()
         dist.all_reduce(maximum_T, dist.ReduceOp.MAX, vocabulary.group)
-        both = torch.stack((self.total_T * (self.maximum_T - maximum_T).exp(), self.target_T))
-        dist.all_reduce(both, dist.ReduceOp.SUM, vocabulary.group)
+        stacked = torch.stack((self.total_T * (self.maximum_T - maximum_T).exp(), self.target_T))
+        dist.all_reduce(stacked, dist.ReduceOp.SUM, vocabulary.group)
         if self.finds_best:
             # Of ranks with the same maximum, the one with the lowest column wins.
             nowhere = torch.full_like(self.best_T, vocabulary.size)
             self.best_T = torch.where(self.maximum_T == maximum_T, self.best_T, nowhere)
             dist.all_reduce(self.best_T, dist.ReduceOp.MIN, vocabulary.group)
-        self.maximum_T, self.total_T, self.target_T = maximum_T, both[0], both[1]
+        self.maximum_T, self.total_T, self.target_T = maximum_T, stacked[0], stacked[1]
 
     @property
     def log_total_T(self) -> Tensor:
@@ -126,9 +126,9 @@ class Softmax:
         return self.maximum_T + self.total_T.log()
 
 
-def logits(x_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, at: slice) -> Tensor:
+def logits(x_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, block: slice) -> Tensor:
     """Raw logits of one block of columns, in x's dtype."""
-    return F.linear(x_TH, weight_VH[at], None if bias_V is None else bias_V[at])
+    return F.linear(x_TH, weight_VH[block], None if bias_V is None else bias_V[block])
 
 
 def fold(

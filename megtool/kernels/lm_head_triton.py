@@ -134,18 +134,18 @@ def _fold(
     if BEST:
         best = tl.load(best_ptr + row)
     for first in range(0, width, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < width
-        raw = tl.load(raw_ptr + row * stride + at, mask=inside, other=0.0).to(ACC)
+        offsets = first + tl.arange(0, BLOCK)
+        inside = offsets < width
+        raw = tl.load(raw_ptr + row * stride + offsets, mask=inside, other=0.0).to(ACC)
         x = tl.where(inside, _bend(raw, softcap, scale, CAP), float("-inf"))
         highest = tl.max(x, 0)
         if BEST:
             # The first of equal logits: the lowest column among them.
-            found = tl.min(tl.where(x == highest, at, width), 0) + start
-            best = tl.where(highest > maximum, found.to(tl.int64), best)
+            argmax = tl.min(tl.where(x == highest, offsets, width), 0) + start
+            best = tl.where(highest > maximum, argmax.to(tl.int64), best)
         above = tl.maximum(maximum, highest)
         total = total * tl.exp(maximum - above) + tl.sum(tl.exp(x - above), 0)
-        target += tl.sum(tl.where(inside & (at == column), x, 0.0), 0)
+        target += tl.sum(tl.where(inside & (offsets == column), x, 0.0), 0)
         maximum = above
     tl.store(maximum_ptr + row, maximum)
     tl.store(total_ptr + row, total)
@@ -174,14 +174,14 @@ def _slope(
     """One tile of a row: (probability - [this is the label]) * g * d(bent)/d(raw)."""
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64)
-    at = (program % num_tiles) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    raw = tl.load(raw_ptr + row * stride + at, mask=inside, other=0.0).to(ACC)
+    offsets = (program % num_tiles) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < width
+    raw = tl.load(raw_ptr + row * stride + offsets, mask=inside, other=0.0).to(ACC)
     x = _bend(raw, softcap, scale, CAP)
     slope = tl.exp(x - tl.load(log_total_ptr + row))
     column = tl.load(column_ptr + row) - start
-    slope = tl.where(at == column, slope - 1.0, slope)
+    slope = tl.where(offsets == column, slope - 1.0, slope)
     slope = slope * tl.load(g_ptr + row) * scale
     if CAP:
         slope = slope * (1.0 - (x / softcap) * (x / softcap))
-    tl.store(out_ptr + row * out_stride + at, slope.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_stride + offsets, slope.to(out_ptr.dtype.element_ty), mask=inside)

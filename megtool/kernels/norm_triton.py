@@ -70,9 +70,9 @@ class _Norm(torch.autograd.Function):
             kind = torch.promote_types(x.dtype, residual.dtype)
             total = torch.empty_like(x, dtype=kind)
         num_rows = x.numel() // size
-        kept = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean = torch.empty(num_rows if centered else 0, dtype=kept, device=x.device)
-        inverse = torch.empty(num_rows, dtype=kept, device=x.device)
+        acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        mean = torch.empty(num_rows if centered else 0, dtype=acc_dtype, device=x.device)
+        inverse = torch.empty(num_rows, dtype=acc_dtype, device=x.device)
         sizes = tile(size)
         launch(
             _forward,
@@ -181,13 +181,13 @@ def _forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (col < size)[None, :]
-    at = row[:, None] * size + col[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC)
+    offsets = row[:, None] * size + col[None, :]
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC)
     if ADD:
-        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(ACC)
+        x += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(ACC)
         # The norm is of the sum as it is stored, so that backward sees the same numbers.
         rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, rounded, mask=inside)
+        tl.store(sum_ptr + offsets, rounded, mask=inside)
         x = rounded.to(ACC)
     if CENTERED:
         mean = tl.sum(x, 1) / size
@@ -203,7 +203,7 @@ def _forward(
         out = out * weight[None, :]
     if BIAS:
         out += tl.load(bias_ptr + col, mask=col < size, other=0.0).to(ACC)[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _backward(
@@ -246,9 +246,9 @@ def _backward(
         row = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         live = row < num_rows
         inside = live[:, None] & (col < size)[None, :]
-        at = row[:, None] * size + col[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC)
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC)
+        offsets = row[:, None] * size + col[None, :]
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC)
+        grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(ACC)
         inverse = tl.load(inverse_ptr + row, mask=live, other=0.0)
         if CENTERED:
             x = x - tl.load(mean_ptr + row, mask=live, other=0.0)[:, None]
@@ -263,8 +263,8 @@ def _backward(
             dx = dx - (tl.sum(scaled, 1) / size)[:, None]
         dx = dx * inverse[:, None]
         if ADD:
-            dx += tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(ACC)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += tl.load(grad_sum_ptr + offsets, mask=inside, other=0.0).to(ACC)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if WEIGHT:
         tl.store(parts_ptr + program * size + col, part, mask=col < size)
     if BIAS:

@@ -28,7 +28,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megtool.errors import GraphRuleError
-from megtool.kernels.cuda_graphs import Graphs, Input, clone, copy_into, is_rehearsed, map_tensors
+from megtool.kernels.cuda_graphs import (
+    CudaGraphs,
+    Input,
+    clone,
+    copy_into,
+    is_rehearsed,
+    map_tensors,
+)
 
 Rule = Literal[
     "no waiting for the host",
@@ -89,17 +96,17 @@ class Trace:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rehearsed:
+class CheckedGraph:
     """What the capture of one shape would have kept."""
 
     inputs: list[Input]
     trace: Trace
     outputs: Any
     contents: dict[int, Tensor]  # of what was written outside of inputs and state, as bytes
-    given: Any = None
+    last_outputs: Any = None
 
 
-class Rehearsal(Graphs):
+class GraphRuleChecker(CudaGraphs):
     """Calls `function`, and raises GraphRuleError where a captured graph would go wrong.
 
     With `copies=False`, what the call before returned is filled with NaN (integers: the smallest
@@ -109,7 +116,7 @@ class Rehearsal(Graphs):
     def _make_pool(self) -> Any:
         return None
 
-    def _capture(self, inputs: Sequence[Input]) -> Rehearsed:
+    def _capture(self, inputs: Sequence[Input]) -> CheckedGraph:
         static = [clone(x) for x in inputs]
         before = [t.clone() for t in self.state]
         try:
@@ -118,17 +125,19 @@ class Rehearsal(Graphs):
             copy_into(static, inputs)
             seed = torch.get_rng_state()
             outputs, trace = self._watch(static, None)
-            known = {t.untyped_storage()._cdata for t in self.state}
-            contents = {n: _bytes(trace.outside[n]) for n in trace.written if n not in known}
+            state_storages = {t.untyped_storage()._cdata for t in self.state}
+            contents = {
+                n: _bytes(trace.outside[n]) for n in trace.written if n not in state_storages
+            }
         finally:
             self._put_back(before)
         if trace.random:
             torch.set_rng_state(seed)
-        return Rehearsed(inputs=static, trace=trace, outputs=outputs, contents=contents)
+        return CheckedGraph(inputs=static, trace=trace, outputs=outputs, contents=contents)
 
-    def _replay(self, captured: Rehearsed, inputs: Sequence[Input]) -> Any:
-        if captured.given is not None:
-            map_tensors(_spoil, captured.given)
+    def _replay(self, captured: CheckedGraph, inputs: Sequence[Input]) -> Any:
+        if captured.last_outputs is not None:
+            map_tensors(_spoil, captured.last_outputs)
         copy_into(captured.inputs, inputs)
         outputs, _ = self._watch(captured.inputs, captured.trace)
         if captured.outputs is not None:
@@ -139,7 +148,7 @@ class Rehearsal(Graphs):
                     raise _broken("a repeatable result", name, "it advances a tensor from outside")
             captured.outputs = None
             captured.contents.clear()
-        captured.given = None if self.copies else outputs
+        captured.last_outputs = None if self.copies else outputs
         return outputs
 
     def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
@@ -220,18 +229,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Let go of what the run made, and see what somebody else still holds."""
-        made: list[tuple[Any, str]] = []
+        created: list[tuple[Any, str]] = []
         for storage, name in self.made:
-            made.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
+            created.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
             del storage
         self.made.clear()
         waits = any(done.name.startswith(COLLECTIVES) for done in self.trace.operations)
-        held = _still_held(made, MOMENT_S if waits else 0.0)
-        if held:
+        leaked = _still_held(created, MOMENT_S if waits else 0.0)
+        if leaked:
             gc.collect()  # a cycle of dead objects holds nothing
-            held = _still_held(held, PATIENCE_S if waits else 0.0)
-        if held:
-            raise _broken("no memory of the graph kept outside", held[0][1])
+            leaked = _still_held(leaked, PATIENCE_S if waits else 0.0)
+        if leaked:
+            raise _broken("no memory of the graph kept outside", leaked[0][1])
 
     def _note_writes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Which tensors from outside the operation writes into."""
@@ -257,21 +266,27 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, now: Operation) -> None:
         """Write an operation down; it has to be the one of the capture."""
-        at = len(self.trace.operations)
+        index = len(self.trace.operations)
         self.trace.operations.append(now)
         if self.expected is None:
             return
         planned = self.expected.operations
-        if at >= len(planned) or planned[at].name != now.name:
-            was = planned[at].name if at < len(planned) else "the end"
-            raise _broken("the same operations", now.name, f"operation {at} was {was}")
-        if planned[at].numbers != now.numbers:
-            changed = f"{planned[at].numbers} became {now.numbers}"
-            raise _broken("the same numbers", now.name, f"operation {at}: {changed}")
-        for was, seen in zip(planned[at].storages, now.storages, strict=False):
-            if was != seen:
-                what = "another tensor" if was[0] != seen[0] else f"{was[1:]} became {seen[1:]}"
-                raise _broken("the same storages", now.name, f"operation {at}: {what}")
+        if index >= len(planned) or planned[index].name != now.name:
+            planned_storage = planned[index].name if index < len(planned) else "the end"
+            raise _broken(
+                "the same operations", now.name, f"operation {index} was {planned_storage}"
+            )
+        if planned[index].numbers != now.numbers:
+            changed = f"{planned[index].numbers} became {now.numbers}"
+            raise _broken("the same numbers", now.name, f"operation {index}: {changed}")
+        for planned_storage, current in zip(planned[index].storages, now.storages, strict=False):
+            if planned_storage != current:
+                change = (
+                    "another tensor"
+                    if planned_storage[0] != current[0]
+                    else f"{planned_storage[1:]} became {current[1:]}"
+                )
+                raise _broken("the same storages", now.name, f"operation {index}: {change}")
 
     def _role(self, x: Tensor) -> tuple[Any, ...]:
         """Who made a tensor's storage, and how the tensor lies in it."""
@@ -292,13 +307,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.made.append((storage, name))
 
 
-def _still_held(made: list[tuple[Any, str]], patience_s: float) -> list[tuple[Any, str]]:
+def _still_held(created: list[tuple[Any, str]], patience_s: float) -> list[tuple[Any, str]]:
     """Those of the storages that somebody holds; waits until nobody does, or for `patience_s`."""
     until = time.monotonic() + patience_s
     while True:
-        made = [(reference, name) for reference, name in made if not reference.expired()]
-        if not made or time.monotonic() >= until:
-            return made
+        created = [(reference, name) for reference, name in created if not reference.expired()]
+        if not created or time.monotonic() >= until:
+            return created
         time.sleep(1e-4)
 
 

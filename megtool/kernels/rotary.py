@@ -57,8 +57,8 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool) -> Tensor:
     """One pass for the cosine and one for each half of the sine, with no copies between."""
     size = cos.shape[-1]
-    whole = size == x.shape[-1]
-    head = x if whole else x[..., :size]
+    is_full_width = size == x.shape[-1]
+    head = x if is_full_width else x[..., :size]
     out = head * cos
     out_1, out_2 = _pairs(out, interleaved)
     x_1, x_2 = _pairs(head, interleaved)
@@ -70,7 +70,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool)
         out_1.addcmul_(x_2, sin_1, value=-1)
         out_2.addcmul_(x_1, sin_2)
     out = out.to(x.dtype)
-    return out.contiguous() if whole else torch.cat((out, x[..., size:]), -1)
+    return out.contiguous() if is_full_width else torch.cat((out, x[..., size:]), -1)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

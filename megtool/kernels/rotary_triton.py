@@ -113,23 +113,23 @@ def _kernel(
     batch, position = token // length, token % length
     col = tl.arange(0, BLOCK)
     if INTERLEAVED:
-        one, two = 2 * col, 2 * col + 1
+        even, odd = 2 * col, 2 * col + 1
     else:
-        one, two = col, half + col
+        even, odd = col, half + col
     angle = col < half
     cos_at = cos_ptr + batch * cos_batch + position * cos_token
     sin_at = sin_ptr + batch * sin_batch + position * sin_token
-    cos_1 = tl.load(cos_at + one, mask=angle, other=0.0).to(ACC)[None, :]
-    cos_2 = tl.load(cos_at + two, mask=angle, other=0.0).to(ACC)[None, :]
-    sin_1 = tl.load(sin_at + one, mask=angle, other=0.0).to(ACC)[None, :]
-    sin_2 = tl.load(sin_at + two, mask=angle, other=0.0).to(ACC)[None, :]
+    cos_1 = tl.load(cos_at + even, mask=angle, other=0.0).to(ACC)[None, :]
+    cos_2 = tl.load(cos_at + odd, mask=angle, other=0.0).to(ACC)[None, :]
+    sin_1 = tl.load(sin_at + even, mask=angle, other=0.0).to(ACC)[None, :]
+    sin_2 = tl.load(sin_at + odd, mask=angle, other=0.0).to(ACC)[None, :]
     live = (head < num_heads)[:, None]
     inside = live & angle[None, :]
     from_row = batch * x_batch + position * x_token
     from_row = (from_row + (head // members) * x_group + (head % members) * x_head)[:, None]
     to_row = ((token * num_heads + head) * size)[:, None]
-    x_1 = tl.load(x_ptr + from_row + one[None, :], mask=inside, other=0.0).to(ACC)
-    x_2 = tl.load(x_ptr + from_row + two[None, :], mask=inside, other=0.0).to(ACC)
+    x_1 = tl.load(x_ptr + from_row + even[None, :], mask=inside, other=0.0).to(ACC)
+    x_2 = tl.load(x_ptr + from_row + odd[None, :], mask=inside, other=0.0).to(ACC)
     if BACK:
         out_1 = x_1 * cos_1 + x_2 * sin_2
         out_2 = x_2 * cos_2 - x_1 * sin_1
@@ -137,11 +137,11 @@ def _kernel(
         out_1 = x_1 * cos_1 - x_2 * sin_1
         out_2 = x_2 * cos_2 + x_1 * sin_2
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + to_row + one[None, :], out_1.to(kind), mask=inside)
-    tl.store(out_ptr + to_row + two[None, :], out_2.to(kind), mask=inside)
+    tl.store(out_ptr + to_row + even[None, :], out_1.to(kind), mask=inside)
+    tl.store(out_ptr + to_row + odd[None, :], out_2.to(kind), mask=inside)
     if PASS:
-        rest = tl.arange(0, BLOCK_PASS)
-        inside = live & (rest < passed)[None, :]
-        rest = 2 * half + rest[None, :]
-        x = tl.load(x_ptr + from_row + rest, mask=inside)
-        tl.store(out_ptr + to_row + rest, x, mask=inside)
+        pass_through = tl.arange(0, BLOCK_PASS)
+        inside = live & (pass_through < passed)[None, :]
+        pass_through = 2 * half + pass_through[None, :]
+        x = tl.load(x_ptr + from_row + pass_through, mask=inside)
+        tl.store(out_ptr + to_row + pass_through, x, mask=inside)

@@ -41,8 +41,8 @@ class _Softmax(torch.autograd.Function):
         _, heads, queries, keys = scores.shape
         out = torch.empty_like(scores)
         num_rows = scores.numel() // keys if keys else 0
-        kept = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        share = torch.empty(0 if sinks is None else num_rows, dtype=kept, device=scores.device)
+        acc_dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        share = torch.empty(0 if sinks is None else num_rows, dtype=acc_dtype, device=scores.device)
         strides: tuple[int, ...] = (0, 0, 0, 0)
         if mask is not None:
             mask = mask.expand(scores.shape)
@@ -136,12 +136,12 @@ def _forward(
     x = tl.load(x_ptr + row * keys + col, mask=inside, other=0.0).to(ACC) * scale
     if CAP:
         x = softcap * (2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0)
-    seen = inside
+    visible = inside
     if MASK:
         batch = row // queries // heads
-        at = mask_ptr + batch * mask_batch + head * mask_head + query * mask_query
-        seen = inside & (tl.load(at + col * mask_key, mask=inside, other=0) != 0)
-    x = tl.where(seen, x, float("-inf"))
+        mask_row = mask_ptr + batch * mask_batch + head * mask_head + query * mask_query
+        visible = inside & (tl.load(mask_row + col * mask_key, mask=inside, other=0) != 0)
+    x = tl.where(visible, x, float("-inf"))
     top = tl.max(x, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(ACC)
@@ -150,9 +150,9 @@ def _forward(
     powers = tl.exp(x - top)
     total = tl.sum(powers, 0)
     if SINKS:
-        own = tl.exp(sink - top)
-        total += own
-        tl.store(share_ptr + row, own / total)
+        sink_weight = tl.exp(sink - top)
+        total += sink_weight
+        tl.store(share_ptr + row, sink_weight / total)
     out = powers / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * keys + col, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -176,15 +176,15 @@ def _backward(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < keys
-    at = row * keys + col
-    out = tl.load(out_ptr + at, mask=inside, other=0.0).to(ACC)
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(ACC)
+    offsets = row * keys + col
+    out = tl.load(out_ptr + offsets, mask=inside, other=0.0).to(ACC)
+    grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(ACC)
     dot = tl.sum(out * grad, 0)
     dx = out * (grad - dot) * scale
     if SINKS:
         tl.store(rows_ptr + row, -dot * tl.load(share_ptr + row))
     if CAP:
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(ACC) * scale
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC) * scale
         bent = 2.0 / (1.0 + tl.exp(-2.0 * x / softcap)) - 1.0
         dx = dx * (1.0 - bent * bent)
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)

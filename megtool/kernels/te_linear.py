@@ -25,7 +25,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class TERegion:
     """Where `TeLinear` computes in FP8: by `recipe` (one of `transformer_engine.common.recipe`).
 
     With delayed scaling magnitudes are shared in `group` when a region ends, and in the backward
@@ -47,13 +47,13 @@ class Region:
             _region.reset(token)
 
     @contextmanager
-    def _again(self, phase: AbstractContextManager[Any]) -> Iterator[None]:
+    def _reenter(self, phase: AbstractContextManager[Any]) -> Iterator[None]:
         """Around a second computation, which has the scales of the first and ends no step."""
         with phase, torch.no_grad(), self.entered(), torch.enable_grad():
             yield
 
 
-_region: ContextVar[Region | None] = ContextVar("megtool_te_region", default=None)
+_region: ContextVar[TERegion | None] = ContextVar("megtool_te_region", default=None)
 
 
 def contexts_again() -> Contexts:
@@ -66,7 +66,7 @@ def contexts_again() -> Contexts:
         return nullcontext(), nullcontext()
     distributed = import_module("transformer_engine.pytorch.distributed")
     first, second = distributed.get_activation_recompute_contexts()
-    return first, region._again(second)
+    return first, region._reenter(second)
 
 
 class TeLinear:

@@ -37,16 +37,16 @@ def token_log_probs(
         size=vocab_size, local=weight_VH.shape[0], softcap=softcap, scale=scale, group=group
     )
     column_T, kept_T, invalid_T = vocabulary.place(labels_T, ignore_index)
-    found = Softmax.start(x_TH.shape[0], x_TH, best=True)
-    for at in vocabulary.blocks(x_TH.shape[0], x_TH.device, chunk):
-        fold(logits(x_TH, weight_VH, bias, at), at.start, column_T, vocabulary, found)
-    found.reduce(vocabulary)
-    log_probs_T = found.target_T - found.log_total_T.masked_fill_(invalid_T, torch.nan)
-    return torch.where(kept_T, log_probs_T, 0.0), kept_T & (found.best_T == labels_T)
+    softmax = Softmax.start(x_TH.shape[0], x_TH, best=True)
+    for block in vocabulary.blocks(x_TH.shape[0], x_TH.device, chunk):
+        fold(logits(x_TH, weight_VH, bias, block), block.start, column_T, vocabulary, softmax)
+    softmax.reduce(vocabulary)
+    log_probs_T = softmax.target_T - softmax.log_total_T.masked_fill_(invalid_T, torch.nan)
+    return torch.where(kept_T, log_probs_T, 0.0), kept_T & (softmax.best_T == labels_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class OutputHead:
     """A model's output layer: this rank's rows of its weight, and what is done to raw logits."""
 
     weight_VH: Tensor
@@ -69,26 +69,31 @@ class Head:
 
 
 @torch.no_grad()
-def log_softmax_block(x_CH: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def log_softmax_block(x_CH: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
     """Log-probabilities of a chunk of tokens for this rank's (unpadded) columns, and the argmax.
 
     Returns log_probs_CV in fp32 (fp64 for fp64) and best_C, the vocabulary's number of the first
     of the largest logits over all ranks.
     """
     vocabulary = head.vocabulary
-    raw_CV = logits(x_CH, head.weight_VH, head.bias, slice(0, vocabulary.held))
-    found = Softmax.start(x_CH.shape[0], x_CH, best=True)
-    if vocabulary.held:
-        nowhere_C = torch.full_like(found.best_T, NOWHERE)
-        fold(raw_CV, 0, nowhere_C, vocabulary, found)
-    found.reduce(vocabulary)
+    raw_CV = logits(x_CH, head.weight_VH, head.bias, slice(0, vocabulary.num_rows))
+    softmax = Softmax.start(x_CH.shape[0], x_CH, best=True)
+    if vocabulary.num_rows:
+        nowhere_C = torch.full_like(softmax.best_T, NOWHERE)
+        fold(raw_CV, 0, nowhere_C, vocabulary, softmax)
+    softmax.reduce(vocabulary)
     log_probs_CV = bend(raw_CV, head.softcap, head.scale)
-    return log_probs_CV.sub_(found.log_total_T.unsqueeze(1)), found.best_T
+    return log_probs_CV.sub_(softmax.log_total_T.unsqueeze(1)), softmax.best_T
 
 
 @torch.no_grad()
 def divergence(
-    x_TH: Tensor, head: Head, other_x_TG: Tensor, other: Head, *, chunk: int | None = None
+    x_TH: Tensor,
+    head: OutputHead,
+    other_x_TG: Tensor,
+    other: OutputHead,
+    *,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Per token, KL(first || other) in nats (fp32) and whether both models' argmax agree (bool).
 
@@ -99,16 +104,16 @@ def divergence(
     Raises LayoutError where the two heads hold different columns on this rank.
     """
     a, b = head.vocabulary, other.vocabulary
-    if (a.size, a.first, a.held) != (b.size, b.first, b.held):
+    if (a.size, a.first, a.num_rows) != (b.size, b.first, b.num_rows):
         raise LayoutError(
-            f"columns {a.first}+{a.held} of {a.size} cannot be compared with {b.first}+{b.held} of "
+            f"columns {a.first}+{a.num_rows} of {a.size} cannot be compared with {b.first}+{b.num_rows} of "
             f"{b.size}",
             hint="pad both vocabularies alike and use one tensor-parallel size",
         )
     rows = chunk or max(1, CHUNK_ELEMENTS // max(a.local, 1))
-    both = torch.split(x_TH, rows), torch.split(other_x_TG, rows)
+    row_pairs = torch.split(x_TH, rows), torch.split(other_x_TG, rows)
     kl, agrees = [], []
-    for x_CH, other_x_CG in zip(both[0], both[1], strict=True):
+    for x_CH, other_x_CG in zip(row_pairs[0], row_pairs[1], strict=True):
         log_p_CV, best_C = log_softmax_block(x_CH, head)
         log_q_CV, other_best_C = log_softmax_block(other_x_CG, other)
         terms_CV = log_q_CV.sub_(log_p_CV).neg_()

@@ -86,7 +86,7 @@ def load() -> Loaded:
         MissingPackageError: it is not installed, older than 2.9, or its import fails.
     """
     try:
-        found = version("transformer-engine")
+        installed = version("transformer-engine")
         pytorch = importlib.import_module("transformer_engine.pytorch")
         functions = importlib.import_module("transformer_engine_torch")
         constants = importlib.import_module("transformer_engine.pytorch.constants")
@@ -97,8 +97,8 @@ def load() -> Loaded:
             f"Transformer Engine is installed and cannot be loaded: {str(error).strip()!r}",
             hint=f"it needs a torch with CUDA, and to be built for it: {INSTALL}",
         ) from error
-    if tuple(int(n) for n in found.split(".")[:2]) < _LEAST:
-        raise MissingPackageError(f"Transformer Engine is {found}", hint=INSTALL)
+    if tuple(int(n) for n in installed.split(".")[:2]) < _LEAST:
+        raise MissingPackageError(f"Transformer Engine is {installed}", hint=INSTALL)
     return Loaded(pytorch=pytorch, functions=functions, dtypes=constants.TE_DType)
 
 

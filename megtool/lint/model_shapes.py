@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool.convert.binding import Binding, missing
-from megtool.convert.canonical import VOCABULARY, Model
-from megtool.convert.dialects import Side, read_side
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
+from megtool.convert.dialects import CanonicalView, read_side
 from megtool.convert.families import Family, detect_family
 from megtool.dtypes import dtype
 from megtool.errors import MappingError, UnknownTensorsError
@@ -74,11 +74,11 @@ def _faults(
     return ModelFaults(missing=tuple(absent), wrong=tuple(wrong), unknown=tuple(unknown))
 
 
-def _absent(side: Side, family: Family) -> list[str]:
+def _absent(side: CanonicalView, family: Family) -> list[str]:
     """Stored names of what is missing; the canonical one where it is a part of another tensor."""
     if side.config is None:
         return []
-    model = Model(side.config, {**VOCABULARY, **family.vocabulary})
+    model = CanonicalModel(side.config, {**VOCABULARY, **family.vocabulary})
     names = missing(side.canonical, model)[0]
     kind = dtype("bfloat16")
     wanted = {n: GlobalTensor(name=n, shape=(), dtype=kind) for n in names}

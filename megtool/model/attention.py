@@ -17,24 +17,24 @@ from megtool.kernels.dropout_add import drop
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax
-from megtool.model.batch import Frame
-from megtool.model.dropout import Chance, drawn_by
-from megtool.model.hooks import CacheTap
+from megtool.model.batch import ForwardContext
+from megtool.model.dropout import DropoutSpec, drawn_by
+from megtool.model.hooks import KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask
-from megtool.model.norm import Norm, NormLayer
+from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.param_attributes import mark, mark_parts
 from megtool.model.rotary import has_rotation
 from megtool.parallel.collectives import copy_to, gather_columns
 from megtool.parallel.context_parallel import gather_tokens
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
 def attend_all(
     query_BNSD: Tensor,
     key_BKLD: Tensor,
     value_BKLD: Tensor,
-    frame: Frame,
+    frame: ForwardContext,
     layer: int,
     *,
     scale: float,
@@ -43,7 +43,7 @@ def attend_all(
 ) -> Tensor:
     """`attend` for all queries that this rank has, under the masks of a layer."""
     stretches = frame.stretches(layer)
-    chances: Sequence[Chance | None] = [None] * len(stretches)
+    chances: Sequence[DropoutSpec | None] = [None] * len(stretches)
     if frame.draws is not None:
         chances = [frame.draws.attention(layer, n) for n in range(len(stretches))]
     if len(stretches) == 1:
@@ -84,7 +84,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks_N: Tensor | None = None,
-    chance: Chance | None = None,
+    chance: DropoutSpec | None = None,
 ) -> Tensor:
     """What every query gets from the values it attends to: [B, S, N, D of the values].
 
@@ -136,9 +136,9 @@ def attend(
     return out.view(b, n, s, -1).transpose(1, 2)
 
 
-def _for_each_head(query: Tensor, *held: Tensor) -> tuple[Tensor, ...]:
+def _for_each_head(query: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Keys and values copied for every head of their group; all scores would take more memory."""
-    return tuple(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in held)
+    return tuple(x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in states)
 
 
 class CoreAttention(nn.Module):
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -182,7 +182,7 @@ class Attention(nn.Module):
                 hint="tp divides the query heads, and divides or is a multiple of the others",
             )
         self.config, self.layer, self.tp = config, layer, groups.tp
-        self.cache_tap: CacheTap | None = None
+        self.cache_tap: KVCacheHook | None = None
         self.num_heads = config.num_heads // tp
         self.num_kv_heads = max(1, config.num_kv_heads // tp)
         self.gate_heads = config.num_heads // config.num_kv_heads * config.attn_output_gate
@@ -190,7 +190,7 @@ class Attention(nn.Module):
             1 / math.sqrt(config.head_dim) if config.softmax_scale is None else config.softmax_scale
         )
         self.has_rotation = has_rotation(config, layer)
-        d, h, norm = config.head_dim, config.hidden_size, Norm.of(config)
+        d, h, norm = config.head_dim, config.hidden_size, NormSpec.of(config)
         gates = config.num_heads * config.attn_output_gate
         self.linear_qkv = ColumnLinear(
             h,
@@ -221,7 +221,7 @@ class Attention(nn.Module):
             device=device,
         )
 
-    def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         query, gate, key, value = self._project(x_TH, b, s)
@@ -272,8 +272,11 @@ class Attention(nn.Module):
         x = rows.view(b, s, self.num_kv_heads, sum(sizes), d)
         query, gate, key, value = x.split(sizes, 3)
         if share > 1:
-            mine = slice((at := self.tp.rank % share) * self.num_heads, (at + 1) * self.num_heads)
-            query, gate = query[:, :, :, mine], gate[:, :, :, mine]
+            local_heads = slice(
+                (share_index := self.tp.rank % share) * self.num_heads,
+                (share_index + 1) * self.num_heads,
+            )
+            query, gate = query[:, :, :, local_heads], gate[:, :, :, local_heads]
         return (
             query.reshape(b, s, self.num_heads, d),
             gate.reshape(b, s, self.num_heads, d) if self.gate_heads else None,

@@ -19,7 +19,7 @@ from megtool.kernels.cuda_graphs import is_rehearsed
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.model.cache import Cache
+    from megtool.model.cache import KVCache
     from megtool.model.dropout import Draws
     from megtool.model.masks import Mask, Masks
     from megtool.model.rotary import Rotary, Rotation
@@ -76,7 +76,7 @@ class Batch:
         return self.tokens_BS.shape[0], self.tokens_BS.shape[1]
 
 
-def check_ids(ids: Tensor | Sequence[int], vocab_size: int, where: str = "the batch") -> None:
+def check_ids(ids: Tensor | Sequence[int], vocab_size: int, location: str = "the batch") -> None:
     """Refuse tokens that the model does not have, padding included.
 
     A tensor elsewhere than on the CPU is not looked at, since that would wait for the device: who
@@ -89,7 +89,7 @@ def check_ids(ids: Tensor | Sequence[int], vocab_size: int, where: str = "the ba
         return
     if ends[0] < 0 or ends[1] >= vocab_size:
         raise UsageError(
-            f"{where} holds token {ends[0] if ends[0] < 0 else ends[1]}, and the model has a "
+            f"{location} holds token {ends[0] if ends[0] < 0 else ends[1]}, and the model has a "
             f"vocabulary of {vocab_size}",
             hint=f"ids go from 0 to {vocab_size - 1}: is the tokenizer another model's?",
         )
@@ -122,7 +122,7 @@ def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Frame:
+class ForwardContext:
     """What all layers of one forward pass share: sizes, positions, rotations, masks, the cache.
 
     Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
@@ -139,7 +139,7 @@ class Frame:
     positions_BS: Tensor
     rotary: Rotary
     masks: tuple[Masks, ...]
-    cache: Cache | None = None
+    cache: KVCache | None = None
     cp: Group = ALONE
     last_B: Tensor | None = None
     counted_BS: Tensor | None = None

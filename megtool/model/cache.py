@@ -15,7 +15,7 @@ from megtool.model.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class KeySpan:
     """Where the queries of one pass stand among the keys they may attend to.
 
     `start` is the index of the first query among `num_keys` keys, the same in all rows, or None
@@ -33,7 +33,7 @@ class Span:
     is_counted: bool = True
 
     @classmethod
-    def fresh(cls, batch: Batch) -> Span:
+    def fresh(cls, batch: Batch) -> KeySpan:
         """A pass without a cache: the queries' own keys are all there are."""
         tokens = batch.shape[1]
         slots_BS = torch.arange(tokens, device=batch.tokens_BS.device)[None]
@@ -50,10 +50,10 @@ class Span:
             is_counted=batch.positions_BS is None,
         )
 
-    def part(self, start: int, stop: int) -> Span:
+    def part(self, start: int, stop: int) -> KeySpan:
         """The queries from `start` to `stop` of a pass without a cache, and the keys up to them."""
         valid_BL = self.valid_BL
-        return Span(
+        return KeySpan(
             num_keys=stop,
             start=start,
             queries_BS=self.queries_BS[:, start:stop],
@@ -64,14 +64,14 @@ class Span:
         )
 
 
-class Cache(ABC):
+class KVCache(ABC):
     """What attention keeps from pass to pass; used without gradients.
 
     A pass calls `begin` once, `append` in every layer, and `advance` once.
     """
 
     @abstractmethod
-    def begin(self, batch: Batch) -> Span:
+    def begin(self, batch: Batch) -> KeySpan:
         """Take slots for the batch's tokens. Raises UsageError where there are too few."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class EntrySize:
         return cls(num_heads=heads, key_size=config.head_dim, value_size=config.head_dim)
 
 
-class ContiguousCache(Cache):
+class ContiguousCache(KVCache):
     """One stretch of `max_tokens` slots for each row; all rows grow together.
 
     Rows of unequal length are padded on the left or the right; padding takes slots too, and is
@@ -151,7 +151,7 @@ class ContiguousCache(Cache):
         self._slots_S: Tensor = self.slots_L[:0]
         self._valid_BS: Tensor | None = None
 
-    def begin(self, batch: Batch) -> Span:
+    def begin(self, batch: Batch) -> KeySpan:
         """Slots follow on for all rows at once."""
         rows, tokens = batch.shape
         if rows != self.num_rows:
@@ -184,7 +184,7 @@ class ContiguousCache(Cache):
         self.valid_BL.index_copy_(1, slots_S, fresh)
         self._slots_S, self._valid_BS = slots_S, valid_BS
         last = self.max_tokens if self.graphable else self.length + tokens
-        return Span(
+        return KeySpan(
             num_keys=last,
             start=None if self.graphable else self.length,
             queries_BS=slots_S[None],
@@ -227,11 +227,11 @@ class ContiguousCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        both = (*self.keys.values(), *self.values.values())
-        return sum(t.numel() * t.element_size() for t in both)
+        tensors = (*self.keys.values(), *self.values.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
-class PagedCache(Cache):
+class PagedCache(KVCache):
     """Blocks of `block_size` slots that sequences take as they grow and give back at their end.
 
     A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
@@ -292,8 +292,8 @@ class PagedCache(Cache):
         for sequence, tokens in rows:
             count = self.needed(sequence, tokens)
             self.lengths.setdefault(sequence, 0)
-            taken = self.blocks.setdefault(sequence, [])
-            taken.extend(self.free.pop() for _ in range(count))
+            pages = self.blocks.setdefault(sequence, [])
+            pages.extend(self.free.pop() for _ in range(count))
         self._rows = list(rows)
 
     def release(self, sequence: int) -> None:
@@ -301,7 +301,7 @@ class PagedCache(Cache):
         self.free.extend(reversed(self.blocks.pop(sequence, [])))
         self.lengths.pop(sequence, None)
 
-    def begin(self, batch: Batch) -> Span:
+    def begin(self, batch: Batch) -> KeySpan:
         """Slots by the rows' block tables."""
         rows, tokens = batch.shape
         if rows != len(self._rows):
@@ -333,7 +333,7 @@ class PagedCache(Cache):
         positions = batch.positions_BS
         positions = torch.minimum(queries_BS, last_B1) if positions is None else positions
         keys_L = torch.arange(num_keys, device=device)
-        return Span(
+        return KeySpan(
             num_keys=num_keys,
             start=num_keys - tokens if self._is_even(tokens) else None,
             queries_BS=places.clamp_max(num_keys - 1),

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from megtool.model.batch import Batch, Frame, check_ids, check_positions
-from megtool.model.cache import Cache, Span
+from megtool.model.batch import Batch, ForwardContext, check_ids, check_positions
+from megtool.model.cache import KeySpan, KVCache
 from megtool.model.dropout import Draws, Dropout
-from megtool.model.hooks import Tap
-from megtool.model.layer import Layer
+from megtool.model.hooks import ActivationHook
+from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits
 from megtool.model.masks import masks_of
-from megtool.model.norm import Norm, NormLayer
+from megtool.model.norm import NormLayer, NormSpec
 from megtool.model.rotary import Rotary
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import chunk_size, own_tokens, whole_tokens
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 # Logits of one pass and rank that are kept for the backward pass, which saves one product of four;
@@ -58,7 +58,7 @@ def rows_of_rank(tokens: int, tp: int, cp: int = 1) -> int:
     return tokens // tp
 
 
-def check_no_context(groups: Groups) -> None:
+def check_no_context(groups: ProcessGroups) -> None:
     """Refuse context parallelism where keys and values are to be kept.
 
     Raises:
@@ -92,7 +92,7 @@ class Embedding(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        groups: Groups,
+        groups: ProcessGroups,
         padded_vocab: int,
         *,
         positions: bool,
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        groups: Groups | None = None,
+        groups: ProcessGroups | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
@@ -154,14 +154,14 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_kind(config)
-        groups = Groups.alone() if groups is None else groups
+        groups = ProcessGroups.alone() if groups is None else groups
         stage = Stage(layers=tuple(range(config.num_layers))) if stage is None else stage
         self.config, self.groups, self.stage, self.dtype = config, groups, stage, dtype
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         multiple = vocab_multiple * groups.tp.size
         self.padded_vocab = -(-config.vocab_size // multiple) * multiple
         self.rotary = Rotary(config, dtype=dtype)
-        self.head_tap: Tap | None = None
+        self.head_tap: ActivationHook | None = None
         self.dropout = Dropout()  # in training mode, of passes without a cache
         self.before_head: Callable[[], None] | None = None  # who loads on demand is asked first
         # Rounded to the model's dtype, as released models were trained.
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
                 device=device,
             )
         layers: dict[str, nn.Module] = {
-            str(number): Layer(
+            str(number): TransformerLayer(
                 config,
                 number,
                 groups,
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
             for number in stage.layers
         }
         norm = NormLayer(
-            Norm.of(config),
+            NormSpec.of(config),
             config.hidden_size,
             partial=self.sequence_parallel,
             dtype=dtype,
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
             )
 
     def forward(
-        self, batch: Batch, cache: Cache | None = None, *, last_only: bool = False
+        self, batch: Batch, cache: KVCache | None = None, *, last_only: bool = False
     ) -> Tensor:
         """Logits of every next token: [B, S, vocab_size], on every tp and cp rank.
 
@@ -263,7 +263,7 @@ class Decoder(nn.Module):
             )
         return losses_T.sum(), (labels_T != -100).sum()
 
-    def hidden(self, batch: Batch, cache: Cache | None = None) -> Tensor:
+    def hidden(self, batch: Batch, cache: KVCache | None = None) -> Tensor:
         """The states after the final norm, x_TH (with sequence parallelism this rank's rows)."""
         frame = self.frame(batch, cache)
         x_TH = self.finish(self.run(self.embed(batch, frame), frame))
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
             cache.advance()
         return x_TH
 
-    def frame(self, batch: Batch, cache: Cache | None = None) -> Frame:
+    def frame(self, batch: Batch, cache: KVCache | None = None) -> ForwardContext:
         """What all layers share in a pass over the batch; takes the cache's slots for it.
 
         Raises:
@@ -289,11 +289,11 @@ class Decoder(nn.Module):
                 check_no_context(self.groups)
         if self.sequence_parallel:
             rows_of_rank(rows * tokens, self.groups.tp.size, cp.size)
-        span = Span.fresh(batch) if cache is None else cache.begin(batch)
+        span = KeySpan.fresh(batch) if cache is None else cache.begin(batch)
         if self.config.position_embedding == "learned":
             check_positions(span.positions_BS, self.config.max_positions)
         self.rotary.forget()
-        return Frame(
+        return ForwardContext(
             num_rows=rows,
             num_tokens=tokens,
             positions_BS=own_tokens(span.positions_BS, cp),
@@ -308,7 +308,7 @@ class Decoder(nn.Module):
             else None,
         )
 
-    def embed(self, batch: Batch, frame: Frame) -> Tensor:
+    def embed(self, batch: Batch, frame: ForwardContext) -> Tensor:
         """The first residual, x_TH (with sequence parallelism this rank's rows)."""
         if self.embedding is None or not self.stage.embedding:
             raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
@@ -325,7 +325,7 @@ class Decoder(nn.Module):
                 x_TH = scatter_rows(x_TH, self.groups.tp)
         return x_TH if frame.draws is None else frame.draws.embedded(x_TH)
 
-    def run(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def run(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind this stage's layers."""
         for number in self.stage.layers:
             x_TH = self.decoder.layers[str(number)](x_TH, frame)

@@ -40,7 +40,7 @@ class Dropout:
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class DropoutSpec:
     """The share of a tensor's elements that is left out, and the seed that decides which."""
 
     share: float
@@ -80,7 +80,7 @@ class Draws:
         chance = self._chance(self.shares.hidden, f"embedding {self.rows}")
         return x_TH if chance is None else drop(x_TH, chance.share, chance.seed)
 
-    def branches(self, layer: int) -> tuple[Chance | None, Chance | None]:
+    def branches(self, layer: int) -> tuple[DropoutSpec | None, DropoutSpec | None]:
         """For what attention and what the MLP of a layer add to the residual."""
         share = self.shares.hidden
         attention, mlp = (
@@ -88,15 +88,15 @@ class Draws:
         )
         return attention, mlp
 
-    def attention(self, layer: int, stretch: int) -> Chance | None:
+    def attention(self, layer: int, stretch: int) -> DropoutSpec | None:
         """For the weights of a stretch of queries, of this rank's heads."""
         return self._chance(self.shares.attention, f"{layer} weights {stretch} {self.heads}")
 
-    def _chance(self, share: float, place: str) -> Chance | None:
+    def _chance(self, share: float, place: str) -> DropoutSpec | None:
         if not share:
             return None
         digest = hashlib.sha256(f"{self.seed} {place}".encode()).digest()
-        return Chance(share, int.from_bytes(digest[:7], "little"))
+        return DropoutSpec(share, int.from_bytes(digest[:7], "little"))
 
 
 @contextmanager

@@ -37,8 +37,8 @@ class ExpertAdapter(nn.Module):
         experts, out, inner = weight.shape
 
         def new(*shape: int, split: int | None) -> nn.Parameter:
-            made = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
-            return mark(made, split_dim=split if self.etp.size > 1 else None, expert=True)
+            parameter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
+            return mark(parameter, split_dim=split if self.etp.size > 1 else None, expert=True)
 
         column = self.is_column
         self.lora_A = new(experts, settings.rank, inner, split=None if column else 2)
@@ -57,11 +57,11 @@ class ExpertAdapter(nn.Module):
         if self.lora_A.is_meta:  # shapes alone
             return
         experts, rank, inner = self.lora_A.shape
-        whole = inner if self.is_column else inner * self.etp.size
+        full_inner = inner if self.is_column else inner * self.etp.size
         begin = 0 if self.is_column else self.etp.rank * inner
         for e in range(experts):
             number = self.ep.rank * experts + e
-            matrix = drawn(rank, whole, f"{seed} {name}.{number}")
+            matrix = drawn(rank, full_inner, f"{seed} {name}.{number}")
             self.lora_A[e].copy_(matrix[:, begin : begin + inner])
         self.lora_B.zero_()
 

@@ -21,13 +21,13 @@ from megtool.parallel.process_groups import ALONE, Group
 if TYPE_CHECKING:
     from megtool.model.decoder import Decoder
 
-Tap = Callable[[Tensor], Tensor]
+ActivationHook = Callable[[Tensor], Tensor]
 ExpertTap = Callable[[Tensor, Tensor], Tensor]
-CacheTap = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KVCacheHook = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HookLocation:
     """Where one input is to be seen: `attribute` of `module` takes the tap.
 
     `rows` are the ranks that have different rows of it (alone: all have the same ones), `columns`
@@ -74,7 +74,7 @@ _CUT_COLUMNS = ("attn.o", "mlp.down", "mlp.shared.down")
 _DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")
 
 
-def places(decoder: Decoder, point: str) -> tuple[Place, ...]:
+def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
     """Where a point, by its canonical name (`layers.3.attn.qkv`, `layers.3.attn.kv`, `head`), is.
 
     The first is where it is looked at; where one input goes to several modules, as before latent
@@ -86,44 +86,50 @@ def places(decoder: Decoder, point: str) -> tuple[Place, ...]:
     tp, config = decoder.groups.tp, decoder.config
     rows = tp if decoder.sequence_parallel else ALONE
     if point == "head":
-        return (Place(module=decoder, attribute="head_tap", rows=rows),)
-    found = _POINT.fullmatch(point)
+        return (HookLocation(module=decoder, attribute="head_tap", rows=rows),)
+    match = _POINT.fullmatch(point)
     layers = decoder.decoder.layers
-    if found is None or found[1] not in layers:
+    if match is None or match[1] not in layers:
         raise MappingError(f"{point!r} is no point of layers {', '.join(layers) or 'none'}")
-    layer, name = layers[found[1]], found[2]
+    layer, name = layers[match[1]], match[2]
     try:
         if name == "attn.kv":
             attention = layer.get_submodule("self_attention")
             if config.kv_lora_rank:
-                return (Place(module=attention, attribute="cache_tap"),)
+                return (HookLocation(module=attention, attribute="cache_tap"),)
             repeats = max(1, tp.size // config.num_kv_heads)
-            cut = Place(
+            cut = HookLocation(
                 module=attention, attribute="cache_tap", columns=tp, parts=2, repeats=repeats
             )
             return (cut,)
         if name == "attn.down":
-            held = dict(layer.get_submodule("self_attention").named_children())
+            submodules = dict(layer.get_submodule("self_attention").named_children())
             if not config.kv_lora_rank:
                 raise KeyError(name)
-            return tuple(Place(module=held[n], rows=rows) for n in _DOWN if n in held)
+            return tuple(
+                HookLocation(module=submodules[n], rows=rows) for n in _DOWN if n in submodules
+            )
         if expert := _EXPERT.fullmatch(name):
             return (_expert(decoder, layer, int(expert[1]), expert[2]),)
         if name == "mlp.shared.router":  # reads what the shared experts read
             return places(decoder, point.removesuffix("router") + "fc1")
         module = layer.get_submodule(_WITHIN[name])
     except (AttributeError, KeyError):
-        raise MappingError(f"layer {found[1]} of this model has no {name!r}") from None
+        raise MappingError(f"layer {match[1]} of this model has no {name!r}") from None
     is_cut = name in _CUT_COLUMNS
-    return (Place(module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE),)
+    return (
+        HookLocation(
+            module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE
+        ),
+    )
 
 
-def _expert(decoder: Decoder, layer: nn.Module, expert: int, name: str) -> Place:
+def _expert(decoder: Decoder, layer: nn.Module, expert: int, name: str) -> HookLocation:
     groups = decoder.groups
     linear = "linear_fc1" if name == "fc1" else "linear_fc2"
     module = layer.get_submodule(f"mlp.experts.experts.{linear}")
     local = module.get_parameter("weight").shape[0]
-    return Place(
+    return HookLocation(
         module=module,
         columns=groups.etp if name == "down" else ALONE,
         expert=expert - groups.ep.rank * local,

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
-from megtool.model.batch import Frame
-from megtool.model.dropout import Chance
+from megtool.model.batch import ForwardContext
+from megtool.model.dropout import DropoutSpec
 from megtool.model.linear import ColumnLinear
 from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp
 from megtool.model.moe import MoeMlp
-from megtool.model.norm import Norm, NormLayer
-from megtool.parallel.process_groups import Groups
+from megtool.model.norm import NormLayer, NormSpec
+from megtool.parallel.process_groups import ProcessGroups
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """A layer, under its number in the whole model.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -42,7 +42,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        norm, hidden = Norm.of(config), config.hidden_size
+        norm, hidden = NormSpec.of(config), config.hidden_size
 
         def norm_layer() -> NormLayer:
             return NormLayer(norm, hidden, partial=sequence_parallel, dtype=dtype, device=device)
@@ -75,7 +75,7 @@ class Layer(nn.Module):
             last.add_module("post_layernorm", after_attention)
             self.mlp.get_submodule("linear_fc2").add_module("post_layernorm", after_mlp)
 
-    def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """The residual behind the layer."""
         attended, norm = self.attend(x_TH, frame), self.mlp_norm
         first, second = (None, None) if frame.draws is None else frame.draws.branches(self.layer)
@@ -101,22 +101,22 @@ class Layer(nn.Module):
 
     def reads(self) -> list[nn.Parameter]:
         """Parameters of `mlp_norm`, which this layer reads before it calls their holder."""
-        held = self.mlp_norm.named_parameters(recurse=False)
-        return [p for name, p in held if self.is_moe or name.startswith("layer_norm_")]
+        norm_parameters = self.mlp_norm.named_parameters(recurse=False)
+        return [p for name, p in norm_parameters if self.is_moe or name.startswith("layer_norm_")]
 
-    def attend(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def attend(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """What attention adds to the residual."""
         if self.input_layernorm is not None:
             x_TH = self.input_layernorm(x_TH)
         y_TH: Tensor = self.self_attention(x_TH, frame)
         return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
 
-    def feed(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """What the MLP, or the experts, add to the residual, from what `mlp_norm` makes of it."""
         y_TH: Tensor = self.mlp(x_TH, frame) if self.is_moe else self.mlp(x_TH)
         return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
 
-    def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: Chance | None) -> Tensor:
+    def _add(self, residual_TH: Tensor, branch_TH: Tensor, chance: DropoutSpec | None) -> Tensor:
         scale = self.config.residual_scale
         if chance is None:
             return torch.add(residual_TH, branch_TH, alpha=scale)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megtool.model.hooks import Tap
-from megtool.model.norm import Norm
+from megtool.model.hooks import ActivationHook
+from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import mark
 from megtool.parallel.collectives import (
     copy_to,
@@ -50,23 +50,23 @@ class ColumnLinear(nn.Module):
         group: Group = ALONE,
         *,
         bias: bool = False,
-        norm: Norm | None = None,
+        norm: NormSpec | None = None,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
     ) -> None:
         super().__init__()
         self.group, self.norm = group, norm
-        self.tap: Tap | None = None
+        self.tap: ActivationHook | None = None
         self.product: Product | None = None
         self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
         rows = group.part(out_features, "out_features")
 
         def new(*shape: int, split: bool) -> nn.Parameter:
-            made = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             partial = self.sequence_parallel and not split
-            return mark(made, split_dim=0 if split else None, partial=partial)
+            return mark(parameter, split_dim=0 if split else None, partial=partial)
 
         self.layer_norm_weight = new(in_features, split=False) if norm else None
         has_shift = norm is not None and norm.has_bias
@@ -133,7 +133,7 @@ class RowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
-        self.tap: Tap | None = None
+        self.tap: ActivationHook | None = None
         self.product: Product | None = None
         self.adapter: nn.Module | None = None
         self.sequence_parallel = sequence_parallel and group.size > 1
@@ -142,8 +142,8 @@ class RowLinear(nn.Module):
         self.weight = mark(nn.Parameter(weight), split_dim=1)
         self.bias = None
         if bias:
-            made = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
-            self.bias = mark(made, partial=self.sequence_parallel)
+            parameter = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
+            self.bias = mark(parameter, partial=self.sequence_parallel)
 
     def forward(self, x_TF: Tensor) -> Tensor:
         """`[T, out]`, or `[T/tp, out]`."""

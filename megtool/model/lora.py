@@ -89,7 +89,7 @@ class Adapter(nn.Module):
         self.is_column = isinstance(linear, ColumnLinear)
         self.is_whole = isinstance(linear, DownLinear)
         self.scale, self.dropout = settings.scale, settings.dropout
-        weight, whole = linear.weight, self.sequence_parallel
+        weight, is_full_sequence = linear.weight, self.sequence_parallel
         out, inner = weight.shape
 
         def new(*shape: int) -> nn.Parameter:
@@ -99,12 +99,12 @@ class Adapter(nn.Module):
         self.lora_A = mark(
             new(settings.rank, inner),
             split_dim=1 if self.is_row else None,
-            partial=not self.is_row and whole,
+            partial=not self.is_row and is_full_sequence,
         )
         self.lora_B = mark(
             new(out, settings.rank),
             split_dim=0 if column else None,
-            partial=not column and whole,
+            partial=not column and is_full_sequence,
         )
 
     @property
@@ -116,9 +116,9 @@ class Adapter(nn.Module):
     def reset(self, seed: int, name: str) -> None:
         """Begin anew: B is zero, A as PEFT draws it, by `seed` and the layer's `name` alone."""
         rank, inner = self.lora_A.shape
-        whole = inner * self.group.size if self.is_row else inner
+        full_inner = inner * self.group.size if self.is_row else inner
         begin = self.group.rank * inner if self.is_row else 0
-        self.lora_A.copy_(drawn(rank, whole, f"{seed} {name}")[:, begin : begin + inner])
+        self.lora_A.copy_(drawn(rank, full_inner, f"{seed} {name}")[:, begin : begin + inner])
         self.lora_B.zero_()
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ class Adapter(nn.Module):
             rows = self.group
         elif self.is_row:
             columns = self.group
-        kept = _own(_drawn(x_TI, rows, columns, 1 - self.dropout), x_TI, rows, columns)
-        return x_TI * kept.to(x_TI.dtype).mul_(1 / (1 - self.dropout))
+        keep_mask = _local_part(_drawn(x_TI, rows, columns, 1 - self.dropout), x_TI, rows, columns)
+        return x_TI * keep_mask.to(x_TI.dtype).mul_(1 / (1 - self.dropout))
 
     def extra_repr(self) -> str:
         """Shapes of this rank, for people."""
@@ -168,11 +168,11 @@ def _drawn(x_TI: Tensor, rows: Group, columns: Group, share: float) -> Tensor:
     return torch.empty(shape, dtype=torch.bool, device=x_TI.device).bernoulli_(share)
 
 
-def _own(whole: Tensor, x_TI: Tensor, rows: Group, columns: Group) -> Tensor:
+def _local_part(full: Tensor, x_TI: Tensor, rows: Group, columns: Group) -> Tensor:
     if rows.size == columns.size == 1:
-        return whole
+        return full
     t, i = x_TI.shape
-    return whole[rows.rank * t :][:t, columns.rank * i :][:, :i].clone()
+    return full[rows.rank * t :][:t, columns.rank * i :][:, :i].clone()
 
 
 def check_experts(config: ModelConfig, settings: LoraSettings) -> None:
@@ -221,11 +221,11 @@ def layers_for(
     Raises:
         UsageError: one of them is a part of another module.
     """
-    held = dict(decoder.named_modules())
+    modules = dict(decoder.named_modules())
     for number in decoder.stage.layers:
         for place in (p for role in settings.roles for p in ROLES[role]):
             name = f"decoder.layers.{number}.{place}"
-            linear = held.get(name)
+            linear = modules.get(name)
             if linear is None:
                 continue
             if not isinstance(linear, Linear | ExpertLinear):

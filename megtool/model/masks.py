@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megtool.config import ModelConfig
-from megtool.model.cache import Span
+from megtool.model.cache import KeySpan
 from megtool.model.rotary import has_rotation, has_window
 from megtool.parallel.context_parallel import chunk_size, chunks_of
 from megtool.parallel.process_groups import Group
@@ -46,7 +46,7 @@ class Mask:
 
 
 def masks_of(
-    config: ModelConfig, span: Span, documents_BS: Tensor | None, cp: Group
+    config: ModelConfig, span: KeySpan, documents_BS: Tensor | None, cp: Group
 ) -> tuple[Masks, ...]:
     """The masks of each stretch of a rank's queries: of all, or of two (context parallelism)."""
     if cp.size == 1:
@@ -74,7 +74,7 @@ class Masks:
     def __init__(
         self,
         config: ModelConfig,
-        span: Span,
+        span: KeySpan,
         *,
         documents_BS: Tensor | None = None,
         is_part: bool = False,

@@ -16,15 +16,15 @@ from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend_all
-from megtool.model.batch import Frame
-from megtool.model.hooks import CacheTap, Tap
+from megtool.model.batch import ForwardContext
+from megtool.model.hooks import ActivationHook, KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.norm import Norm
+from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import mark
 from megtool.model.rotary import Rotation
 from megtool.parallel.collectives import copy_to, gather_rows, scatter_rows
 from megtool.parallel.context_parallel import gather_tokens
-from megtool.parallel.process_groups import ALONE, Group, Groups
+from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 
 
 class LatentAttention(nn.Module):
@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -60,14 +60,14 @@ class LatentAttention(nn.Module):
                 f"{config.num_heads} heads over tp={tp.size}", hint="tp divides the heads"
             )
         self.config, self.layer, self.tp = config, layer, tp
-        self.cache_tap: CacheTap | None = None
+        self.cache_tap: KVCacheHook | None = None
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.num_heads = config.num_heads // tp.size
         self.scale = softmax_scale(config)
         hidden, nope, rope = config.hidden_size, config.qk_nope_head_dim, config.qk_rope_head_dim
-        norm = Norm.of(config) if config.qk_norm else None
+        norm = NormSpec.of(config) if config.qk_norm else None
 
-        def up(size: int, heads_size: int, norm: Norm | None) -> ColumnLinear:
+        def up(size: int, heads_size: int, norm: NormSpec | None) -> ColumnLinear:
             return ColumnLinear(
                 size,
                 config.num_heads * heads_size,
@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
             device=device,
         )
 
-    def forward(self, x_TH: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
         """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         turn = _pairs(frame.rotation(self.layer), config)
@@ -130,7 +130,7 @@ class LatentAttention(nn.Module):
         return result
 
     def _tapped(
-        self, latent_TC: Tensor, shared_BS1R: Tensor, tap: CacheTap
+        self, latent_TC: Tensor, shared_BS1R: Tensor, tap: KVCacheHook
     ) -> tuple[Tensor, Tensor]:
         """What the tap makes of all tokens' latents, of which this rank's rows, and of the rest."""
         rows = gather_rows(latent_TC, self.tp) if self.sequence_parallel else latent_TC
@@ -151,7 +151,7 @@ class LatentAttention(nn.Module):
         rope_BSNR: Tensor,
         keys_values_BLND: Tensor,
         shared_BL1R: Tensor,
-        frame: Frame,
+        frame: ForwardContext,
     ) -> Tensor:
         """Attention over the heads' own keys and values, made of the latents: [B, S, N, D]."""
         config = self.config
@@ -175,7 +175,7 @@ class LatentAttention(nn.Module):
         rope_BSNR: Tensor,
         latent_B1LC: Tensor,
         shared_B1LR: Tensor,
-        frame: Frame,
+        frame: ForwardContext,
     ) -> Tensor:
         """Attention over all latents so far: for few queries in the latents' own space.
 
@@ -188,9 +188,9 @@ class LatentAttention(nn.Module):
         weight_NDC = weight_OC.view(self.num_heads, -1, config.kv_lora_rank)
         sizes = [config.qk_nope_head_dim, config.v_head_dim]
         key_NDC, value_NDC = torch.split(weight_NDC, sizes, 1)
-        made, rank = sum(sizes), config.kv_lora_rank
+        width, rank = sum(sizes), config.kv_lora_rank
         tap = self.linear_kv_up_proj.tap
-        if tap is not None or frame.num_tokens * (2 * rank - made) > rank * made:
+        if tap is not None or frame.num_tokens * (2 * rank - width) > rank * width:
             latent_BLC = latent_B1LC.squeeze(1)
             if tap is not None:
                 latent_BLC = tap(latent_BLC.flatten(0, 1)).view(latent_BLC.shape)
@@ -235,7 +235,7 @@ class DownLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
-        self.tap: Tap | None = None
+        self.tap: ActivationHook | None = None
         self.adapter: nn.Module | None = None
         weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.weight = mark(nn.Parameter(weight), partial=self.sequence_parallel)

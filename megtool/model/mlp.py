@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.kernels.activation import activate, gated
 from megtool.model.linear import ColumnLinear, RowLinear
-from megtool.model.norm import Norm
-from megtool.parallel.process_groups import Groups
+from megtool.model.norm import NormSpec
+from megtool.parallel.process_groups import ProcessGroups
 
 
 def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
@@ -30,7 +30,7 @@ class Mlp(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -43,7 +43,7 @@ class Mlp(nn.Module):
             config.ffn_hidden_size * (2 if config.gated else 1),
             groups.tp,
             bias=config.mlp_bias,
-            norm=Norm.of(config),
+            norm=NormSpec.of(config),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=device,

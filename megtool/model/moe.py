@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unpermute, waits_for_host
-from megtool.model.batch import Frame
+from megtool.model.batch import ForwardContext
 from megtool.model.hooks import ExpertTap
 from megtool.model.mlp import activated
 from megtool.model.param_attributes import mark
@@ -31,7 +31,7 @@ from megtool.parallel.collectives import (
     reduce_scatter_rows,
     scatter_rows,
 )
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 
 class MoeMlp(nn.Module):
@@ -52,7 +52,7 @@ class MoeMlp(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -89,7 +89,7 @@ class MoeMlp(nn.Module):
         linears = (m for m in experts.modules() if isinstance(m, ExpertLinear))
         return self.is_in_place and not any(waits_for_host(m.weight) for m in linears)
 
-    def forward(self, x_TH: Tensor, frame: Frame | None = None) -> Tensor:
+    def forward(self, x_TH: Tensor, frame: ForwardContext | None = None) -> Tensor:
         """The sum of each token's experts by their shares, and of the shared ones."""
         if self.shows_all:
             self._show_all(x_TH)
@@ -125,7 +125,7 @@ class MoeMlp(nn.Module):
             return
         self.labels_R = labels_T[row_ids_R // num]
         if route is not None:
-            self.labels_R = route.there(self.labels_R.unsqueeze(1)).squeeze(1)
+            self.labels_R = route.dispatch(self.labels_R.unsqueeze(1)).squeeze(1)
 
     def _in_place(self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor) -> Tensor:
         """Every rank has a part of every expert, cut as the dense layers are."""
@@ -168,7 +168,7 @@ class MoeMlp(nn.Module):
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         route = Route.of(counts_E, self.groups.ep, self.groups.etp)
         self._label(labels_T, row_ids_R, experts_TK.shape[1], route)
-        rows_RH = route.back(self.experts["experts"](route.there(rows_RH), route.counts_E))
+        rows_RH = route.combine(self.experts["experts"](route.dispatch(rows_RH), route.counts_E))
         return unpermute(rows_RH, row_ids_R, probs_TK)
 
     def _scaled(
@@ -187,7 +187,7 @@ class Experts(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "meta",
@@ -241,9 +241,11 @@ class ExpertLinear(nn.Module):
         self.weight = mark(nn.Parameter(weight), split_dim=split, expert=True)
         self.bias = None
         if bias:
-            made = nn.Parameter(torch.empty(num_experts, out_features, dtype=dtype, device=device))
+            parameter = nn.Parameter(
+                torch.empty(num_experts, out_features, dtype=dtype, device=device)
+            )
             split = None if is_summed or group.size == 1 else 1
-            self.bias = mark(made, split_dim=split, expert=True)
+            self.bias = mark(parameter, split_dim=split, expert=True)
 
     def forward(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, `counts_E` of them each; `tap` is handed both.
@@ -297,20 +299,20 @@ class Route:
             counts_E=counts_AE.sum(0),
         )
 
-    def there(self, rows_RH: Tensor) -> Tensor:
+    def dispatch(self, rows_RH: Tensor) -> Tensor:
         """This rank's rows, sorted by expert, as rows of the experts here, sorted by expert."""
         rows_RH = all_to_all(rows_RH, self.send, self.receive, self.ep)
         if self.etp.size > 1:
-            own = sum(self.receive)
+            num_received = sum(self.receive)
             copies = rows_RH.repeat(self.etp.size, 1)
-            rows_RH = all_to_all(copies, [own] * self.etp.size, self.parts, self.etp)
+            rows_RH = all_to_all(copies, [num_received] * self.etp.size, self.parts, self.etp)
         return rows_RH.index_select(0, self.order_R)
 
-    def back(self, rows_RH: Tensor) -> Tensor:
+    def combine(self, rows_RH: Tensor) -> Tensor:
         """The way back of `there`, where the parts of a row's result are summed."""
         rows_RH = rows_RH.index_select(0, invert(self.order_R))
         if self.etp.size > 1:
-            own = sum(self.receive)
-            parts = all_to_all(rows_RH, self.parts, [own] * self.etp.size, self.etp)
-            rows_RH = parts.view(self.etp.size, own, parts.shape[1]).sum(0)
+            num_received = sum(self.receive)
+            parts = all_to_all(rows_RH, self.parts, [num_received] * self.etp.size, self.etp)
+            rows_RH = parts.view(self.etp.size, num_received, parts.shape[1]).sum(0)
         return all_to_all(rows_RH, self.receive, self.send, self.ep)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
-from megtool.model.batch import Frame
+from megtool.model.batch import ForwardContext
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import ALONE, Groups
+from megtool.parallel.process_groups import ALONE, ProcessGroups
 
 Kind = Literal["aux_loss", "seq_aux_loss", "none"]
 """Experts are to be evenly busy over a microbatch, or in each of its rows; or nobody asks."""
@@ -66,7 +66,7 @@ class Balance:
         self,
         settings: BalanceSettings,
         config: ModelConfig,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool,
     ) -> None:
@@ -86,7 +86,12 @@ class Balance:
         self.passes = 0
 
     def __call__(
-        self, logits_TE: Tensor, experts_TK: Tensor, probs_TK: Tensor, frame: Frame, layer: int
+        self,
+        logits_TE: Tensor,
+        experts_TK: Tensor,
+        probs_TK: Tensor,
+        frame: ForwardContext,
+        layer: int,
     ) -> Tensor:
         """Shares whose backward pass is the losses' too; a pass that is done again counts once."""
         counted_T1 = self._counted(frame, logits_TE.shape[0])
@@ -106,7 +111,7 @@ class Balance:
         return out
 
     def _losses(
-        self, logits_TE: Tensor, counted_T1: Tensor | None, frame: Frame
+        self, logits_TE: Tensor, counted_T1: Tensor | None, frame: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """This rank's parts of both losses of a microbatch, without coefficients."""
         config, per_row = self.config, self.settings.kind == "seq_aux_loss"
@@ -140,7 +145,7 @@ class Balance:
         self.load_E = self.load_E + load_E.index_add(0, experts_TK.flatten(), ones_TK.flatten())
         self.passes += 1
 
-    def _counted(self, frame: Frame, tokens: int) -> Tensor | None:
+    def _counted(self, frame: ForwardContext, tokens: int) -> Tensor | None:
         """1 for this rank's tokens that count, 0 for others; None where all do."""
         if frame.counted_BS is None:
             return None

@@ -13,7 +13,7 @@ from megtool.model.param_attributes import mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class NormSpec:
     """Which norm a model has; the linear layer behind it, or a NormLayer, holds its parameters.
 
     With `zero_centered` the stored weight w stands for 1 + w.
@@ -24,7 +24,7 @@ class Norm:
     zero_centered: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Norm:
+    def of(cls, config: ModelConfig) -> NormSpec:
         """The norm before attention, MLP and output layer."""
         return cls(kind=config.norm, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
@@ -57,7 +57,7 @@ class NormLayer(nn.Module):
 
     def __init__(
         self,
-        norm: Norm,
+        norm: NormSpec,
         size: int,
         *,
         partial: bool = False,

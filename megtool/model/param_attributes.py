@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 
 def mark(
@@ -58,7 +58,7 @@ def is_marked(parameter: nn.Parameter, fact: str) -> bool:
     return bool(getattr(parameter, fact, fact == "allreduce"))
 
 
-def finish_gradients(module: nn.Module, groups: Groups) -> None:
+def finish_gradients(module: nn.Module, groups: ProcessGroups) -> None:
     """Make the gradients of one replica whole, in place, after its last backward pass.
 
     Adds up over tp what `mark(partial=True)` names, and over the first and the last stage what
@@ -71,7 +71,7 @@ def finish_gradients(module: nn.Module, groups: Groups) -> None:
     _sum(tied, groups.ends)
 
 
-def sum_over_replicas(module: nn.Module, groups: Groups) -> None:
+def sum_over_replicas(module: nn.Module, groups: ProcessGroups) -> None:
     """Add up gradients over data-parallel replicas, in place: dense ones and experts each over
     their own. Nothing is divided: a loss that is a sum over tokens stays one."""
     named = list(module.parameters())
@@ -84,10 +84,10 @@ def _sum(parameters: list[nn.Parameter], group: Group) -> None:
         return
     for gradients in _by_dtype(parameters):
         flat = all_sum(torch.cat([g.flatten() for g in gradients]), group)
-        at = 0
+        offset = 0
         for g in gradients:
-            g.copy_(flat[at : at + g.numel()].view_as(g))
-            at += g.numel()
+            g.copy_(flat[offset : offset + g.numel()].view_as(g))
+            offset += g.numel()
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:

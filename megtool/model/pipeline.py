@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
-from megtool.model.cache import Cache
+from megtool.model.cache import KVCache
 from megtool.model.decoder import Decoder, Stage, rows_of_rank
 from megtool.model.param_attributes import mark
 from megtool.parallel.context_parallel import chunk_size, own_tokens
 from megtool.parallel.pipeline_split import Pipeline, divisors, near
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 Stages = Decoder | Sequence[Decoder]
 """What a rank has of a model: one decoder, or one for each of its virtual chunks."""
 
 
-def build_stages(config: ModelConfig, groups: Groups, **how: Any) -> list[Decoder]:
+def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> list[Decoder]:
     """The virtual chunks of this rank's stage, split as Megatron splits them; `how` is Decoder's.
 
     Raises:
@@ -37,7 +37,7 @@ def build_stages(config: ModelConfig, groups: Groups, **how: Any) -> list[Decode
             embedding=(stage, chunk) == split.embedding,
             head=(stage, chunk) == split.loss,
         )
-        decoders.append(Decoder(config, groups, stage=part, **how))
+        decoders.append(Decoder(config, groups, stage=part, **options))
     mark_tied(decoders)
     return decoders
 
@@ -53,7 +53,7 @@ def mark_tied(stages: Stages) -> None:
 def forward_stages(
     stages: Stages,
     batch: Batch,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
     *,
     last_only: bool = False,
     everywhere: bool = False,
@@ -79,7 +79,7 @@ def forward_stages(
     return out
 
 
-def hidden_of_stages(stages: Stages, batch: Batch, cache: Cache | None = None) -> Tensor | None:
+def hidden_of_stages(stages: Stages, batch: Batch, cache: KVCache | None = None) -> Tensor | None:
     """The states after the final norm on the ranks of the last stage, None on the others.
 
     See `Decoder.hidden`; without gradients.
@@ -90,7 +90,7 @@ def hidden_of_stages(stages: Stages, batch: Batch, cache: Cache | None = None) -
 
 @torch.no_grad()
 def stream_hidden(
-    stages: Stages, batches: Iterable[Batch], cache: Cache | None = None
+    stages: Stages, batches: Iterable[Batch], cache: KVCache | None = None
 ) -> Iterator[Tensor | None]:
     """`hidden_of_stages` of one batch after the other, the stages working on several at once.
 
@@ -127,7 +127,7 @@ Objective = Callable[[Decoder, Tensor, Tensor], Tensor]
 """A sum over tokens to be made small: of the last stage, its states x_TH, and labels_BS."""
 
 
-class Schedule:
+class PipelineSchedule:
     """Forward and backward passes of the microbatches of a step, in the order that Megatron takes.
 
     One stage alone takes one microbatch after the other; several take turns by 1F1B, and virtual
@@ -191,7 +191,7 @@ class Schedule:
         else:
             shape = (rows // self.num_microbatches, tokens)
             if shape not in self._made:
-                self._made[shape] = self._make(shape)
+                self._made[shape] = self._build(shape)
             last = self.stages[-1].stage.head
             self._made[shape].step(target=labels_BS if last else None, **_facts(batch))
         zero = torch.zeros((), device=labels_BS.device)
@@ -221,7 +221,7 @@ class Schedule:
         self._losses.append(loss.detach())
         return loss if self.scale is None else self.scale(loss)
 
-    def _make(self, shape: tuple[int, int]) -> Any:
+    def _build(self, shape: tuple[int, int]) -> Any:
         """torch's schedule for microbatches of a shape."""
         from torch.distributed.pipelining import (
             PipelineStage,
@@ -232,7 +232,7 @@ class Schedule:
         pp, head = self.groups.pp, self.stages[-1]
         sample = Batch(tokens_BS=torch.empty(shape, dtype=torch.int64, device="meta"))
         row = _empty_rows(head, sample, torch.device("meta")).requires_grad_()
-        made = [
+        order = [
             PipelineStage(
                 link,
                 chunk * pp.size + pp.rank,
@@ -246,9 +246,9 @@ class Schedule:
         ]
 
         n = self.num_microbatches
-        if len(made) == 1:
-            return Schedule1F1B(made[0], n, self._loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(list(made), n, self._loss, scale_grads=False)
+        if len(order) == 1:
+            return Schedule1F1B(order[0], n, self._loss, scale_grads=False)
+        return ScheduleInterleaved1F1B(list(order), n, self._loss, scale_grads=False)
 
 
 class _Link(nn.Module):
@@ -285,8 +285,10 @@ def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = No
     tokens = num * (tokens if cp == 1 else 2 * chunk_size(tokens, cp))
     if decoder.sequence_parallel:
         tokens = rows_of_rank(tokens, decoder.groups.tp.size, cp)
-    where = decoder.groups.device if device is None else device
-    return torch.empty(tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=where)
+    target_device = decoder.groups.device if device is None else device
+    return torch.empty(
+        tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=target_device
+    )
 
 
 def _wait(sending: list[tuple[dist.Work | None, Tensor]]) -> None:

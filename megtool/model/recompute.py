@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from megtool.errors import UsageError
-from megtool.kernels.dispatch import Implementation, asked, use
+from megtool.kernels.dispatch import Implementation, requested_implementation, use
 from megtool.kernels.te_linear import Contexts, contexts_again
 from megtool.model.decoder import Decoder
 from megtool.model.lora import Adapter
@@ -84,7 +84,7 @@ class _Again:
             return self._forward(x_TH, frame)
         out: Tensor = checkpoint(
             self._by,
-            asked(),
+            requested_implementation(),
             x_TH,
             frame,
             use_reentrant=False,

@@ -119,17 +119,17 @@ class Rotary:
         """
         device = positions_BS.device
         if not is_local and self.kind in ("dynamic", "longrope", "su"):
-            found = self._by_row((positions_BS.amax(1) if last_B is None else last_B) + 1)
+            inv_freq = self._by_row((positions_BS.amax(1) if last_B is None else last_B) + 1)
         else:
-            found = self.frequencies(self.original_length, is_local=is_local, device=device)
-        angles = positions_BS[..., None].float() * found.per_position
+            inv_freq = self.frequencies(self.original_length, is_local=is_local, device=device)
+        angles = positions_BS[..., None].float() * inv_freq.per_position
         if self.config.rope_interleaved:
             angles = angles.repeat_interleave(2, -1)
         else:
             angles = torch.cat((angles, angles), -1)
         cos, sin = angles.cos(), angles.sin()
-        if found.scale != 1:
-            cos, sin = cos * found.scale, sin * found.scale
+        if inv_freq.scale != 1:
+            cos, sin = cos * inv_freq.scale, sin * inv_freq.scale
         return Rotation(cos.to(self.dtype), sin.to(self.dtype))
 
     def _by_row(self, lengths_B: Tensor) -> Frequencies:
@@ -166,12 +166,12 @@ class Rotary:
         if key not in self._known:
             base = self.config.rope_local_base if is_local else self.config.rope_base
             try:
-                found = _KINDS[kind](self, float(base or 10000.0), length)
+                inv_freq = _KINDS[kind](self, float(base or 10000.0), length)
             except KeyError as missing:
                 raise MappingError(
                     f"rope_scaling of the kind {kind!r} lacks {missing.args[0]!r}"
                 ) from missing
-            self._known[key] = Frequencies(found.per_position.to(device), found.scale)
+            self._known[key] = Frequencies(inv_freq.per_position.to(device), inv_freq.scale)
         return self._known[key]
 
 
@@ -210,8 +210,8 @@ def _llama3(rotary: Rotary, base: float, length: int) -> Frequencies:
     freq = 1 / _powers(base, rotary.size)
     low, high, factor = s["low_freq_factor"], s["high_freq_factor"], s["factor"]
     rotations = rotary.original_length * freq / (2 * math.pi)
-    kept = ((rotations - low) / (high - low)).clamp(0, 1)
-    return Frequencies((1 - kept) * freq / factor + kept * freq, 1.0)
+    ramp = ((rotations - low) / (high - low)).clamp(0, 1)
+    return Frequencies((1 - ramp) * freq / factor + ramp * freq, 1.0)
 
 
 def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
@@ -224,8 +224,12 @@ def _yarn(rotary: Rotary, base: float, length: int) -> Frequencies:
 
     scale = s.get("attention_factor")
     if scale is None:
-        one, whole = s.get("mscale"), s.get("mscale_all_dim")
-        scale = temperature(one) / temperature(whole) if one and whole else temperature()
+        mscale, mscale_all_dim = s.get("mscale"), s.get("mscale_all_dim")
+        scale = (
+            temperature(mscale) / temperature(mscale_all_dim)
+            if mscale and mscale_all_dim
+            else temperature()
+        )
 
     def dimension(rotations: float) -> float:
         """The dimension that makes so many rotations over the original length."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
-from megtool.model.batch import Frame
-from megtool.model.hooks import Tap
+from megtool.model.batch import ForwardContext
+from megtool.model.hooks import ActivationHook
 from megtool.model.moe_aux_loss import Balance
 from megtool.model.param_attributes import mark
 
@@ -46,7 +46,7 @@ class Router(nn.Module):
         super().__init__()
         _check(config)
         self.config, self.layer = config, layer
-        self.tap: Tap | None = None
+        self.tap: ActivationHook | None = None
         self.balance: Balance | None = None
         num, hidden = config.num_experts, config.hidden_size
         weight = torch.empty(num, hidden, dtype=dtype, device=device)
@@ -59,7 +59,7 @@ class Router(nn.Module):
             counted = torch.zeros(num, dtype=torch.float32, device=device)
             self.expert_bias = mark(nn.Parameter(counted, requires_grad=False))
 
-    def forward(self, x_TH: Tensor, frame: Frame | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TH: Tensor, frame: ForwardContext | None = None) -> tuple[Tensor, Tensor]:
         """The experts of each token, experts_TK (int64), and their shares, probs_TK (fp32).
 
         In training, `balance` adds its losses to the backward pass of a `frame`'s shares.

@@ -10,7 +10,7 @@ from megtool.config import ModelConfig
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mlp import activated
 from megtool.model.param_attributes import mark
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
 class SharedExperts(nn.Module):
@@ -22,7 +22,7 @@ class SharedExperts(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.errors import UsageError
-from megtool.number_formats.packed_parts import WHOLE, Index, Part
+from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart
 from megtool.number_formats.small_floats import single
 from megtool.number_formats.thread_buffers import CHUNK, scratch
 
@@ -26,7 +26,9 @@ _WIDE: Mapping[int, str] = {16: "c16", **_WORDS}
 """Types by their bytes, as which elements are moved several at a time."""
 
 
-def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> NDArray[np.float32]:
+def amax(
+    values: NDArray[Any], dtype: str, part: PackedPart, lo: Index, hi: Index
+) -> NDArray[np.float32]:
     """The largest magnitudes of a box, as float32 in the shape of `part`'s window of it.
 
     `values` are the elements `lo:hi` of type `dtype` (torch's; float32, float16 or bfloat16) as
@@ -44,11 +46,13 @@ def amax(values: NDArray[Any], dtype: str, part: Part, lo: Index, hi: Index) -> 
         stop = min(hi[0], (begin // block) * block + step)
         some_lo, some_hi = (begin, *lo[1:]), (stop, *hi[1:])
         some = values[begin - lo[0] : stop - lo[0]]
-        at, to = part.window(some_lo, some_hi)
-        index = tuple(slice(a - f, b - f) for a, b, f in zip(at, to, first, strict=True))
-        held = out[index]
-        found = _tops(some, dtype, named, some_lo, some_hi).reshape(held.shape)
-        out[index] = np.maximum(held, found)
+        window_lo, window_hi = part.window(some_lo, some_hi)
+        index = tuple(
+            slice(a - f, b - f) for a, b, f in zip(window_lo, window_hi, first, strict=True)
+        )
+        current = out[index]
+        maxima = _tops(some, dtype, named, some_lo, some_hi).reshape(current.shape)
+        out[index] = np.maximum(current, maxima)
         begin = stop
     return out
 
@@ -75,8 +79,8 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
         return cut
     if dim == len(shape) - 1 and per < _SHORT:
         return folded(sizes.reshape(-1), per).reshape(*shape[:-1], shape[-1] // per)
-    whole = sizes.reshape(*shape[:dim], shape[dim] // per, per, *shape[dim + 1 :])
-    out: NDArray[Any] = np.maximum.reduce(whole, axis=dim + 1)
+    blocked = sizes.reshape(*shape[:dim], shape[dim] // per, per, *shape[dim + 1 :])
+    out: NDArray[Any] = np.maximum.reduce(blocked, axis=dim + 1)
     return out
 
 
@@ -107,13 +111,13 @@ def values_of(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 
 def merge(
-    total: NDArray[np.float32], found: NDArray[np.float32], part: Part, lo: Index, hi: Index
+    total: NDArray[np.float32], update: NDArray[np.float32], part: PackedPart, lo: Index, hi: Index
 ) -> None:
     """Let `total` (of `part`'s shape, zeros at first) know what `amax` found in `lo:hi`."""
     first, end = part.window(lo, hi)
     index: Sequence[slice] = [slice(a, b) for a, b in zip(first, end, strict=True)]
     window = total[tuple(index)] if index else total
-    np.maximum(window, found, out=window)
+    np.maximum(window, update, out=window)
 
 
 def folded(sizes: NDArray[Any], per: int) -> NDArray[Any]:

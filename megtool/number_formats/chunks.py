@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.thread_buffers import CHUNK, scratch
 
 Slab = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
@@ -17,7 +17,9 @@ Slab = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 _VECTOR = 32  # rows under one row of scales from which it pays to spread that over the columns
 
 
-def slabs(values: NDArray[Any], by: NDArray[Any], codes: Part, out: NDArray[Any]) -> Iterator[Slab]:
+def slabs(
+    values: NDArray[Any], by: NDArray[Any], codes: PackedPart, out: NDArray[Any]
+) -> Iterator[Slab]:
     """Matrices `[rows, columns]` of `values`, in turn, with what they are divided by (`[rows or
     1 or blocks of rows, blocks of columns or 1]`) and where their codes lie in `out`.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megtool.errors import FormatError
 from megtool.number_formats import fp8, int4, int8, mxfp4, nvfp4
-from megtool.number_formats.packed_parts import Index, Part, factors, scale, trimmed
+from megtool.number_formats.packed_parts import Index, PackedPart, factors, scale, trimmed
 
 CODES = "codes"
 ZEROS = "zeros"
@@ -26,7 +26,7 @@ ROLES = (CODES, ZEROS, SCALE, SCALE_2, DIVISOR, COLUMNS)
 """The parts a tensor may have. `scale` is multiplied by `scale_2`, or divided by `divisor`, before
 it multiplies the codes; `columns` multiplies what comes of it."""
 
-Codes = Callable[[NDArray[Any], Part], NDArray[np.float32]]
+Codes = Callable[[NDArray[Any], PackedPart], NDArray[np.float32]]
 
 FORMATS: Mapping[str, Codes] = {
     "fp8": fp8.codes,
@@ -43,7 +43,7 @@ FORMATS: Mapping[str, Codes] = {
 
 def decode(
     packing: str,
-    parts: Sequence[Part],
+    parts: Sequence[PackedPart],
     windows: Mapping[str, NDArray[Any]],
     lo: Index,
     hi: Index,
@@ -81,7 +81,7 @@ def decode(
 
 
 def _zeros(
-    values: NDArray[Any], part: Part, lo: Index, hi: Index, order: Index
+    values: NDArray[Any], part: PackedPart, lo: Index, hi: Index, order: Index
 ) -> tuple[NDArray[np.float32], int]:
     """Zero points lined up with the box; those in 32-bit words are packed along the rows."""
     if part.dtype != "int32":

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
-How = Literal["max", "first"]
+HistoryReduction = Literal["max", "first"]
 Columns = Literal["blocked", "interleaved"]
 """How the columns of several products lie: kind after kind, or product after product."""
 
@@ -35,7 +35,7 @@ _UNUSED = {"fwd": (OUTPUT,), "bwd": (GRAD_INPUT,)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ScalingRule:
     """How scales come of histories: `FP8_MAX / amax / 2^margin`.
 
     `algorithm` is `max` (of the history), `most_recent`, or None for a function of the run's own,
@@ -53,7 +53,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class ScalingFault:
     """What is wrong with some columns of one array of a state: `nan`, `inf`, `negative`, `zeros`.
 
     `zeros` is a history in which nothing was ever seen, though the product uses it.
@@ -66,11 +66,11 @@ class Fault:
 
 def num_gemms(state: State) -> int | None:
     """The matrix products that a state is of; None where its arrays do not agree on a number."""
-    found = set()
+    counts = set()
     for name, array in state.items():
         columns, each = array.shape[-1] if array.ndim else 0, KINDS[direction_of(name)]
-        found.add(columns // each if columns % each == 0 else 0)
-    return found.pop() if len(found) == 1 and 0 not in found else None
+        counts.add(columns // each if columns % each == 0 else 0)
+    return counts.pop() if len(counts) == 1 and 0 not in counts else None
 
 
 def direction_of(name: str) -> str:
@@ -85,17 +85,17 @@ def amax(history: Array, algorithm: str | None = "max") -> Array:
     if algorithm == "most_recent":
         newest: Array = np.where(history[0] != 0, history[0], history[-1])
         return newest
-    found: Array = history.max(0)
-    return found
+    maximum: Array = history.max(0)
+    return maximum
 
 
 def scale(magnitude: Array, previous: Array, fp8_max: float, margin: float = 0) -> Array:
     """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        found = (np.float32(fp8_max) / magnitude.astype(np.float32)) / np.float32(2.0**margin)
+        scales = (np.float32(fp8_max) / magnitude.astype(np.float32)) / np.float32(2.0**margin)
     usable = np.isfinite(magnitude) & (magnitude > 0)
     most = np.float32(np.finfo(np.float32).max)
-    out = np.where(usable, np.where(np.isinf(found), most, found), previous)
+    out = np.where(usable, np.where(np.isinf(scales), most, scales), previous)
     return np.asarray(out, np.float32)
 
 
@@ -117,19 +117,21 @@ def without_inverses(state: State) -> dict[str, Array]:
     return {n: a for n, a in state.items() if not n.startswith("scale_inv_")}
 
 
-def margin_of(state: State, rule: Rule) -> int:
+def margin_of(state: State, rule: ScalingRule) -> int:
     """The margin that explains a state's scales, for releases 1.x do not keep it; usually 0.
 
     It is one that most columns agree on exactly.
     """
     votes: list[float] = []
     for d in KINDS:
-        history, held = state.get(f"amax_history_{d}"), state.get(f"scale_{d}")
-        if history is None or held is None or history.shape[1:] != held.shape:
+        history, stored_scale = state.get(f"amax_history_{d}"), state.get(f"scale_{d}")
+        if history is None or stored_scale is None or history.shape[1:] != stored_scale.shape:
             continue
-        seen = amax(history)
-        good = np.isfinite(seen) & (seen > 0) & np.isfinite(held) & (held > 0)
-        votes += np.log2(rule.fp8_max(d) / seen[good].astype(np.float64) / held[good]).tolist()
+        maximum = amax(history)
+        good = np.isfinite(maximum) & (maximum > 0) & np.isfinite(stored_scale) & (stored_scale > 0)
+        votes += np.log2(
+            rule.fp8_max(d) / maximum[good].astype(np.float64) / stored_scale[good]
+        ).tolist()
     near = [round(v) for v in votes if abs(v - round(v)) < 1e-5]
     top = max(set(near), key=near.count, default=0)
     return top if 2 * near.count(top) > len(votes) and 0 < top < 64 else 0
@@ -141,7 +143,9 @@ def same_shapes(states: Sequence[State]) -> bool:
     return all({n: a.shape[-1:] for n, a in s.items()} == first for s in states)
 
 
-def merge(states: Sequence[State], rule: Rule, *, how: How = "max") -> dict[str, Array]:
+def merge(
+    states: Sequence[State], rule: ScalingRule, *, reduction: HistoryReduction = "max"
+) -> dict[str, Array]:
     """One state out of those that several ranks have of the same module.
 
     Histories are merged row by row, the newest with the newest: NaN only where all are, else the
@@ -152,55 +156,55 @@ def merge(states: Sequence[State], rule: Rule, *, how: How = "max") -> dict[str,
         ValueError: they are not of the same shapes.
     """
     out = dict(states[0])
-    if how == "first" or len(states) == 1:
+    if reduction == "first" or len(states) == 1:
         return out
     if not same_shapes(states):
         raise ValueError("the states of these ranks differ in shape")
     for d in KINDS:
-        past, held, inverse = f"amax_history_{d}", f"scale_{d}", f"scale_inv_{d}"
+        history_key, scale_key, inverse_key = f"amax_history_{d}", f"scale_{d}", f"scale_inv_{d}"
         differs = np.zeros(1, bool)
-        if past in out:
-            length = max(len(s[past]) for s in states)
-            rows = np.stack([lengthened(s[past], length) for s in states])
-            out[past] = np.fmax.reduce(rows, 0)
+        if history_key in out:
+            length = max(len(s[history_key]) for s in states)
+            rows = np.stack([lengthened(s[history_key], length) for s in states])
+            out[history_key] = np.fmax.reduce(rows, 0)
             differs = differs | _differ(rows).any(0)
-        if held in out:
-            scales = np.stack([s[held] for s in states])
+        if scale_key in out:
+            scales = np.stack([s[scale_key] for s in states])
             before = scales
             differs = differs | _differ(before)
             usable = np.where(np.isfinite(before) & (before > 0), before, np.inf).min(0)
             previous = np.where(np.isfinite(usable), usable, np.float32(1)).astype(np.float32)
-            again = _again(out, d, previous, rule)
-            out[held] = np.where(differs, again, scales[0])
-        if inverse in out and held in out:
+            rescaled_scale = _recompute_scale(out, d, previous, rule)
+            out[scale_key] = np.where(differs, rescaled_scale, scales[0])
+        if inverse_key in out and scale_key in out:
             with np.errstate(divide="ignore"):
-                turned = (np.float32(1) / out[held]).astype(np.float32)
-            differs = differs | _differ(np.stack([s[inverse] for s in states]))
-            out[inverse] = np.where(differs, turned, out[inverse])
+                turned = (np.float32(1) / out[scale_key]).astype(np.float32)
+            differs = differs | _differ(np.stack([s[inverse_key] for s in states]))
+            out[inverse_key] = np.where(differs, turned, out[inverse_key])
     return out
 
 
 def _differ(rows: Array) -> NDArray[np.bool_]:
     """Where the first axis does not hold the same value throughout; NaN is the same as NaN."""
     first = rows[:1]
-    same = (rows == first) | (np.isnan(rows) & np.isnan(first))
-    return np.asarray(~same.all(0))
+    is_equal = (rows == first) | (np.isnan(rows) & np.isnan(first))
+    return np.asarray(~is_equal.all(0))
 
 
-def _again(state: State, direction: str, previous: Array, rule: Rule) -> Array:
+def _recompute_scale(state: State, direction: str, previous: Array, rule: ScalingRule) -> Array:
     history = state.get(f"amax_history_{direction}")
     if history is None or rule.algorithm is None or history.shape[1:] != previous.shape:
         return previous
-    seen = amax(history, rule.algorithm)
-    return scale(seen, previous, rule.fp8_max(direction), rule.margin)
+    maximum = amax(history, rule.algorithm)
+    return scale(maximum, previous, rule.fp8_max(direction), rule.margin)
 
 
-def rescaled(state: State, rule: Rule) -> dict[str, Array]:
+def rescaled(state: State, rule: ScalingRule) -> dict[str, Array]:
     """The state with all scales computed from its histories; those it cannot compute stay."""
     out = dict(state)
     for d in KINDS:
-        if (held := state.get(f"scale_{d}")) is not None:
-            out[f"scale_{d}"] = _again(state, d, held, rule)
+        if (current := state.get(f"scale_{d}")) is not None:
+            out[f"scale_{d}"] = _recompute_scale(state, d, current, rule)
     return inverses(out) if any(n.startswith("scale_inv_") for n in state) else out
 
 
@@ -215,21 +219,23 @@ def lengthened(history: Array, length: int) -> Array:
     return np.concatenate([history[:1], zeros, history[1:]])
 
 
-def with_length(state: State, length: int, rule: Rule) -> dict[str, Array]:
+def with_length(state: State, length: int, rule: ScalingRule) -> dict[str, Array]:
     """A state with histories of `length` steps; scales follow where a maximum was forgotten."""
     out = dict(state)
     for d in KINDS:
-        past, held = f"amax_history_{d}", f"scale_{d}"
-        if past not in state:
+        history_key, scale_key = f"amax_history_{d}", f"scale_{d}"
+        if history_key not in state:
             continue
-        out[past] = lengthened(state[past], length)
-        if held in state:
-            before, after = (amax(h, rule.algorithm) for h in (state[past], out[past]))
-            again = _again(out, d, state[held], rule)
-            out[held] = np.where(before == after, state[held], again)
+        out[history_key] = lengthened(state[history_key], length)
+        if scale_key in state:
+            before, after = (
+                amax(h, rule.algorithm) for h in (state[history_key], out[history_key])
+            )
+            new_scale = _recompute_scale(out, d, state[scale_key], rule)
+            out[scale_key] = np.where(before == after, state[scale_key], new_scale)
             if (inverse := f"scale_inv_{d}") in state:
                 with np.errstate(divide="ignore"):
-                    turned = (np.float32(1) / out[held]).astype(np.float32)
+                    turned = (np.float32(1) / out[scale_key]).astype(np.float32)
                 out[inverse] = np.where(before == after, state[inverse], turned)
     return out
 
@@ -244,7 +250,7 @@ def unseen(like: State) -> dict[str, Array]:
 
 def faults(
     state: State, *, linear: bool = True, columns: Columns | None = "blocked"
-) -> list[Fault]:
+) -> list[ScalingFault]:
     """What is wrong with a state's numbers.
 
     `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
@@ -252,7 +258,7 @@ def faults(
     histories of zeros are no fault. Nor are those of gradients where there never were any: in the
     first of layers that are frozen.
     """
-    out: list[Fault] = []
+    out: list[ScalingFault] = []
     no_gradients = _has_no_gradients(state)
     for name, array in state.items():
         if array.ndim == 0 or array.size == 0:
@@ -275,9 +281,9 @@ def faults(
         else:
             bad["zeros"] = (flat == 0).any(0)
         out += [
-            Fault(kind=kind, array=name, columns=tuple(np.flatnonzero(where).tolist()))
-            for kind, where in bad.items()
-            if where.any()
+            ScalingFault(kind=kind, array=name, columns=tuple(np.flatnonzero(indices).tolist()))
+            for kind, indices in bad.items()
+            if indices.any()
         ]
     return out
 
@@ -288,15 +294,15 @@ def _has_no_gradients(state: State) -> bool:
     scale = state.get("scale_bwd")
     if scale is None or any(h is None or not h.size for h in histories):
         return False
-    seen, none = (np.any(h) for h in histories)
-    return bool(seen and not none and (scale == 1).all())
+    has_forward, has_backward = (np.any(h) for h in histories)
+    return bool(has_forward and not has_backward and (scale == 1).all())
 
 
 def kinds_of(direction: str, number: int, columns: Columns) -> NDArray[np.int_]:
     """What each of `number` columns is of: input, weight, output, or two gradients, from 0."""
     each = KINDS[direction]
-    at = np.arange(number)
-    kinds = at % each if columns == "interleaved" else at // max(number // each, 1)
+    index = np.arange(number)
+    kinds = index % each if columns == "interleaved" else index // max(number // each, 1)
     return np.asarray(np.minimum(kinds, each - 1))
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megtool.dtypes import dtype as dtype_of
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.int4 import paired
-from megtool.number_formats.packed_parts import WHOLE, Part
+from megtool.number_formats.packed_parts import WHOLE, PackedPart
 
 NUMBERS = {
     "fp8": "fp8",
@@ -42,7 +42,7 @@ def numbers(packing: str) -> str:
     return NUMBERS[name]
 
 
-def neutral(window: NDArray[Any], part: Part, packing: str) -> NDArray[Any]:
+def neutral(window: NDArray[Any], part: PackedPart, packing: str) -> NDArray[Any]:
     """A window of codes, one element each: int8 integers, or the bits of small floats in uint8.
 
     `[..., rows, columns]` of all that the window holds, also what fills up a last word: cut it
@@ -77,7 +77,7 @@ def neutral(window: NDArray[Any], part: Part, packing: str) -> NDArray[Any]:
     return signed
 
 
-def stored(codes: NDArray[Any], packing: str, part: Part) -> NDArray[Any]:
+def stored(codes: NDArray[Any], packing: str, part: PackedPart) -> NDArray[Any]:
     """The window, in `DType.view` of `part`, of codes `[..., rows, columns]` as `neutral` gives.
 
     What a last word has left over is zero.

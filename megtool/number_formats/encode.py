@@ -23,13 +23,13 @@ from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.fp8_bits import cast_to_powers
 from megtool.number_formats.layout import MX_BLOCK, Style
 from megtool.number_formats.mxfp4_from_bf16 import encoded as mx_encoded
-from megtool.number_formats.packed_parts import WHOLE, Index, Part, Span
+from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart, PartSpan
 from megtool.number_formats.rounding import rounded
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, SMALL, single
 from megtool.number_formats.thread_buffers import look_up
 
-Encoder = Callable[[NDArray[np.float32], Part, NDArray[Any]], None]
+Encoder = Callable[[NDArray[np.float32], PackedPart, NDArray[Any]], None]
 
 FORMATS: Mapping[str, Encoder] = {
     "fp8": fp8.encoded,
@@ -51,7 +51,7 @@ _LARGEST = {"int8": 127.0, "int8words": 127.0, "int4": 7.0, "int4rows": 7.0}
 
 def encode(
     packing: str,
-    parts: Sequence[Part],
+    parts: Sequence[PackedPart],
     values: NDArray[Any],
     dtype: str,
     lo: Index,
@@ -124,7 +124,7 @@ def encode(
     return {CODES: stored, **out}
 
 
-def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
+def quotient_dtype(name: str, dtype: str, scale: PackedPart, style: Style) -> str:
     """What a project rounds a quotient to before it encodes it.
 
     torch divides elements by a scale of the same type in that type, and by a tensor without
@@ -139,37 +139,37 @@ def quotient_dtype(name: str, dtype: str, scale: Part, style: Style) -> str:
 
 def _scales(
     name: str,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, PackedPart],
     values: NDArray[Any],
     dtype: str,
     lo: Index,
     hi: Index,
-    given: Mapping[str, NDArray[Any]],
+    known_scales: Mapping[str, NDArray[Any]],
     style: Style,
 ) -> dict[str, NDArray[Any]]:
     """The windows of all scales: those given, the others from the box."""
-    out = {role: given[role] for role in parts if role in given}
+    out = {role: known_scales[role] for role in parts if role in known_scales}
     rules = RULES[style]
     for role in (SCALE_2, DIVISOR):
         if role in parts and role not in out:
-            out[role] = rules.second(_found(parts, role, values, dtype, lo, hi))
+            out[role] = rules.second(_amax_under(parts, role, values, dtype, lo, hi))
     if SCALE in out:
         return out
     scale = parts[SCALE]
-    found = _found(parts, SCALE, values, dtype, lo, hi)
+    amaxes = _amax_under(parts, SCALE, values, dtype, lo, hi)
     if name == "nvfp4":
         second = out[SCALE_2 if SCALE_2 in parts else DIVISOR]
-        out[SCALE] = rules.block(found, np.asarray(second, np.float32).reshape(()))
+        out[SCALE] = rules.block(amaxes, np.asarray(second, np.float32).reshape(()))
     elif scale.dtype == "float8_e8m0fnu":
-        out[SCALE] = rules.exponent(found, SMALL.get(parts[CODES].dtype, E2M1))
+        out[SCALE] = rules.exponent(amaxes, SMALL.get(parts[CODES].dtype, E2M1))
     else:
         largest = _LARGEST.get(name) or SMALL[parts[CODES].dtype].largest
-        out[SCALE] = _stored(rules.scale(found, largest, scale.dtype), scale.dtype)
+        out[SCALE] = _stored(rules.scale(amaxes, largest, scale.dtype), scale.dtype)
     return out
 
 
-def _found(
-    parts: Mapping[str, Part],
+def _amax_under(
+    parts: Mapping[str, PackedPart],
     role: str,
     values: NDArray[Any],
     dtype: str,
@@ -185,10 +185,10 @@ def _found(
                 f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
                 hint="gather amax over all boxes first, and give the scale",
             )
-    found = amax(values, dtype, part, lo, hi)
-    if not np.isfinite(found).all():
+    maxima = amax(values, dtype, part, lo, hi)
+    if not np.isfinite(maxima).all():
         raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
-    return found
+    return maxima
 
 
 def _stored(scale: NDArray[np.float32], dtype: str) -> NDArray[Any]:
@@ -198,7 +198,7 @@ def _stored(scale: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return scale.astype(dtype_of(dtype).view)
 
 
-def _check_borders(part: Part, lo: Index, hi: Index) -> None:
+def _check_borders(part: PackedPart, lo: Index, hi: Index) -> None:
     for n, s in zip(part.shape, part.spans, strict=True):
         if s.dim == WHOLE or s.per == 1:
             continue
@@ -209,7 +209,9 @@ def _check_borders(part: Part, lo: Index, hi: Index) -> None:
             )
 
 
-def _factor(parts: Mapping[str, Part], scales: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+def _factor(
+    parts: Mapping[str, PackedPart], scales: Mapping[str, NDArray[Any]]
+) -> NDArray[np.float32]:
     """What elements are divided by, in the shape of the scale's window."""
     out = single(np.asarray(scales[SCALE]), parts[SCALE].dtype)
     for role, divides in ((SCALE_2, False), (DIVISOR, True)):
@@ -219,7 +221,7 @@ def _factor(parts: Mapping[str, Part], scales: Mapping[str, NDArray[Any]]) -> ND
     return out
 
 
-def _lined_up(scale: Part, shape: Index) -> Index:
+def _lined_up(scale: PackedPart, shape: Index) -> Index:
     """The shape in which a window of `scale` has an axis for every dimension of a box."""
     named = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}
     return tuple(n // named[d] if d in named else 1 for d, n in enumerate(shape))
@@ -234,7 +236,7 @@ def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArr
         x = np.nan_to_num(x)  # NaN is looked for in the elements themselves
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = rounded(x / np.float32(by), quotient)
-    part = Part(role=CODES, dtype=codes, shape=bits.shape, spans=(Span(0),))
+    part = PackedPart(role=CODES, dtype=codes, shape=bits.shape, spans=(PartSpan(0),))
     out = np.empty(bits.shape, dtype_of(codes).view)
     FORMATS[name](scaled, part, out)
     return out.view(np.uint8)
@@ -244,17 +246,17 @@ def _look_up(
     name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str, out: NDArray[Any]
 ) -> None:
     """Put to `out` (contiguous) the codes of all `values`, by their bits."""
-    one = np.zeros((1,) * values.ndim, np.float32)
+    zero = np.zeros((1,) * values.ndim, np.float32)
     bits = values.view(np.uint16)
-    codes = Part(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
-    for box, _, into in slabs(bits, one, codes, out.view(np.uint8)):
+    codes = PackedPart(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))
+    for box, _, into in slabs(bits, zero, codes, out.view(np.uint8)):
         if name == "int8" and not is_number(box, _SHORT[dtype]):
             raise FormatError("elements are NaN", hint="they cannot be quantized")
         look_up(table, box, into)
 
 
-def _plain(ndim: int) -> tuple[Span, ...]:
-    return tuple(Span(d) for d in range(ndim))
+def _plain(ndim: int) -> tuple[PartSpan, ...]:
+    return tuple(PartSpan(d) for d in range(ndim))
 
 
 def is_number(bits: NDArray[np.uint16], infinity: int) -> bool:

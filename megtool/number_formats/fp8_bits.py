@@ -37,8 +37,8 @@ def cast(x: NDArray[np.float32], kind: SmallFloat, out: Bytes) -> None:
         np.copyto(bits, _rounded(part.view(np.uint32), spare, less), casting="unsafe")
         wrong = _coded(bits, kind, codes)
         if np.count_nonzero(wrong) * _FEW > part.size:
-            for at in range(0, part.size, _PIECE):
-                codes[at : at + _PIECE] = _cast_any(part[at : at + _PIECE], kind)
+            for start in range(0, part.size, _PIECE):
+                codes[start : start + _PIECE] = _cast_any(part[start : start + _PIECE], kind)
         else:
             few = _places(wrong)
             codes[few] = _cast_any(part[few], kind)
@@ -67,10 +67,10 @@ def _over_powers(values: Bits, exponents: Bytes, kind: SmallFloat, out: Bytes) -
     largest = int(np.float32(kind.largest).view(np.uint32)) >> 16
     power, binades = (largest >> 7) - _ONE, scratch("binades", shape, np.uint8)
     # Beyond the largest code's share of a binade, a number is taken for one of the next.
-    other = scratch("other", shape, np.uint16)
-    np.add(values, np.uint16(0x7F - (largest & 0x7F)), out=other)
-    np.right_shift(other, np.uint16(7), out=other)
-    np.copyto(binades, other, casting="unsafe")  # and no sign
+    shifted = scratch("other", shape, np.uint16)
+    np.add(values, np.uint16(0x7F - (largest & 0x7F)), out=shifted)
+    np.right_shift(shifted, np.uint16(7), out=shifted)
+    np.copyto(binades, shifted, casting="unsafe")  # and no sign
     top = folded(binades.reshape(-1), block).reshape(exponents.shape)
     np.subtract(np.maximum(top, np.uint8(power)), np.uint8(power), out=exponents)
     first = exponents.astype(np.int16) + np.int16(kind.lowest)
@@ -133,21 +133,23 @@ def _coded(bits: Bits, kind: SmallFloat, out: Bytes) -> NDArray[np.bool_]:
 
 def _low_bytes(bits: Bits, kind: SmallFloat, out: Bytes) -> None:
     """Put to `out` the low seven of rounded bits, and their sign."""
-    other = scratch("other", bits.shape, np.uint16)
-    np.right_shift(bits, np.uint16(1 + kind.mantissa), out=other)
-    np.bitwise_and(other, np.uint16(0x80), out=other)
-    np.add(other, bits, out=other)
-    np.copyto(out, other, casting="unsafe")
+    shifted = scratch("other", bits.shape, np.uint16)
+    np.right_shift(bits, np.uint16(1 + kind.mantissa), out=shifted)
+    np.bitwise_and(shifted, np.uint16(0x80), out=shifted)
+    np.add(shifted, bits, out=shifted)
+    np.copyto(out, shifted, casting="unsafe")
 
 
 def _places(yes: NDArray[np.bool_]) -> NDArray[np.intp]:
     """`np.flatnonzero`, several times faster where little is."""
     flat = yes.reshape(-1)
-    whole = flat.size // _RUN * _RUN
-    runs = flat[:whole].reshape(-1, _RUN)
+    num_in_runs = flat.size // _RUN * _RUN
+    runs = flat[:num_in_runs].reshape(-1, _RUN)
     hit = np.flatnonzero(np.bitwise_or.reduce(runs.view(np.uint64), axis=1))
-    run, at = np.divmod(np.flatnonzero(runs[hit]), _RUN)
-    return np.concatenate([hit[run] * _RUN + at, whole + np.flatnonzero(flat[whole:])])
+    run, offset = np.divmod(np.flatnonzero(runs[hit]), _RUN)
+    return np.concatenate(
+        [hit[run] * _RUN + offset, num_in_runs + np.flatnonzero(flat[num_in_runs:])]
+    )
 
 
 def _cast_any(x: NDArray[np.float32], kind: SmallFloat) -> Bytes:

@@ -66,14 +66,14 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
 def encodings() -> tuple[str, ...]:
     """The types that the installed package can encode, plain ones among them."""
     quants, kinds = package().quants, package().GGMLQuantizationType
-    found = []
+    result = []
     for name, (elements, _) in _blocks().items():
         try:
             quants.quantize(np.ones((1, elements), np.float32), kinds[name])
         except NotImplementedError:  # the gguf package's, for types it has no encoder for
             continue
-        found.append(name)
-    return tuple(found)
+        result.append(name)
+    return tuple(result)
 
 
 def holds_rows(packing: str) -> bool:
@@ -103,8 +103,8 @@ def block(kind: str) -> tuple[int, int]:
 @functools.cache
 def type_names() -> dict[int, str]:
     """What the numbers in a tensor's header mean: `{3: "Q4_1", ...}`."""
-    known = package()
-    return {int(t): t.name for t in known.GGML_QUANT_SIZES}
+    gguf = package()
+    return {int(t): t.name for t in gguf.GGML_QUANT_SIZES}
 
 
 @functools.cache

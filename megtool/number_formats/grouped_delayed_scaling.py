@@ -45,8 +45,8 @@ def columns_of(state: State) -> Columns | None:
 def is_idle(state: State, columns: Columns) -> bool:
     """Nothing was seen in the columns that are not used in this layout."""
     for name, array in state.items():
-        mine = array[..., unused(direction_of(name), array.shape[-1], columns)]
-        if (mine != (0 if name.startswith("amax_history_") else 1)).any():
+        unused_slots = array[..., unused(direction_of(name), array.shape[-1], columns)]
+        if (unused_slots != (0 if name.startswith("amax_history_") else 1)).any():
             return False
     return True
 
@@ -57,14 +57,14 @@ def split(state: State, parts: int, columns: Columns) -> list[dict[str, Array]] 
         return None
     out: list[dict[str, Array]] = []
     for k in range(parts):
-        mine = {}
+        part_state = {}
         for n, a in state.items():
             kinds = KINDS[direction_of(n)]
             if columns == "blocked":
-                mine[n] = a.reshape(*a.shape[:-1], kinds, parts)[..., k].copy()
+                part_state[n] = a.reshape(*a.shape[:-1], kinds, parts)[..., k].copy()
             else:
-                mine[n] = a.reshape(*a.shape[:-1], parts, kinds)[..., k, :].copy()
-        out.append(mine)
+                part_state[n] = a.reshape(*a.shape[:-1], parts, kinds)[..., k, :].copy()
+        out.append(part_state)
     return out
 
 
@@ -91,9 +91,9 @@ def is_same_in_both(state: State) -> bool:
     parts = num_gemms(state)
     if parts is None:
         return not state
-    found = [split(state, parts, layout) or [] for layout in LAYOUTS]
+    readings = [split(state, parts, layout) or [] for layout in LAYOUTS]
     return all(
         np.array_equal(a[n], b[n], equal_nan=True)
-        for a, b in zip(*found, strict=True)
+        for a, b in zip(*readings, strict=True)
         for n in a
     )  # fmt: skip

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.number_formats.packed_parts import Index, Part, Span
+from megtool.number_formats.packed_parts import Index, PackedPart, PartSpan
 from megtool.number_formats.rounding import integer_codes
 from megtool.number_formats.small_floats import looked_up
 from megtool.number_formats.thread_buffers import scratch
 
 
-def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
+def codes(values: NDArray[Any], part: PackedPart) -> NDArray[np.float32]:
     """Integers in int32 words along the last axis, of 32 / `per` bits each, less half the range."""
     raw = np.ascontiguousarray(values).view(np.uint8)
     if part.spans[-1].per == 4:
@@ -28,7 +28,7 @@ def codes(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
     return looked_up(_offset_pairs(), raw).view(np.float32)
 
 
-def codes_of_row_pairs(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
+def codes_of_row_pairs(values: NDArray[Any], part: PackedPart) -> NDArray[np.float32]:
     """Two rows a byte: `[..., r, c]` to `[..., 2r, c]`."""
     out = np.empty((*values.shape[:-2], values.shape[-2] * 2, values.shape[-1]), np.float32)
     signed = values.view(np.int8)
@@ -38,8 +38,8 @@ def codes_of_row_pairs(values: NDArray[Any], part: Part) -> NDArray[np.float32]:
 
 
 def unpacked_zeros(
-    values: NDArray[Any], part: Part, lo: Index, hi: Index
-) -> tuple[NDArray[np.int8], Part]:
+    values: NDArray[Any], part: PackedPart, lo: Index, hi: Index
+) -> tuple[NDArray[np.int8], PackedPart]:
     """Zero points in int32 words along the rows, one a row: `[n, groups]` of `lo:hi`, and how
     they lie then."""
     per = part.spans[0].per
@@ -50,51 +50,53 @@ def unpacked_zeros(
     rows = all_rows.reshape(-1, words.shape[1]).astype(np.int16) - (1 << (bits - 1))
     dim = part.spans[0].dim
     begin = lo[dim] % per
-    kept = rows[begin : begin + hi[dim] - lo[dim]].astype(np.int8)
-    spans = (Span(dim), *part.spans[1:])
-    return kept, replace(part, dtype="int8", shape=kept.shape, spans=spans)
+    window = rows[begin : begin + hi[dim] - lo[dim]].astype(np.int8)
+    spans = (PartSpan(dim), *part.spans[1:])
+    return window, replace(part, dtype="int8", shape=window.shape, spans=spans)
 
 
 @functools.cache
 def _offset_pairs() -> NDArray[np.uint64]:
     byte = np.arange(256)
-    both = np.stack([(byte & 15) - 8, (byte >> 4) - 8], axis=1).astype(np.float32)
-    return np.ascontiguousarray(both).view(np.uint64).reshape(256)
+    pairs = np.stack([(byte & 15) - 8, (byte >> 4) - 8], axis=1).astype(np.float32)
+    return np.ascontiguousarray(pairs).view(np.uint64).reshape(256)
 
 
-def encoded(scaled: NDArray[np.float32], part: Part, out: NDArray[np.int32]) -> None:
+def encoded(scaled: NDArray[np.float32], part: PackedPart, out: NDArray[np.int32]) -> None:
     """Put values `[rows, columns]`, divided by their scales and given up, to `out` (`[rows,
     words]`, any strides) as integers in int32 words; what a last word has left over is zero."""
     per = part.spans[-1].per
     half = 1 << (32 // per - 1)
     room = scratch("codes", scaled.shape, np.int8)
-    whole = integer_codes(scaled, -half, half - 1, room).view(np.uint8)
-    np.add(whole, np.uint8(half), out=whole)
-    if over := -whole.shape[-1] % per:
-        whole = np.pad(whole, [(0, 0), (0, over)])
+    codes = integer_codes(scaled, -half, half - 1, room).view(np.uint8)
+    np.add(codes, np.uint8(half), out=codes)
+    if over := -codes.shape[-1] % per:
+        codes = np.pad(codes, [(0, 0), (0, over)])
     if per == 4:
-        np.copyto(out, whole.view("<i4"))
+        np.copyto(out, codes.view("<i4"))
     else:
-        room = scratch("packed", (whole.shape[0], whole.shape[1] // 2), np.uint8)
-        paired(whole, room)
+        room = scratch("packed", (codes.shape[0], codes.shape[1] // 2), np.uint8)
+        paired(codes, room)
         np.copyto(out, room.view("<i4"))
 
 
-def encoded_row_pairs(scaled: NDArray[np.float32], part: Part, out: NDArray[np.uint8]) -> None:
+def encoded_row_pairs(
+    scaled: NDArray[np.float32], part: PackedPart, out: NDArray[np.uint8]
+) -> None:
     """Put values `[2r, columns]`, divided by their scales and given up, to `out` (`[r, columns]`,
     any strides) as integers, two rows a byte."""
     room = scratch("codes", scaled.shape, np.int8)
-    whole = integer_codes(scaled, -8, 7, room).view(np.uint8)
+    codes = integer_codes(scaled, -8, 7, room).view(np.uint8)
     low = scratch("packed", out.shape, np.uint8)
-    np.bitwise_and(whole[0::2], np.uint8(15), out=low)
-    high = np.multiply(whole[1::2], np.uint8(16), out=whole[1::2])  # a shift is slower by far
+    np.bitwise_and(codes[0::2], np.uint8(15), out=low)
+    high = np.multiply(codes[1::2], np.uint8(16), out=codes[1::2])  # a shift is slower by far
     np.bitwise_or(low, high, out=out)
 
 
 def paired(nibbles: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """Put codes of four bits (contiguous) to `out` (any strides), two a byte along the last axis,
     the first in the low bits."""
-    both = nibbles.view("<u2")
-    moved = np.right_shift(both, np.uint16(4), out=scratch("pairs", both.shape, np.uint16))
-    np.bitwise_or(both, moved, out=moved)
+    words = nibbles.view("<u2")
+    moved = np.right_shift(words, np.uint16(4), out=scratch("pairs", words.shape, np.uint16))
+    np.bitwise_or(words, moved, out=moved)
     np.copyto(out, moved, casting="unsafe")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
-from megtool.number_formats.packed_parts import WHOLE, Index, Part, Span
+from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart, PartSpan
 
 Style = Literal["modelopt", "compressed-tensors"]
 """Whose shapes and rounding: NVIDIA ModelOpt's unified export, or compressed-tensors."""
@@ -34,7 +34,7 @@ def layout(
     *,
     codes: str | None = None,
     scale: str = "float32",
-) -> tuple[Part, ...]:
+) -> tuple[PackedPart, ...]:
     """The parts of a tensor of `shape` (`[..., out, in]`) in `packing`.
 
     A packing is a number format and what has a scale: `tensor`, `channel` (each row), a number of
@@ -53,65 +53,75 @@ def layout(
     if len(shape) < 2:
         raise UsageError(f"a tensor of shape {list(shape)} has no rows to be stored as {packing}")
     last = len(shape) - 1
-    held, spans = list(shape), [Span(d) for d in range(len(shape))]
+    stored_shape, spans = list(shape), [PartSpan(d) for d in range(len(shape))]
     if name == "int4rows":
         if shape[-2] % 2:
             raise UsageError(
                 f"{shape[-2]} rows cannot be stored two a byte",
                 hint="leave this tensor out, or use int4 (words along the columns)",
             )
-        held[-2], spans[-2] = shape[-2] // 2, Span(last - 1, 2)
+        stored_shape[-2], spans[-2] = shape[-2] // 2, PartSpan(last - 1, 2)
     if per := _COLUMNS_A_CODE.get(name):
         if per == 2 and shape[-1] % 2:
             raise UsageError(f"{shape[-1]} columns cannot be stored two a byte")
-        held[-1], spans[-1] = -(-shape[-1] // per), Span(last, per)
-    parts = [Part(role=CODES, dtype=codes or _CODES[name], shape=tuple(held), spans=tuple(spans))]
+        stored_shape[-1], spans[-1] = -(-shape[-1] // per), PartSpan(last, per)
+    parts = [
+        PackedPart(
+            role=CODES, dtype=codes or _CODES[name], shape=tuple(stored_shape), spans=tuple(spans)
+        )
+    ]
     kind = {"mxfp8": "float8_e8m0fnu", "mxfp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
     parts.append(_scale(packing, shape, style, kind.get(name, scale)))
     if name == "nvfp4":
         role = SCALE_2 if style == "modelopt" else DIVISOR
-        parts.append(_whole(role, "float32", style))
+        parts.append(_per_tensor(role, "float32", style))
     return tuple(parts)
 
 
-def _scale(packing: str, shape: Index, style: Style, dtype: str) -> Part:
-    name, _, how = packing.partition(":")
-    rows = tuple(Span(d) for d in range(len(shape) - 1))
+def _scale(packing: str, shape: Index, style: Style, dtype: str) -> PackedPart:
+    name, _, granularity = packing.partition(":")
+    rows = tuple(PartSpan(d) for d in range(len(shape) - 1))
     last = len(shape) - 1
-    if how == "tensor":
-        return _whole(SCALE, dtype, style)
-    if how == "channel":
+    if granularity == "tensor":
+        return _per_tensor(SCALE, dtype, style)
+    if granularity == "channel":
         if style == "modelopt":
-            return Part(role=SCALE, dtype=dtype, shape=shape[:-1], spans=rows)
-        spans = (*rows, Span(WHOLE))
-        return Part(role=SCALE, dtype=dtype, shape=(*shape[:-1], 1), spans=spans)
-    sizes = how.split("x")
+            return PackedPart(role=SCALE, dtype=dtype, shape=shape[:-1], spans=rows)
+        spans = (*rows, PartSpan(WHOLE))
+        return PackedPart(role=SCALE, dtype=dtype, shape=(*shape[:-1], 1), spans=spans)
+    sizes = granularity.split("x")
     if not 1 <= len(sizes) <= 2 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
         raise FormatError(f"packing {packing!r} does not say what has a scale")
-    if name.startswith("mx") and how != str(MX_BLOCK):
+    if name.startswith("mx") and granularity != str(MX_BLOCK):
         raise FormatError(f"packing {packing!r}: MX formats have a scale for every {MX_BLOCK}")
     per = int(sizes[-1])
     check_divides(shape[-1], per, "columns", even=name == "nvfp4")
     if len(sizes) == 1:
-        spans = (*rows, Span(last, per))
-        return Part(role=SCALE, dtype=dtype, shape=(*shape[:-1], shape[-1] // per), spans=spans)
+        spans = (*rows, PartSpan(last, per))
+        return PackedPart(
+            role=SCALE, dtype=dtype, shape=(*shape[:-1], shape[-1] // per), spans=spans
+        )
     high = int(sizes[0])
     check_divides(shape[-2], high, "rows")
     counts = shape[-2] // high, shape[-1] // per
-    two = Span(last - 1, high), Span(last, per)
+    two = PartSpan(last - 1, high), PartSpan(last, per)
     if style == "modelopt" and len(shape) == 2:
-        both = (two[0], Span(WHOLE), two[1], Span(WHOLE))
-        return Part(role=SCALE, dtype=dtype, shape=(counts[0], 1, counts[1], 1), spans=both)
-    return Part(role=SCALE, dtype=dtype, shape=(*shape[:-2], *counts), spans=(*rows[:-1], *two))
+        two_level = (two[0], PartSpan(WHOLE), two[1], PartSpan(WHOLE))
+        return PackedPart(
+            role=SCALE, dtype=dtype, shape=(counts[0], 1, counts[1], 1), spans=two_level
+        )
+    return PackedPart(
+        role=SCALE, dtype=dtype, shape=(*shape[:-2], *counts), spans=(*rows[:-1], *two)
+    )
 
 
-def _whole(role: str, dtype: str, style: Style) -> Part:
+def _per_tensor(role: str, dtype: str, style: Style) -> PackedPart:
     if style == "modelopt":
-        return Part(role=role, dtype=dtype, shape=(), spans=())
-    return Part(role=role, dtype=dtype, shape=(1,), spans=(Span(WHOLE),))
+        return PackedPart(role=role, dtype=dtype, shape=(), spans=())
+    return PackedPart(role=role, dtype=dtype, shape=(1,), spans=(PartSpan(WHOLE),))
 
 
-def check_divides(size: int, per: int, what: str, *, even: bool = False) -> None:
+def check_divides(size: int, per: int, label: str, *, even: bool = False) -> None:
     """Whether blocks of `per` fill `size` columns or rows.
 
     Raises:
@@ -122,7 +132,7 @@ def check_divides(size: int, per: int, what: str, *, even: bool = False) -> None
     step = 2 if even and size % 2 == 0 else 1
     best = largest_divisor(size // step, max(1, per // step)) * step
     raise UsageError(
-        f"blocks of {per} do not divide {size} {what}",
+        f"blocks of {per} do not divide {size} {label}",
         hint=f"the largest size up to {per} that does is {best}",
     )
 

@@ -26,7 +26,7 @@ WHOLE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PartSpan:
     """What one dimension of a part means: index `i` serves `i * per : (i + 1) * per` of `dim`."""
 
     dim: int
@@ -34,13 +34,13 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PackedPart:
     """One array of a packed tensor. `dtype` is what its elements mean (torch's name)."""
 
     role: str
     dtype: str
     shape: Index
-    spans: tuple[Span, ...]
+    spans: tuple[PartSpan, ...]
 
     def window(self, lo: Sequence[int], hi: Sequence[int]) -> tuple[Index, Index]:
         """The box of this array that the elements `lo:hi` need."""
@@ -56,7 +56,7 @@ class Part:
         return tuple(s.dim for s in self.spans if s.dim != WHOLE)
 
 
-def trimmed(values: NDArray[Any], part: Part, lo: Index, hi: Index) -> NDArray[Any]:
+def trimmed(values: NDArray[Any], part: PackedPart, lo: Index, hi: Index) -> NDArray[Any]:
     """Codes unpacked from a window, one axis a dimension in `part.order`, without what the window
     holds beyond `lo:hi`."""
     index = []
@@ -68,7 +68,7 @@ def trimmed(values: NDArray[Any], part: Part, lo: Index, hi: Index) -> NDArray[A
 
 
 def factors(
-    values: NDArray[Any], part: Part, lo: Index, hi: Index, order: Index
+    values: NDArray[Any], part: PackedPart, lo: Index, hi: Index, order: Index
 ) -> tuple[NDArray[np.float32], int]:
     """A window of scales as float32, its axes in `order`, those the scale lacks of length 1.
 
@@ -76,11 +76,11 @@ def factors(
     beside it (0 where it has been spread or is of length 1).
     """
     named = {s.dim: s for s in part.spans if s.dim != WHOLE}
-    kept = [s.dim for s in part.spans if s.dim != WHOLE]
+    dims = [s.dim for s in part.spans if s.dim != WHOLE]
     array = single(values, part.dtype).reshape(
         [n for n, s in zip(values.shape, part.spans, strict=True) if s.dim != WHOLE]
     )
-    array = array.transpose([kept.index(d) for d in order if d in named])
+    array = array.transpose([dims.index(d) for d in order if d in named])
     array = array.reshape([array.shape[_rank(order, d, named)] if d in named else 1 for d in order])
     for axis, d in enumerate(order):
         if d not in named or named[d].per == 1:
@@ -95,7 +95,7 @@ def factors(
     return array, 0
 
 
-def _rank(order: Index, dim: int, named: dict[int, Span]) -> int:
+def _rank(order: Index, dim: int, named: dict[int, PartSpan]) -> int:
     return [d for d in order if d in named].index(dim)
 
 

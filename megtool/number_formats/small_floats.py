@@ -66,8 +66,8 @@ def eight_bit_values(array: NDArray[np.uint8], name: str) -> NDArray[np.float32]
 @functools.cache
 def _two_bytes(name: str) -> NDArray[np.uint64]:
     """Two values side by side, for all 65536 pairs of bytes (the second cache holds them)."""
-    both, values = np.arange(1 << 16), eight_bit(name)
-    pairs = np.stack([values[both & 255], values[both >> 8]], axis=1)
+    codes, values = np.arange(1 << 16), eight_bit(name)
+    pairs = np.stack([values[codes & 255], values[codes >> 8]], axis=1)
     return np.ascontiguousarray(pairs).view(np.uint64).reshape(1 << 16)
 
 
@@ -117,5 +117,5 @@ def _pairs() -> NDArray[np.uint64]:
     """Both values of a byte side by side: one look-up for two elements."""
     values = np.array([*FP4, *(-x for x in FP4)], np.float32)
     byte = np.arange(256)
-    both = np.stack([values[byte & 15], values[byte >> 4]], axis=1)
-    return np.ascontiguousarray(both).view(np.uint64).reshape(256)
+    table = np.stack([values[byte & 15], values[byte >> 4]], axis=1)
+    return np.ascontiguousarray(table).view(np.uint64).reshape(256)

@@ -37,13 +37,13 @@ def scratch(use: str, shape: Index | int, dtype: DTypeLike) -> NDArray[Any]:
     size = kind.itemsize
     for n in shape:
         size *= n
-    held = _rooms.by_use.get(use)
-    if held is None or held.size < size:
-        held = _rooms.by_use[use] = _apart(size, len(_rooms.by_use))
-    return held[:size].view(kind).reshape(shape)
+    buffer = _rooms.by_use.get(use)
+    if buffer is None or buffer.size < size:
+        buffer = _rooms.by_use[use] = _allocate_offset(size, len(_rooms.by_use))
+    return buffer[:size].view(kind).reshape(shape)
 
 
-def _apart(size: int, number: int) -> NDArray[np.uint8]:
+def _allocate_offset(size: int, number: int) -> NDArray[np.uint8]:
     """Memory that begins on a line of the cache, and at a line of its page that is no other's.
 
     As arrays come, all large ones begin at the same place of a page and beside a line: then every

@@ -23,7 +23,7 @@ from megtool.optim.param_gather import Gathering
 from megtool.optim.param_groups import Facts
 from megtool.optim.segments import Segment, Span
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.buckets import default_bucket_size
 
 
@@ -55,7 +55,7 @@ class DistributedOptimizer(Optimizer):
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSettings,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         chunks: Sequence[nn.Module] = (),
         part: bool = False,

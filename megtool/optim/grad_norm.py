@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megtool.optim.param_groups import Facts
 from megtool.optim.segments import Segment
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
-def counts_here(facts: Facts, groups: Groups, *, replicated: bool) -> bool:
+def counts_here(facts: Facts, groups: ProcessGroups, *, replicated: bool) -> bool:
     """Is this process the one that counts what it holds of a parameter?"""
     if facts.is_shared_copy:
         return False
@@ -29,7 +29,7 @@ def counts_here(facts: Facts, groups: Groups, *, replicated: bool) -> bool:
 
 
 def local_statistics(
-    segments: Sequence[Segment], groups: Groups, *, count_zeros: bool = False
+    segments: Sequence[Segment], groups: ProcessGroups, *, count_zeros: bool = False
 ) -> Tensor:
     """What this process adds to the sums over the world: three float64 numbers on its device.
 
@@ -82,7 +82,7 @@ def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
     return next((name for name in reversed(names) if name in bad), None)
 
 
-def first_of_ranks(mine: str | None, names: Sequence[str], groups: Groups) -> str | None:
+def first_of_ranks(mine: str | None, names: Sequence[str], groups: ProcessGroups) -> str | None:
     """Of what each rank found among its `names`, what the backward pass came to first, with its
     rank: that of the last stage. Every rank calls it."""
     world = groups.world
@@ -98,7 +98,7 @@ def first_of_ranks(mine: str | None, names: Sequence[str], groups: Groups) -> st
     return f"{name} (rank {-rank})"
 
 
-def _runs(segment: Segment, groups: Groups) -> list[tuple[int, int, bool]]:
+def _runs(segment: Segment, groups: ProcessGroups) -> list[tuple[int, int, bool]]:
     """Neighboring spans that are counted here, or are not, as one; padding is zeros."""
     runs: list[tuple[int, int, bool]] = []
     for span in segment.spans:

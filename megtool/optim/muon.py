@@ -11,11 +11,11 @@ from megtool.optim.param_groups import Facts
 from megtool.optim.segments import Segment
 from megtool.optim.update_rules import Muon
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 
 def turn_matrices(
-    update: Muon, facts: Sequence[Facts], segments: Sequence[Segment], groups: Groups, *, lr: float
+    update: Muon, facts: Sequence[Facts], segments: Sequence[Segment], groups: ProcessGroups, *, lr: float
 ) -> None:
     """Take the Newton-Schulz step of every matrix of a group, after `Muon.apply`.
 

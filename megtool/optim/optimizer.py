@@ -29,7 +29,7 @@ from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
 from megtool.optim.settings import OptimizerSettings
 from megtool.optim.update_rules import Muon, Update, make_update, update_segments
 from megtool.parallel.collectives import all_max, all_sum
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 # A group's learning rate: one for all, or the schedule's for the group's own ends.
 Rate = float | Callable[[ParamGroup], float]
@@ -69,7 +69,7 @@ class Optimizer(ABC):
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSettings,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         part: bool = False,
     ) -> None:

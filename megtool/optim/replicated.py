@@ -14,7 +14,7 @@ from megtool.optim.optimizer import Optimizer
 from megtool.optim.segments import Segment, Span, copy_parts
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 
 # Elements that are summed over replicas by one collective.
 _REDUCED_NUMEL = 16 * 2**20
@@ -31,7 +31,7 @@ class PlainOptimizer(Optimizer):
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSettings,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         part: bool = False,
     ) -> None:

@@ -43,12 +43,12 @@ class Mesh:
                 hint=f"each of {', '.join(_AXES)} once, for example {MEGATRON_ORDER}",
             )
         s = self.sizes
-        left = {"tp": max(s.tp, s.etp), "cp": s.cp, "ep": s.ep, "pp": s.pp}
-        left["dp"] = max(s.dp, s.expert_dp)
+        taken_sizes = {"tp": max(s.tp, s.etp), "cp": s.cp, "ep": s.ep, "pp": s.pp}
+        taken_sizes["dp"] = max(s.dp, s.expert_dp)
         for name in _AXES:
-            if name not in names and left[name] > 1:
+            if name not in names and taken_sizes[name] > 1:
                 raise LayoutError(
-                    f"the order of axes {self.order!r} leaves out {name}={left[name]}",
+                    f"the order of axes {self.order!r} leaves out {name}={taken_sizes[name]}",
                     hint=f"for example {MEGATRON_ORDER}",
                 )
         if s.world_size > s.pp > 1 and not self._same_stages():
@@ -62,17 +62,21 @@ class Mesh:
         self, *, tp: ArrayLike = 0, cp: ArrayLike = 0, dp: ArrayLike = 0, pp: ArrayLike = 0
     ) -> Ranks:
         """The rank at a position of the dense axes."""
-        at = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+        coordinates = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
         axes = self._dense()
-        return _compose(tuple(at[name] for name, _ in axes), tuple(size for _, size in axes))
+        return _compose(
+            tuple(coordinates[name] for name, _ in axes), tuple(size for _, size in axes)
+        )
 
     def expert_rank(
         self, *, etp: ArrayLike = 0, ep: ArrayLike = 0, edp: ArrayLike = 0, pp: ArrayLike = 0
     ) -> Ranks:
         """The rank at a position of the expert axes."""
-        at = {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
+        coordinates = {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
         axes = self._expert()
-        return _compose(tuple(at[name] for name, _ in axes), tuple(size for _, size in axes))
+        return _compose(
+            tuple(coordinates[name] for name, _ in axes), tuple(size for _, size in axes)
+        )
 
     def position(self, rank: ArrayLike) -> dict[str, Ranks]:
         """Where ranks sit on every axis: `tp cp dp pp`, and `etp ep edp` for their experts."""
@@ -107,8 +111,8 @@ class Mesh:
         """
         strides = []
         for axes in (self._dense(), self._expert()):
-            at = [name for name, _ in axes].index("pp")
-            strides.append(int(np.prod([size for _, size in axes[:at]], dtype=np.int64)))
+            pp_index = [name for name, _ in axes].index("pp")
+            strides.append(int(np.prod([size for _, size in axes[:pp_index]], dtype=np.int64)))
         return strides[0] == strides[1]
 
 
@@ -121,8 +125,8 @@ def _compose(digits: tuple[ArrayLike, ...], sizes: tuple[int, ...]) -> Ranks:
 
 
 def _decompose(rank: ArrayLike, sizes: tuple[int, ...]) -> list[Ranks]:
-    rest, out = np.asarray(rank, np.int64), []
+    quotient, out = np.asarray(rank, np.int64), []
     for size in sizes:
-        rest, digit = np.divmod(rest, size)
+        quotient, digit = np.divmod(quotient, size)
         out.append(digit)
     return out

@@ -89,8 +89,8 @@ class Pipeline:
     def layers_of(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """The layers of one chunk of one stage, possibly none. Raises: see `sizes`."""
         ends = np.cumsum(self.sizes(num_layers).ravel())
-        at = chunk * self.pp + stage
-        return range(int(ends[at - 1]) if at else 0, int(ends[at]))
+        position = chunk * self.pp + stage
+        return range(int(ends[position - 1]) if position else 0, int(ends[position]))
 
     @property
     def embedding(self) -> tuple[int, int]:
@@ -106,8 +106,8 @@ class Pipeline:
     def mtp(self) -> tuple[int, int]:
         """Stage and chunk of multi-token prediction: where a layout has `m`, else the last."""
         chunks = pipeline_chunks(self.layout or "")
-        at = next((i for i, c in enumerate(chunks) if "m" in c), self.pp * self.vpp - 1)
-        return at % self.pp, at // self.pp
+        position = next((i for i, c in enumerate(chunks) if "m" in c), self.pp * self.vpp - 1)
+        return position % self.pp, position // self.pp
 
     @property
     def num_mtp(self) -> int:
@@ -118,20 +118,20 @@ class Pipeline:
         """Stage and chunk of the final norm: the last, or the last layer's in a model with MTP."""
         if not has_mtp or not num_layers:
             return self.loss
-        at = int(np.flatnonzero(self.sizes(num_layers).ravel())[-1])
-        return at % self.pp, at // self.pp
+        position = int(np.flatnonzero(self.sizes(num_layers).ravel())[-1])
+        return position % self.pp, position // self.pp
 
     def _even(self, num_layers: int) -> Ints:
         """Layers of every stage, the embedding and the loss counted in."""
         total = num_layers + self.embedding_counts + self.loss_counts
-        what = f"num_layers={num_layers}" + "".join(
+        counted = f"num_layers={num_layers}" + "".join(
             f" + 1 for the {name}"
             for name, counts in (("embedding", self.embedding_counts), ("loss", self.loss_counts))
             if counts
         )
         if total % self.pp:
             raise LayoutError(
-                f"pp={self.pp} does not divide {what}", hint=_hint(num_layers, self, total)
+                f"pp={self.pp} does not divide {counted}", hint=_hint(num_layers, self, total)
             )
         each = total // self.pp
         if each % self.vpp:
@@ -144,19 +144,19 @@ class Pipeline:
     def _uneven(self, num_layers: int) -> Ints:
         """Layers of every stage where the first or the last one has a number of its own."""
         outer = [n for n in (self.first, self.last) if n is not None]
-        rest, between = num_layers - sum(outer), self.pp - len(outer)
-        said = flags(Pipeline(first=self.first, last=self.last))
-        fits = rest >= 0 and (rest == 0) == (between == 0)
-        if not fits or (between and rest % between):
+        remaining, between = num_layers - sum(outer), self.pp - len(outer)
+        outer_flags = flags(Pipeline(first=self.first, last=self.last))
+        fits = remaining >= 0 and (remaining == 0) == (between == 0)
+        if not fits or (between and remaining % between):
             raise LayoutError(
-                f"{said} leaves {rest} of {num_layers} layers for {between} stages of pp={self.pp}",
+                f"{outer_flags} leaves {remaining} of {num_layers} layers for {between} stages of pp={self.pp}",
                 hint=_hint(num_layers, self, 0),
             )
-        each = rest // between if between else 0
+        each = remaining // between if between else 0
         if odd := next((n for n in (*outer, each) if n % self.vpp), 0):
             raise LayoutError(
                 f"vpp={self.vpp} does not divide the {odd} layers of a stage "
-                f"({said} of {num_layers} layers, {each} on each other stage)",
+                f"({outer_flags} of {num_layers} layers, {each} on each other stage)",
                 hint=_hint(num_layers, self, 0),
             )
         out = np.full(self.pp, each, np.int64)
@@ -191,13 +191,15 @@ def splits(num_layers: int, pp: int, vpp: int = 1) -> list[Pipeline]:
             ends = [(units - k * middle, k) for k in each if units - k * middle >= num_outer]
             if not ends:
                 continue
-            rest, _ = min(ends, key=lambda end: abs(end[0] - end[1] * num_outer))
+            remainder, _ = min(ends, key=lambda end: abs(end[0] - end[1] * num_outer))
             if num_outer == 1:
-                out.append(Pipeline(pp=pp, vpp=vpp, first=rest * vpp))
-                out.append(Pipeline(pp=pp, vpp=vpp, last=rest * vpp))
+                out.append(Pipeline(pp=pp, vpp=vpp, first=remainder * vpp))
+                out.append(Pipeline(pp=pp, vpp=vpp, last=remainder * vpp))
             else:
-                first = -(-rest // 2)
-                out.append(Pipeline(pp=pp, vpp=vpp, first=first * vpp, last=(rest - first) * vpp))
+                first = -(-remainder // 2)
+                out.append(
+                    Pipeline(pp=pp, vpp=vpp, first=first * vpp, last=(remainder - first) * vpp)
+                )
     text = even_text(num_layers, Pipeline(pp=pp, vpp=vpp))
     return [*out, Pipeline(pp=pp, vpp=vpp, layout=text)]
 
@@ -281,23 +283,23 @@ def near(fits: Sequence[int], size: int, most: int = 8) -> str:
     return (", ".join(map(str, nearest)) or "none") + more
 
 
-def _hint(num_layers: int, asked: Pipeline, total: int) -> str:
+def _hint(num_layers: int, requested: Pipeline, total: int) -> str:
     """Sizes of pp that divide, where that matters, and splits that fit the same stages."""
-    sizes = f"sizes that do: {near(divisors(total), asked.pp)}" if total else ""
-    return f"{sizes}{_ways(num_layers, asked)}".removeprefix("; ")
+    sizes = f"sizes that do: {near(divisors(total), requested.pp)}" if total else ""
+    return f"{sizes}{_ways(num_layers, requested)}".removeprefix("; ")
 
 
-def _ways(num_layers: int, asked: Pipeline) -> str:
-    vpp = f" vpp={asked.vpp}" if asked.vpp > 1 else ""
-    ways = [flags(p) or "an even split" for p in splits(num_layers, asked.pp, asked.vpp)]
+def _ways(num_layers: int, requested: Pipeline) -> str:
+    vpp = f" vpp={requested.vpp}" if requested.vpp > 1 else ""
+    ways = [flags(p) or "an even split" for p in splits(num_layers, requested.pp, requested.vpp)]
     if not ways:
-        return f"; {num_layers} layers want at most {num_layers} chunks, not pp={asked.pp}{vpp}"
-    return f"; with pp={asked.pp}{vpp}: {', or '.join(ways)}"
+        return f"; {num_layers} layers want at most {num_layers} chunks, not pp={requested.pp}{vpp}"
+    return f"; with pp={requested.pp}{vpp}: {', or '.join(ways)}"
 
 
-def _example(num_layers: int, asked: Pipeline) -> str:
-    text = even_text(num_layers, asked, asked.num_mtp)
-    return flags(Pipeline(pp=asked.pp, vpp=asked.vpp, layout=text))
+def _example(num_layers: int, requested: Pipeline) -> str:
+    text = even_text(num_layers, requested, requested.num_mtp)
+    return flags(Pipeline(pp=requested.pp, vpp=requested.vpp, layout=text))
 
 
 def _short(chunk: str) -> str:

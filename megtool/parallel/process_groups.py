@@ -47,7 +47,7 @@ class Group:
         """This process comes last on the axis."""
         return self.rank == len(self.ranks) - 1
 
-    def part(self, size: int, what: str) -> int:
+    def part(self, size: int, label: str) -> int:
         """The size of this process' equal part of `size`.
 
         Raises:
@@ -55,7 +55,7 @@ class Group:
         """
         if size % self.size:
             raise LayoutError(
-                f"a group of {self.size} does not divide {what}={size}",
+                f"a group of {self.size} does not divide {label}={size}",
                 hint=f"sizes that do: {near(divisors(size), self.size)}" if size else None,
             )
         return size // self.size
@@ -66,7 +66,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class ProcessGroups:
     """This process' groups on all axes of a layout.
 
     Dense parameters: `tp`, `cp`, `pp`, `dp`; their gradients are summed over `replicas` (dp x cp).
@@ -93,7 +93,7 @@ class Groups:
     owns_world: bool = False
 
     @classmethod
-    def alone(cls, device: torch.device | str = "cpu") -> Groups:
+    def alone(cls, device: torch.device | str = "cpu") -> ProcessGroups:
         """One process: every group has size 1, and nothing is initialized."""
         return cls(parallel=ParallelConfig(), device=torch.device(device))
 
@@ -106,7 +106,7 @@ class Groups:
         order: str = MEGATRON_ORDER,
         timeout_s: float = 1800.0,
         environment: Mapping[str, str] = os.environ,
-    ) -> Groups:
+    ) -> ProcessGroups:
         """Join the other processes that `torchrun` started, and make all groups.
 
         gloo on the CPU, nccl on CUDA (each process takes the device of its LOCAL_RANK). Data
@@ -120,7 +120,7 @@ class Groups:
                 which sizes would do.
             MissingPackageError: nccl was asked for, and there is no such device.
         """
-        where = torch.device(device)
+        target_device = torch.device(device)
         started = dist.is_available() and dist.is_initialized()
         if started:
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -130,14 +130,16 @@ class Groups:
             rank, world_size = 0, 1
         parallel = fit(parallel, world_size)
         mesh = Mesh(parallel, order)
-        where = _device(where, _number(environment, "LOCAL_RANK", rank))
+        target_device = _device(target_device, _number(environment, "LOCAL_RANK", rank))
         if world_size == 1 and not started:
-            return cls(parallel=parallel, device=where)
+            return cls(parallel=parallel, device=target_device)
         if not started:
             timeout = timedelta(seconds=timeout_s)
-            on_cuda: dict[str, Any] = {"device_id": where} if where.type == "cuda" else {}
+            on_cuda: dict[str, Any] = (
+                {"device_id": target_device} if target_device.type == "cuda" else {}
+            )
             dist.init_process_group(
-                "nccl" if where.type == "cuda" else "gloo",
+                "nccl" if target_device.type == "cuda" else "gloo",
                 store=_store(rank, world_size, timeout),
                 rank=rank,
                 world_size=world_size,
@@ -145,7 +147,7 @@ class Groups:
                 **on_cuda,
             )
         more: dict[str, Any] = {"order": order, "owns_world": not started, **_make(mesh, rank)}
-        return cls(parallel=parallel, rank=rank, device=where, **more)
+        return cls(parallel=parallel, rank=rank, device=target_device, **more)
 
     def stage(self) -> Group:
         """The ranks of this pipeline stage, wherever else they are: tp x replicas.
@@ -153,16 +155,16 @@ class Groups:
         Where no axis has just these a group is made: every process of the world has to call this.
         """
         size = self.tp.size * self.replicas.size
-        for known in (self.world, self.replicas, self.tp):
-            if known.size == size:
-                return known
-        at = Mesh(self.parallel, self.order).position(np.arange(self.world.size))
-        mine = ALONE
-        for ranks in _parts([at["pp"]]):
+        for group in (self.world, self.replicas, self.tp):
+            if group.size == size:
+                return group
+        positions = Mesh(self.parallel, self.order).position(np.arange(self.world.size))
+        stage_group = ALONE
+        for ranks in _parts([positions["pp"]]):
             handle = dist.new_group(list(ranks))
             if self.rank in ranks:
-                mine = Group(ranks=ranks, rank=ranks.index(self.rank), handle=handle)
-        return mine
+                stage_group = Group(ranks=ranks, rank=ranks.index(self.rank), handle=handle)
+        return stage_group
 
     def stop(self) -> None:
         """Leave all groups, and the world if `start` has initialized it.
@@ -182,19 +184,21 @@ def fit(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     Raises:
         LayoutError: no number of replicas does; the hint says which worlds and which tp would fit.
     """
-    own = parallel.world_size
-    if world_size % own == 0:
-        return replace(parallel, dp=parallel.dp * (world_size // own))
+    layout_ranks = parallel.world_size
+    if world_size % layout_ranks == 0:
+        return replace(parallel, dp=parallel.dp * (world_size // layout_ranks))
     sizes = ("tp", "cp", "dp", "pp")
-    said = " x ".join(f"{a}={n}" for a in sizes if (n := getattr(parallel, a)) > 1)
-    fits = ", ".join(str(own * k) for k in range(1, 4))
-    hint = f"this layout fits {fits}, ... processes (torchrun --nproc-per-node {own})"
-    rest = own // parallel.tp
-    if world_size % rest == 0:
-        alike = [t for t in divisors(world_size // rest) if _can(parallel, t, world_size)]
+    sizes_text = " x ".join(f"{a}={n}" for a in sizes if (n := getattr(parallel, a)) > 1)
+    fits = ", ".join(str(layout_ranks * k) for k in range(1, 4))
+    hint = f"this layout fits {fits}, ... processes (torchrun --nproc-per-node {layout_ranks})"
+    ranks_per_tp = layout_ranks // parallel.tp
+    if world_size % ranks_per_tp == 0:
+        alike = [t for t in divisors(world_size // ranks_per_tp) if _can(parallel, t, world_size)]
         if alike:
             hint += f"; with {world_size}, sizes of tp that do: {near(alike, parallel.tp)}"
-    raise LayoutError(f"{said} needs {own} processes, and there are {world_size}", hint=hint)
+    raise LayoutError(
+        f"{sizes_text} needs {layout_ranks} processes, and there are {world_size}", hint=hint
+    )
 
 
 def _can(parallel: ParallelConfig, tp: int, world_size: int) -> bool:
@@ -265,18 +269,20 @@ def _make(mesh: Mesh, rank: int) -> dict[str, Group]:
 
     One handle for each set of ranks, whatever the axis; the whole world is torch's own.
     """
-    at = mesh.position(np.arange(mesh.sizes.world_size))
+    positions = mesh.position(np.arange(mesh.sizes.world_size))
     # Stages between the outer ones are alone with their embedding, which they do not have.
-    at["ends"] = np.where(np.isin(at["pp"], (0, mesh.sizes.pp - 1)), 0, at["pp"])
+    positions["ends"] = np.where(
+        np.isin(positions["pp"], (0, mesh.sizes.pp - 1)), 0, positions["pp"]
+    )
     everyone = tuple(range(mesh.sizes.world_size))
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
+    created: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
     out = {"world": Group(ranks=everyone, rank=rank, handle=dist.group.WORLD)}
-    for name, same in _SAME.items():
-        for ranks in _parts([at[axis] for axis in same]):
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = dist.new_group(list(ranks))
+    for name, twin in _SAME.items():
+        for ranks in _parts([positions[axis] for axis in twin]):
+            if len(ranks) > 1 and ranks not in created:
+                created[ranks] = dist.new_group(list(ranks))
             if rank in ranks:
-                handle = made[ranks] if len(ranks) > 1 else None
+                handle = created[ranks] if len(ranks) > 1 else None
                 out[name] = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
     return out
 

@@ -13,7 +13,7 @@ from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
 from megtool.reshard.fp8_state.modelopt_amax import is_buffer
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megtool.checkpoint.containers.te_extra_state import ExtraState
-from megtool.convert.dialects import Side
+from megtool.convert.dialects import CanonicalView
 from megtool.errors import CalibrationError, DestinationError, MappingError
 from megtool.number_formats.delayed_scaling import INPUT
 from megtool.quant.static_scales_report import Derived, DeriveReport
@@ -28,7 +28,7 @@ from megtool.reshard.fp8_state.collect import Scaling, require, require_told, sc
 from megtool.reshard.fp8_state.modelopt_amax import Buffer, is_buffer
 from megtool.reshard.fp8_state.weight_amax import WEIGHT, sites_of
 from megtool.reshard.megatron.extra_state_names import Site
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _of_buffer(buffer: Buffer) -> tuple[float, str]:
     return buffer.top, ""
 
 
-def modules_of(side: Side, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
+def modules_of(side: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
     """Megatron's module (and expert) that holds each canonical module's weight."""
     held: dict[str, list[Site]] = {t.name: list(sites_of(t, WEIGHT)) for t in tensors}
     out: dict[str, Site] = {}

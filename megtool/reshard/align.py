@@ -8,7 +8,7 @@ from pathlib import Path
 from megtool.checkpoint.formats.save_folder import is_save_folder
 from megtool.convert.dialects import read_side
 from megtool.errors import MappingError
-from megtool.reshard.source import CheckpointSource, Model, open_model
+from megtool.reshard.open_source import CheckpointSource, Model, open_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from megtool.checkpoint.plan import Dropped, Source
 from megtool.console import format_bytes
 from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import MappingError, UsageError
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 

@@ -31,14 +31,14 @@ from megtool.errors import CoverageError
 from megtool.reshard.average import Average, dropped_optimizers, sources_of
 from megtool.reshard.inventory import Account, account_of
 from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import write_staged
 from megtool.reshard.target import Request, Target, make_target
 from megtool.tensors.placement import Placement
 
 if TYPE_CHECKING:
-    from megtool.quant.packed_tensors.constant_feeds import Given
+    from megtool.reshard.constant_feed import Given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,8 @@ def plan_job(
 
 def _given(target: Target, made: Mapping[str, NDArray[np.float32]]) -> Given:
     """The feed of tensors with new values, which the target then takes from nowhere else."""
-    from megtool.quant.packed_tensors.constant_feeds import Given
     from megtool.quant.packed_tensors.modelopt_tensors import in_dtype
+    from megtool.reshard.constant_feed import Given
 
     held = target.destination.catalogue
     placements = {n: p for n, p in target.side.placements.items() if p.stored not in made}

@@ -8,7 +8,7 @@ from typing import Any
 
 from megtool.checkpoint.formats.auxiliary_files import MODELOPT_FOLDER
 from megtool.checkpoint.plan import Dropped, Op, Plan
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.writers.target_spec import Target
 
 TENSORS, OBJECTS, FILES = "tensors", "objects", "files"

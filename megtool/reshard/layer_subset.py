@@ -18,7 +18,7 @@ from megtool.convert.megatron_args import args_from_config
 from megtool.errors import MappingError
 from megtool.reshard.megatron.bridge_files import with_model
 from megtool.reshard.megatron.nemo_config import BRIDGE_FILE
-from megtool.reshard.source import CheckpointSource, Model
+from megtool.reshard.open_source import CheckpointSource, Model
 
 _LIST = r"((?:module\.)*(?:decoder|encoder)\.layers\.)"
 _STACKED = re.compile(_LIST + r"(?!\d)(.*/shard_)(\d+)((?:\.\d+)*)_(\d+)((?:\.\d+)*)")

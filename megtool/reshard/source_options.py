@@ -11,7 +11,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.errors import UsageError
 from megtool.reshard.average import Average, check_same, parse_shares
 from megtool.reshard.layer_subset import select_layers
-from megtool.reshard.source import CheckpointSource, Model, open_model, selector
+from megtool.reshard.open_source import CheckpointSource, Model, open_model, selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.formats import ARRAYS, CUT_BY_RANKS, named
 from megtool.checkpoint.megatron_metadata import args_of, divisible_by
+from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.checkpoint.plan import Dropped
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import (
     STATE_FIRST,
     STATE_LAST,
-    Side,
-    TargetSide,
+    CanonicalView,
+    TargetView,
     detect_dialect,
     is_optimizer_state,
     write_side,
@@ -27,14 +33,20 @@ from megtool.convert.parallel_args import layout_fields, merged_layout
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import LayoutError, UnknownFamilyError, UsageError
-from megtool.reshard.duplicate_check import no_copies
 from megtool.reshard.megatron.amax_report import AmaxWish
-from megtool.reshard.megatron.master_weight_check import check_masters
+from megtool.reshard.megatron.master_weight_check import (
+    box_of,
+    check_masters,
+    index_of,
+    parts,
+    probes,
+)
 from megtool.reshard.megatron.optimizer import LEGACY, choose_optimizer, has_own_layers
-from megtool.reshard.rename_patterns import renamed
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.reshard.open_source import CheckpointSource, unknown_model
 from megtool.reshard.writers import hf, megatron_legacy, torch_dist, zarr
 from megtool.reshard.writers.target_spec import Request, Target, fill_of
+from megtool.tensors.box import numel
+from megtool.tensors.placement import Placement
 
 __all__ = ["Request", "Target", "choose_format", "make_target"]
 
@@ -131,10 +143,12 @@ def _write(
     parallel: ParallelConfig | None,
     dtype: DType | None,
     optimizer: str | None,
-) -> TargetSide:
+) -> TargetView:
     """The target's tensors. What follows ranks or buckets is named layer by layer."""
 
-    def write(part: Side, *, per_layer: bool | None, main: str | None = None) -> TargetSide:
+    def write(
+        part: CanonicalView, *, per_layer: bool | None, main: str | None = None
+    ) -> TargetView:
         return write_side(
             part,
             dialect=dialect,
@@ -160,7 +174,7 @@ def _write(
     states = {n: t for n, t in held.items() if ":" in n}
     a = write(replace(source.side, canonical=weights), per_layer=None)
     b = write(replace(source.side, canonical=states), per_layer=True, main="param")
-    return TargetSide(
+    return TargetView(
         tensors=a.tensors + b.tensors,
         placements=a.placements | b.placements,
         shards=None,
@@ -230,7 +244,7 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _renamed(side: TargetSide, renames: Sequence[str]) -> TargetSide:
+def _renamed(side: TargetView, renames: Sequence[str]) -> TargetView:
     """The same tensors under the names the user gives them."""
     new = dict(
         zip(
@@ -250,7 +264,7 @@ def _renamed(side: TargetSide, renames: Sequence[str]) -> TargetSide:
     )
 
 
-def _dropped_tensors(source: CheckpointSource, side: TargetSide, *, whole: bool) -> list[Dropped]:
+def _dropped_tensors(source: CheckpointSource, side: TargetView, *, whole: bool) -> list[Dropped]:
     """Stored tensors that the target does not hold, each with its reason.
 
     What a family's table leaves out (a tied copy, rotary frequencies) is no loss, unless it is no
@@ -278,3 +292,85 @@ def _dropped_tensors(source: CheckpointSource, side: TargetSide, *, whole: bool)
             used.add(stored)
             out.append(Dropped(name=stored, reason=reason, num_bytes=catalogue[stored].num_bytes))
     return out
+
+
+def renamed(names: Sequence[str], renames: Sequence[str]) -> list[str]:
+    """Names after `OLD=NEW` patterns, in order: each `*` of OLD is put for the same `*` of NEW.
+
+    Raises:
+        UsageError: a pattern is none, matches nothing, or gives two tensors one name.
+    """
+    names = list(names)
+    for text in renames:
+        old, equals, new = text.partition("=")
+        if not equals or not old or not new or new.count("*") > old.count("*"):
+            raise UsageError(f"rename {text!r}", hint="OLD=NEW, with no more * in NEW than in OLD")
+        pattern = re.compile("(.*)".join(re.escape(part) for part in old.split("*")))
+        hits = [(i, m) for i, n in enumerate(names) if (m := pattern.fullmatch(n))]
+        if not hits:
+            raise UsageError(f"rename {text!r} matches no tensor")
+        for i, m in hits:
+            parts, out = new.split("*"), ""
+            for k, part in enumerate(parts):
+                out += part + (m[k + 1] if k + 1 < len(parts) else "")
+            names[i] = out
+    twice = {n for n in names if names.count(n) > 1} if len(set(names)) != len(names) else set()
+    if twice:
+        raise UsageError(f"renaming gives two tensors the name {min(twice)!r}")
+    return names
+
+
+_SAME_AS = {"head.weight": "embed.weight"}
+"""Where embeddings are tied the one is not there, and is the other."""
+
+
+def no_copies(source: CheckpointSource, *, whole: bool = False) -> dict[str, str]:
+    """Stored tensors that are said to repeat another one and do not, each with what differs.
+
+    Some elements of each are compared, all with `whole`. What they repeat may not have been
+    selected: then there is nothing to compare.
+    """
+    side = source.side
+    out: dict[str, str] = {}
+    if not side.copies:
+        return out
+    with Reader(source.catalogue, Files()) as reader:
+        for name, canonical in side.copies.items():
+            if canonical not in side.placements:
+                canonical = _SAME_AS.get(canonical, canonical)
+            original = side.placements.get(canonical)
+            if original is None:
+                continue
+            found = _difference(reader, name, original, whole=whole)
+            if found is not None:
+                out[name] = f"no copy of {original.stored}, though it should be: {found}"
+    return out
+
+
+def _difference(reader: Reader, name: str, original: Placement, *, whole: bool) -> str | None:
+    """How a stored tensor differs from a canonical one (which may be the longer by padding)."""
+    stored = reader.catalogue[name]
+    if not original.is_identity:
+        return f"{original.stored} is laid out in another way"
+    shape = original.shape
+    if len(stored.shape) != len(shape) or any(
+        n < m if d == 0 else n != m
+        for d, (n, m) in enumerate(zip(stored.shape, shape, strict=True))
+    ):
+        return f"its shape is {list(stored.shape)}, not {list(shape)}"
+    if not numel(shape):
+        return None
+    one, other = reader.catalogue[original.stored].dtype, stored.dtype
+    lo, hi = [0] * len(shape), list(shape)
+    for box in parts(lo, hi) if whole else probes(lo, hi, (0.0, 0.5, 1.0)):
+        a, b = (
+            reader.canonical(box_of(held, *box)).read().reshape(-1)
+            for held in (original.stored, name)
+        )
+        x, y = numbers(a, one), numbers(b, other)
+        differ = np.flatnonzero(~np.isclose(x, y, rtol=0.0, atol=0.0, equal_nan=True))
+        if len(differ):
+            at = int(differ[0])
+            there = list(index_of(at, *box))
+            return f"{float(y[at]):g} where that has {float(x[at]):g}, at {there}"
+    return None

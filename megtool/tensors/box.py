@@ -239,20 +239,22 @@ def _held_whole(boxes: Boxes, shapes: Ints, group: Ints) -> NDArray[np.bool_]:
     """Which tensors are plainly covered: by a single box that is all of them."""
     alone = np.bincount(group, minlength=len(shapes)) == 1
     rows = np.flatnonzero(alone[group])
-    same = (boxes.lo[rows] == 0).all(axis=1) & (boxes.hi[rows] == shapes[group[rows]]).all(axis=1)
+    is_full = (boxes.lo[rows] == 0).all(axis=1) & (boxes.hi[rows] == shapes[group[rows]]).all(
+        axis=1
+    )
     out = np.zeros(len(shapes), bool)
-    out[group[rows[same]]] = True
+    out[group[rows[is_full]]] = True
     return out
 
 
 def _cover_fault(boxes: Boxes, shapes: Ints, group: Ints) -> CoverFault | None:
     inside = boxes.filled
-    whole = np.flatnonzero((shapes > 0).all(axis=1))
-    lo = np.concatenate([boxes.lo[inside], np.zeros((len(whole), boxes.ndim), np.int64)])
-    hi = np.concatenate([boxes.hi[inside], shapes[whole]])
-    of = np.concatenate([group[inside], whole])
+    nonempty = np.flatnonzero((shapes > 0).all(axis=1))
+    lo = np.concatenate([boxes.lo[inside], np.zeros((len(nonempty), boxes.ndim), np.int64)])
+    hi = np.concatenate([boxes.hi[inside], shapes[nonempty]])
+    of = np.concatenate([group[inside], nonempty])
     weight = np.ones(len(of), np.int64)
-    weight[len(of) - len(whole) :] = -1
+    weight[len(of) - len(nonempty) :] = -1
     if not len(of):
         return None
     cut = np.flatnonzero(((lo != 0) | (hi != shapes[of])).any(axis=0))
@@ -309,10 +311,10 @@ def outside(boxes: Boxes, shapes: Ints) -> Ints:
 def difference(lo: Sequence[int], hi: Sequence[int], holes: Boxes) -> Boxes:
     """The part of one box that none of `holes` covers, as disjoint boxes."""
     ndim = len(lo)
-    rest = [(tuple(lo), tuple(hi))] if all(x < y for x, y in zip(lo, hi, strict=True)) else []
+    remaining = [(tuple(lo), tuple(hi))] if all(x < y for x, y in zip(lo, hi, strict=True)) else []
     for h_lo, h_hi in zip(holes.lo.tolist(), holes.hi.tolist(), strict=True):
-        rest = [piece for box in rest for piece in _minus(box, h_lo, h_hi)]
-    return Boxes.of(rest, ndim)
+        remaining = [piece for box in remaining for piece in _minus(box, h_lo, h_hi)]
+    return Boxes.of(remaining, ndim)
 
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -20,6 +20,6 @@ def grouped(values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     ordered = values[order]
     new = np.ones(len(values), bool)
     new[1:] = ordered[1:] != ordered[:-1]
-    which = np.empty(len(values), np.int64)
-    which[order] = np.cumsum(new) - 1
-    return order[new], which
+    group_ids = np.empty(len(values), np.int64)
+    group_ids[order] = np.cumsum(new) - 1
+    return order[new], group_ids

@@ -94,17 +94,17 @@ def _suffixes(shape: Sequence[int]) -> set[int]:
 
 def _recut(p: Placement, suffixes: list[int]) -> Placement:
     """The same placement over the dimensions that `suffixes` (products of trailing sizes) cut."""
-    own = strides(p.shape)
+    full_strides = strides(p.shape)
     shape, dims, mults = [], [], []
     for outer, inner in pairwise(suffixes):
         j = next(
             j
             for j in range(len(p.shape))
-            if own[j] <= inner and outer <= own[j] * p.shape[j] and p.shape[j] > 1
+            if full_strides[j] <= inner and outer <= full_strides[j] * p.shape[j] and p.shape[j] > 1
         )
         shape.append(outer // inner)
         dims.append(p.dims[j])
-        mults.append(p.mults[j] * (inner // own[j]))
+        mults.append(p.mults[j] * (inner // full_strides[j]))
     return Placement(
         canonical=p.canonical,
         stored=p.stored,
@@ -157,12 +157,16 @@ def _nested(
 ) -> tuple[NDArray[np.int64], Ints, Ints]:
     """Several view dimensions share one stored dimension: each range gives a handful of boxes."""
     sizes, mults = [p.shape[j] for j in along], [p.mults[j] for j in along]
-    ranges, which = np.unique(np.stack([start, stop], 1), axis=0, return_inverse=True)
-    which = which.reshape(-1)
-    found = [lattice_boxes(sizes, mults, int(a), int(b)) for a, b in ranges]
-    count = np.array([len(f) for f in found], np.int64)[which]
-    pick = np.repeat(np.arange(len(which), dtype=np.int64), count)
-    parts = concatenate([found[w] for w in which], len(along)) if len(which) else Boxes.of([], 1)
+    ranges, range_ids = np.unique(np.stack([start, stop], 1), axis=0, return_inverse=True)
+    range_ids = range_ids.reshape(-1)
+    lattices = [lattice_boxes(sizes, mults, int(a), int(b)) for a, b in ranges]
+    count = np.array([len(f) for f in lattices], np.int64)[range_ids]
+    pick = np.repeat(np.arange(len(range_ids), dtype=np.int64), count)
+    parts = (
+        concatenate([lattices[w] for w in range_ids], len(along))
+        if len(range_ids)
+        else Boxes.of([], 1)
+    )
     lo, hi = lo[pick], hi[pick]
     if len(pick):
         lo[:, along], hi[:, along] = parts.lo, parts.hi

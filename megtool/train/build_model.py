@@ -6,7 +6,7 @@ import torch
 
 from megtool.checkpoint.megatron_metadata import divisible_by
 from megtool.console import Progress, silent
-from megtool.convert.rank_tensors import Seat
+from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.inference.layer_streaming import units_of
@@ -14,12 +14,12 @@ from megtool.inference.load import check_memory, check_names, computable, fill
 from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import build_stages
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
 def load_for_training(
     source: Source,
-    groups: Groups | None = None,
+    groups: ProcessGroups | None = None,
     *,
     dtype: DType | torch.dtype | str | None = None,
     sequence_parallel: bool = False,
@@ -41,7 +41,7 @@ def load_for_training(
         OutOfMemoryError: the weights do not fit into memory; the hint says what would.
         CheckpointError: they cannot be read.
     """
-    groups = Groups.alone() if groups is None else groups
+    groups = ProcessGroups.alone() if groups is None else groups
     multiple = vocab_multiple or divisible_by(source.catalogue)  # as it is saved again
     weights = Weights(
         source,
@@ -79,6 +79,6 @@ def load_for_training(
     return stages
 
 
-def seat_of(groups: Groups) -> Seat:
+def seat_of(groups: ProcessGroups) -> RankCoordinates:
     """Where a process sits on the axes that divide a model."""
-    return Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
+    return RankCoordinates(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)

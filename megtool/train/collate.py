@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megtool.data.packing import IGNORED, Rows
+from megtool.data.packing import IGNORED, PackedRows
 from megtool.model.batch import Batch
 
 
@@ -19,11 +19,11 @@ class Feed(Protocol):
     def __len__(self) -> int:
         """Samples of one pass over the data."""
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> PackedRows:
         """Samples number `first` and the next of the run, the same on every rank."""
 
 
-def batch_of(rows: Rows, device: torch.device) -> tuple[Batch, Tensor]:
+def batch_of(rows: PackedRows, device: torch.device) -> tuple[Batch, Tensor]:
     """Rows as a batch, and their labels [B, S].
 
     Where no row holds two texts, the batch says nothing of documents: tokens that fill a row up
@@ -46,7 +46,7 @@ def batch_of(rows: Rows, device: torch.device) -> tuple[Batch, Tensor]:
     return batch, put(rows.labels_BS)
 
 
-def padded(rows: Rows, count: int) -> Rows:
+def padded(rows: PackedRows, count: int) -> PackedRows:
     """Rows, made as many as `count` by ones that have no labels."""
     have = len(rows.tokens_BS)
     if have == count:
@@ -54,7 +54,7 @@ def padded(rows: Rows, count: int) -> Rows:
     again = np.concatenate([np.arange(have), np.zeros(count - have, np.int64)])
     labels = rows.labels_BS[again].copy()
     labels[have:] = IGNORED
-    return Rows(
+    return PackedRows(
         tokens_BS=rows.tokens_BS[again],
         labels_BS=labels,
         positions_BS=rows.positions_BS[again],

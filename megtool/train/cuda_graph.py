@@ -19,7 +19,7 @@ from megtool.errors import UsageError
 from megtool.kernels.cuda_graphs import graphed
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.scaler import DynamicScaler
 from megtool.train.config import TrainSettings
@@ -27,7 +27,7 @@ from megtool.train.config import TrainSettings
 _LOG = logging.getLogger(__name__)
 
 
-class GraphedSchedule(Schedule):
+class GraphedSchedule(PipelineSchedule):
     """A `Schedule` of one stage whose micro batches of `shape` (rows, tokens) are replayed.
 
     There is a graph for each set of facts that batches have: rows of several texts have positions

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megtool.console import Progress, silent
-from megtool.data.dataset import BlendedFeed, open_feed
-from megtool.data.dataset import Feed as OneFeed
+from megtool.data.dataset import BlendedDataset, open_dataset
+from megtool.data.dataset import TokenDataset as OneFeed
 from megtool.data.token_cache import Encoding
 from megtool.data.tokenizer import Tokenizer
 from megtool.parallel.process_groups import ALONE, Group
@@ -21,8 +21,8 @@ class Feeds:
     """The data of a run. `identity` says which data it is, however it is spelled; `counts` what
     became of samples."""
 
-    train: OneFeed | BlendedFeed
-    evaluation: OneFeed | BlendedFeed | None = None
+    train: OneFeed | BlendedDataset
+    evaluation: OneFeed | BlendedDataset | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ def feeds_of(
         "world": world,
         "progress": progress,
     }
-    train = open_feed(
+    train = open_dataset(
         settings.data,
         tokenizer,
         seq_length,
@@ -65,11 +65,11 @@ def feeds_of(
         seed=settings.seed,
         **how,
     )
-    evaluation: OneFeed | BlendedFeed | None = None
+    evaluation: OneFeed | BlendedDataset | None = None
     if settings.hold_out:
         train, evaluation = train.divided(settings.hold_out)
     elif settings.eval_data is not None:
-        evaluation = open_feed([settings.eval_data], tokenizer, seq_length, seed=None, **how)
+        evaluation = open_dataset([settings.eval_data], tokenizer, seq_length, seed=None, **how)
     return Feeds(
         train=train,
         evaluation=evaluation,

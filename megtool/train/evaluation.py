@@ -13,7 +13,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.collate import Feed, batch_of, padded
 
 
@@ -74,7 +74,7 @@ def evaluate(
 
 
 def world_sum(
-    values: Sequence[float], groups: Groups, everywhere: Sequence[float] = ()
+    values: Sequence[float], groups: ProcessGroups, everywhere: Sequence[float] = ()
 ) -> list[float]:
     """Sums over replicas of what the last stages have: each replica counts once, and so does each
     of the ranks that share its rows (context parallelism).

@@ -21,7 +21,7 @@ from megtool.console import Progress, silent
 from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule as Passes
+from megtool.model.pipeline import PipelineSchedule as Passes
 from megtool.optim.optimizer import Optimizer, StepResult
 from megtool.optim.scaler import DynamicScaler
 from megtool.optim.schedules import Schedule

@@ -12,7 +12,7 @@ from megtool.inference.rank_weights import Source, decoder_of
 from megtool.model.decoder import Decoder
 from megtool.model.lora import add_adapters
 from megtool.model.pipeline import build_stages
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
 from megtool.train.config import TrainSettings
 from megtool.train.features.protocol import lora_settings
@@ -91,13 +91,13 @@ def rounded_bytes_of(
     return max(found)
 
 
-def seated(layout: ParallelConfig, stage: int) -> Groups:
+def seated(layout: ParallelConfig, stage: int) -> ProcessGroups:
     """The groups of the first rank of a stage, without processes: for shapes alone."""
 
     def group(size: int, rank: int = 0) -> Group:
         return Group(ranks=tuple(range(size)), rank=rank)
 
-    groups = Groups.alone("meta")
+    groups = ProcessGroups.alone("meta")
     return replace(
         groups,
         parallel=layout,

@@ -13,7 +13,7 @@ from megtool.errors import TrainingError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import microbatches, stream_hidden
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def parameter_not_finite(stages: Sequence[Decoder]) -> str | None:
     return _first(_parameter(stages), stages[0].groups)
 
 
-def _first(found: str | None, groups: Groups) -> str | None:
+def _first(found: str | None, groups: ProcessGroups) -> str | None:
     """What the first rank in the order of the stages has found, the same on every rank."""
     named = [
         f"{name} (rank {rank})" if groups.world.size > 1 else name
@@ -105,7 +105,7 @@ def _watch(name: str, found: list[str]) -> Any:
     return hook
 
 
-def _gathered(name: str | None, groups: Groups) -> list[str | None]:
+def _gathered(name: str | None, groups: ProcessGroups) -> list[str | None]:
     if groups.world.handle is None:
         return [name]
     out: list[str | None] = [None] * groups.world.size
@@ -113,7 +113,7 @@ def _gathered(name: str | None, groups: Groups) -> list[str | None]:
     return out
 
 
-def _stage_of(rank: int, groups: Groups) -> tuple[int, int]:
+def _stage_of(rank: int, groups: ProcessGroups) -> tuple[int, int]:
     """Pipeline stage and rank: Megatron's order has the stages outermost."""
     each = max(1, groups.world.size // groups.pp.size)
     return rank // each, rank

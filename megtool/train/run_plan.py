@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megtool.optim.param_groups import GroupRule, ParamGroup
     from megtool.optim.schedules import Schedule
     from megtool.optim.settings import OptimizerSettings
-    from megtool.parallel.process_groups import Groups
+    from megtool.parallel.process_groups import ProcessGroups
 
 _MOST_LENGTH = 2048
 
@@ -263,7 +263,7 @@ def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
 
 
 def make_optimizer(
-    stages: Sequence[Decoder], settings: TrainSettings, plan: RunPlan, groups: Groups
+    stages: Sequence[Decoder], settings: TrainSettings, plan: RunPlan, groups: ProcessGroups
 ) -> Optimizer:
     """The optimizer of a rank's stages: distributed where there are replicas, else a plain one.
 

@@ -25,7 +25,7 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.run_log import read_log
 from tests.inference import tiny_text
 

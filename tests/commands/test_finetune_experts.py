@@ -13,7 +13,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.run_log import read_log
 from tests.commands.finetune_runs import curve, tune
 from tests.commands.test_generate import torchrun

@@ -13,7 +13,7 @@ from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.run_log import read_log
 
 

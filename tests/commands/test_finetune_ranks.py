@@ -13,7 +13,7 @@ from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
 from megtool.errors import MegtoolError
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.run_log import read_log
 from tests.gloo_world import run_world
 from tests.inference import tiny_text

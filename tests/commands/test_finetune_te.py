@@ -21,9 +21,9 @@ from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import TeHistories
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.build_model import load_for_training
 from megtool.train.features.fp8 import Fp8Training
 from megtool.train.run_log import read_log
@@ -139,7 +139,7 @@ class Passed:
 
 def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Passed:
     """Three passes there and back over 21 tokens each, with evaluations between or not."""
-    opened, groups = open_model(folder), Groups.alone("cuda")
+    opened, groups = open_model(folder), ProcessGroups.alone("cuda")
     assert opened.model is not None
     source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
     (stage,) = load_for_training(source, groups, dtype="bfloat16")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.canonical import VOCABULARY, Model
-from megtool.convert.dialects import Side, detect_dialect, read_side, write_side
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
+from megtool.convert.dialects import CanonicalView, detect_dialect, read_side, write_side
 from megtool.convert.families import family
 from megtool.convert.megatron import split_optimizer
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
@@ -36,9 +36,9 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **changes})
 
 
-def canonical_side(cfg: ModelConfig, states: tuple[str, ...] = ("",)) -> tuple[Side, Any]:
+def canonical_side(cfg: ModelConfig, states: tuple[str, ...] = ("",)) -> tuple[CanonicalView, Any]:
     """A source that is canonical already, with random values."""
-    model, rng = Model(cfg), np.random.default_rng(0)
+    model, rng = CanonicalModel(cfg), np.random.default_rng(0)
     tensors = []
     for state in states:
         for pattern, entry in VOCABULARY.items():
@@ -47,7 +47,7 @@ def canonical_side(cfg: ModelConfig, states: tuple[str, ...] = ("",)) -> tuple[S
             for n in model.names(pattern):
                 name = f"{state}:{n}" if state else n
                 tensors.append(GlobalTensor(name=name, shape=model.shape(pattern), dtype=F32))
-    side = Side(
+    side = CanonicalView(
         dialect="hf",
         tensors=tuple(tensors),
         placements={t.name: Placement.identity(t.name, t.shape) for t in tensors},
@@ -219,7 +219,7 @@ def test_args_say_what_megatron_cannot_run() -> None:
     assert megatron_limits(config()) == []
     odd = config(attn_out_bias=True, qkv_bias=True, rope_scaling={"rope_type": "longrope"})
     assert len(megatron_limits(odd)) == 2
-    kept = args_from_config(config(), ParallelConfig(tp=4), known={"seed": 7, "world_size": 99})
+    kept = args_from_config(config(), ParallelConfig(tp=4), base_args={"seed": 7, "world_size": 99})
     assert (kept["seed"], kept["world_size"], kept["padded_vocab_size"]) == (7, 4, 512)
     with pytest.raises(MappingError, match="lack 'num_layers'"):
         config_from_args({"num_attention_heads": 4, "hidden_size": 8})

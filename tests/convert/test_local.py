@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
-from megtool.convert.canonical import Model
-from megtool.convert.dialects import Side, TargetSide, read_side, write_side
+from megtool.convert.canonical import CanonicalModel
+from megtool.convert.dialects import CanonicalView, TargetView, read_side, write_side
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import Place, rank_parameters
-from megtool.convert.rank_tensors import LocalSide, Seat, local_side, local_tensors
+from megtool.convert.rank_parameters import RankPlace, rank_parameters
+from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.tensors.placement import Placement
@@ -47,14 +47,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def source_of(model: ModelConfig, *, stacked: bool) -> tuple[Side, Arrays]:
+def source_of(model: ModelConfig, *, stacked: bool) -> tuple[CanonicalView, Arrays]:
     """Megatron's tensors of a model, no two elements alike within one."""
     canonical = {
         n: GlobalTensor(name=n, shape=s, dtype=dtype("float32"))
         for n, s in canonical_tensors(model).items()
     }
     table = STACKED if stacked and model.is_homogeneous else PER_LAYER
-    tensors = Binding(table, Model(model)).write(canonical, pad_to=8).tensors
+    tensors = Binding(table, CanonicalModel(model)).write(canonical, pad_to=8).tensors
     arrays = {
         t.name: np.arange(1 + 1000 * k, 1 + 1000 * k + t.numel).reshape(t.shape)
         for k, t in enumerate(tensors)
@@ -70,7 +70,7 @@ def index(p: Placement) -> tuple[np.ndarray[Any, Any], ...]:
     return tuple(out)
 
 
-def assembled(local: LocalSide, arrays: Arrays) -> Arrays:
+def assembled(local: LocalView, arrays: Arrays) -> Arrays:
     """What the parts say the rank holds; every element is written once."""
     out = {t.name: np.full(t.shape, -1) for t in local.tensors}
     for name, to in local.target.items():
@@ -85,24 +85,24 @@ def assembled(local: LocalSide, arrays: Arrays) -> Arrays:
 
 
 def sliced(
-    target: TargetSide, whole: Arrays, model: ModelConfig, parallel: ParallelConfig, seat: Seat
+    target: TargetView, whole: Arrays, model: ModelConfig, parallel: ParallelConfig, seat: RankCoordinates
 ) -> Arrays:
     """The rank's boxes cut out of the whole, gate and up one after the other, experts stacked."""
     out: dict[str, list[np.ndarray[Any, Any]]] = {}
     ranks = rank_parameters(target.tensors, model, parallel)
-    dense = ranks.get(Place(seat.stage, 0, 0, seat.tp), [])
-    experts = ranks.get(Place(seat.stage, 0, seat.ep, seat.etp), [])
+    dense = ranks.get(RankPlace(seat.stage, 0, 0, seat.tp), [])
+    experts = ranks.get(RankPlace(seat.stage, 0, seat.ep, seat.etp), [])
     for p in [*(p for p in dense if not p.is_expert), *(p for p in experts if p.is_expert)]:
         boxes = [whole[p.key][tuple(map(slice, lo, hi))] for lo, hi in p.boxes]
         out.setdefault(p.key, []).append(np.concatenate(boxes, axis=int(p.is_expert)))
     return {key: np.concatenate(found) for key, found in out.items()}
 
 
-def seats(parallel: ParallelConfig) -> list[Seat]:
+def seats(parallel: ParallelConfig) -> list[RankCoordinates]:
     """Every rank of a layout, dense and expert places paired as they come."""
     experts = [(ep, etp) for ep in range(parallel.ep) for etp in range(parallel.etp)]
     return [
-        Seat(stage=stage, tp=tp, ep=ep, etp=etp)
+        RankCoordinates(stage=stage, tp=tp, ep=ep, etp=etp)
         for stage in range(parallel.pp)
         for k, (ep, etp) in enumerate(experts * parallel.tp)
         if (tp := k % parallel.tp) < parallel.tp
@@ -147,7 +147,7 @@ def test_a_tied_embedding_is_on_both_ends() -> None:
     ranks = rank_parameters(target.tensors, model, parallel)
     held = []
     for stage in range(2):
-        tensors = local_tensors(ranks, Seat(stage=stage, tp=1))
+        tensors = local_tensors(ranks, RankCoordinates(stage=stage, tp=1))
         local = local_side(tensors.values(), source, target)
         held.append(assembled(local, arrays)["embedding.word_embeddings.weight"])
     np.testing.assert_array_equal(*held)
@@ -157,7 +157,7 @@ def test_types_are_given_by_name() -> None:
     source, _ = source_of(config(), stacked=True)
     target = write_side(source, dialect="megatron", per_layer=True)
     ranks = rank_parameters(target.tensors, config(), ParallelConfig())
-    tensors = local_tensors(ranks, Seat())
+    tensors = local_tensors(ranks, RankCoordinates())
     half = {n: dtype("bfloat16") for n in tensors}
     local = local_side(tensors.values(), source, target, dtypes=half)
     assert {t.dtype.name for t in local.tensors} == {"bfloat16"}

@@ -24,7 +24,7 @@ from megtool.convert import (
     Weight,
 )
 from megtool.convert.binding import Binding
-from megtool.convert.canonical import Model
+from megtool.convert.canonical import CanonicalModel
 from megtool.convert.mapping import Word, WordLike
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
@@ -58,7 +58,7 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **changes})
 
 
-def names_of(model: Model, w: Word) -> list[str]:
+def names_of(model: CanonicalModel, w: Word) -> list[str]:
     return [p.name for p in w.layout(model).parts]
 
 
@@ -73,7 +73,7 @@ def put(stored: np.ndarray, p: Placement, value: np.ndarray) -> None:
 
 
 def build(
-    w: WordLike, model: Model, arrays: dict[str, np.ndarray], stored: str = "s", pad_to: int = 1
+    w: WordLike, model: CanonicalModel, arrays: dict[str, np.ndarray], stored: str = "s", pad_to: int = 1
 ) -> np.ndarray:
     """The stored array that a word makes of canonical ones; the padding stays NaN."""
     binding = Binding((Row(stored, w),), model)
@@ -92,7 +92,7 @@ def build(
     return out
 
 
-def random(model: Model, patterns: dict[str, str]) -> dict[str, np.ndarray]:
+def random(model: CanonicalModel, patterns: dict[str, str]) -> dict[str, np.ndarray]:
     """Distinct values for canonical tensors: name to the pattern of its shape."""
     rng = np.random.default_rng(0)
     return {n: rng.random(model.shape(p)) for n, p in patterns.items()}
@@ -111,7 +111,7 @@ def megatron_qkv(cfg: ModelConfig, arrays: dict[str, np.ndarray], order: str) ->
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.booleans())
 def test_qkv_is_megatrons_group_order(groups: int, per: int, d: int, has_gate: bool) -> None:
     cfg = config(num_heads=groups * per, num_kv_heads=groups, head_dim=d)
-    model = Model(cfg, VOCABULARY)
+    model = CanonicalModel(cfg, VOCABULARY)
     names = ["q", "gate", "k", "v"] if has_gate else ["q", "k", "v"]
     arrays = random(model, {n: n for n in names})
     w = Qkv("q", "k", "v", gate="gate" if has_gate else None)
@@ -126,7 +126,7 @@ def test_qkv_is_megatrons_group_order(groups: int, per: int, d: int, has_gate: b
 
 def test_each_word_against_numpy() -> None:
     cfg = config(num_kv_heads=6)
-    model = Model(cfg, VOCABULARY)
+    model = CanonicalModel(cfg, VOCABULARY)
     a = random(model, {"q": "q", "k": "k", "v": "v"})
     q, k, v = a["q"], a["k"], a["v"]
     assert (build(Cat("q", "k"), model, {"q": q, "k": k}) == np.concatenate([q, k])).all()
@@ -146,7 +146,7 @@ def test_each_word_against_numpy() -> None:
 
 
 def test_layers_and_experts_stack_on_leading_axes() -> None:
-    model = Model(config(), VOCABULARY)
+    model = CanonicalModel(config(), VOCABULARY)
     patterns = {f"{n}.{i}.{j}": f"{n}.{{l}}.{{e}}" for n in "xy" for i in range(3) for j in (0, 1)}
     a = random(model, patterns)
     fused = Stacked(Stacked(Cat("x.{l}.{e}", "y.{l}.{e}"), "e"), "l")
@@ -160,7 +160,7 @@ def test_layers_and_experts_stack_on_leading_axes() -> None:
 
 
 def test_padding_is_marked_and_read_back() -> None:
-    model = Model(config(), VOCABULARY)
+    model = CanonicalModel(config(), VOCABULARY)
     a = random(model, {"k": "k"})
     stored = build(Padded("k"), model, a, pad_to=16)
     assert stored.shape == (16, 4)
@@ -191,11 +191,11 @@ def words(draw: st.DrawFn, name: str = "a.{l}", depth: int = 0) -> Word:
 
 @given(words(), st.sampled_from([6, 12, 18]))
 def test_words_invert(w: Word, ffn: int) -> None:
-    model = Model(config(ffn_hidden_size=ffn), VOCABULARY)
+    model = CanonicalModel(config(ffn_hidden_size=ffn), VOCABULARY)
     bound = names_of(model, w)
     if any("{l}" in n for n in bound):
         layers, stored = [0], "s.{l}"
-        model = Model(config(ffn_hidden_size=ffn, num_layers=1), VOCABULARY)
+        model = CanonicalModel(config(ffn_hidden_size=ffn, num_layers=1), VOCABULARY)
     else:
         layers, stored = [0, 1, 2], "s"
     a = random(model, {f"{n}.{i}": f"{n}.{{l}}" for n in "ab" for i in layers})
@@ -205,7 +205,7 @@ def test_words_invert(w: Word, ffn: int) -> None:
 
 
 def test_writing_casts_floats_and_refuses_what_does_not_mix() -> None:
-    model = Model(config(num_kv_heads=6), VOCABULARY)
+    model = CanonicalModel(config(num_kv_heads=6), VOCABULARY)
     binding = Binding((Row("s", Cat("q", "k")),), model)
 
     def written(q: str, k: str, **options: Any) -> str:
@@ -235,13 +235,13 @@ def test_writing_casts_floats_and_refuses_what_does_not_mix() -> None:
     ],
 )
 def test_a_wrong_row_says_so(row: Row, said: str) -> None:
-    binding = Binding((row,), Model(config(), VOCABULARY))
+    binding = Binding((row,), CanonicalModel(config(), VOCABULARY))
     with pytest.raises(MappingError, match=said):
         binding.read([GlobalTensor(name="s", shape=(24, 4), dtype=F32)])
 
 
 def test_numbers_in_names_are_indices_or_as_written() -> None:
-    model = Model(config(), VOCABULARY)
+    model = CanonicalModel(config(), VOCABULARY)
     binding = Binding((Row("w1.{l}.x", "a.{l}"), Row("w2.{l}.x", "a.{l}")), model)
     names = ("w1.1.x", "w2.0.x", "w3.0.x", "w01.0.x", "w1.0.y", "w1.0.x.0", "w1..x")
     found = binding.read([GlobalTensor(name=n, shape=(6, 4), dtype=F32) for n in names])
@@ -253,7 +253,7 @@ def test_numbers_in_names_are_indices_or_as_written() -> None:
 
 
 def test_alternatives_read_any_and_write_the_first(carry: Callable[..., Any]) -> None:
-    model = Model(config(), VOCABULARY)
+    model = CanonicalModel(config(), VOCABULARY)
     table = (
         Row("fused.{l}", Cat("a.{l}", "b.{l}"), also=("old.{l}",)),
         Row("a_of.{l}", "a.{l}"),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.dialects import TargetSide, read_side, write_side
+from megtool.convert.dialects import TargetView, read_side, write_side
 from megtool.convert.megatron_args import args_from_config, config_from_args
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
@@ -97,7 +97,7 @@ def test_every_model_comes_back_from_megatron(
     back = read_side(stored(megatron), config=said)
     assert back.canonical == side.canonical
     assert back.config == cfg
-    canonical = TargetSide(
+    canonical = TargetView(
         tensors=list(side.tensors), placements=side.placements, shards=None, fills=[], dropped=[]
     )
     again = carry(back, megatron, canonical)

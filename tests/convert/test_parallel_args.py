@@ -80,7 +80,7 @@ def test_args_of_a_model_hold_the_whole_layout() -> None:
         moe_ffn_hidden_size=8,
     )
     old = {"pipeline_model_parallel_layout": DEEPSEEK, "num_layers_per_virtual_pipeline_stage": 2}
-    args = args_from_config(config, PARALLEL, known=old)
+    args = args_from_config(config, PARALLEL, base_args=old)
     assert parallel_from_args(args) == PARALLEL
     assert args["decoder_first_pipeline_num_layers"] == 3
     assert args["decoder_last_pipeline_num_layers"] == 2

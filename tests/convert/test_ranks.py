@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
-from megtool.convert.canonical import Model
+from megtool.convert.canonical import CanonicalModel
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import EMBEDDING, Parameter, Place, rank_parameters
+from megtool.convert.rank_parameters import EMBEDDING, Parameter, RankPlace, rank_parameters
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
@@ -36,7 +36,7 @@ def stored(model: ModelConfig) -> list[GlobalTensor]:
         for n, s in canonical_tensors(model).items()
     }
     table = STACKED if model.is_homogeneous else PER_LAYER
-    return list(Binding(table, Model(model)).write(canonical, pad_to=16).tensors)
+    return list(Binding(table, CanonicalModel(model)).write(canonical, pad_to=16).tensors)
 
 
 def layouts(draw: st.DrawFn, model: ModelConfig) -> ParallelConfig:
@@ -113,7 +113,7 @@ def test_ranks_hold_what_sharding_gives_them(name: str, data: Any) -> None:
             ), (key, a, b, owner)
 
 
-def _ranks(mesh: Mesh, parallel: ParallelConfig, place: Place, p: Parameter) -> list[int]:
+def _ranks(mesh: Mesh, parallel: ParallelConfig, place: RankPlace, p: Parameter) -> list[int]:
     if p.is_expert:
         return [
             int(mesh.expert_rank(etp=place.tp, ep=place.ep, edp=r, pp=place.stage))

@@ -20,7 +20,7 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.tensors.sharded import GlobalTensor
 from tests.converters.saved_folder import Stored, config_of, stored
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.data.blend import Blend
-from megtool.data.dataset import BlendedFeed, Feed, open_feed
+from megtool.data.dataset import BlendedDataset, TokenDataset, open_dataset
 from megtool.data.indexed import IndexedWriter
-from megtool.data.packing import IGNORED, Rows
+from megtool.data.packing import IGNORED, PackedRows
 from megtool.data.sample_index import Long, Mode
-from megtool.data.token_cache import Encoding, TokenStore, store_tokens
+from megtool.data.token_cache import Encoding, TokenCache, store_tokens
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, StorageError, UsageError
 from tests.data import tiny_tokenizer
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(tiny_tokenizer.save(tmp_path_factory.mktemp("tokenizer")))
 
 
-def learned_pairs(rows: Rows) -> Counter[tuple[int, int]]:
+def learned_pairs(rows: PackedRows) -> Counter[tuple[int, int]]:
     counted = rows.labels_BS != IGNORED
     pairs = zip(rows.tokens_BS[counted].tolist(), rows.labels_BS[counted].tolist(), strict=True)
     return Counter(pairs)
@@ -71,9 +71,9 @@ def test_a_pass_has_every_label_once(
                 expected[int(ids[at]), int(ids[at + 1])] += 1
     if not expected:
         with pytest.raises(FormatError, match="nothing to learn"):
-            Feed(documents, row, mode=mode)
+            TokenDataset(documents, row, mode=mode)
         return
-    feed = Feed(documents, row, mode=mode)
+    feed = TokenDataset(documents, row, mode=mode)
     for epoch in range(2):
         rows = feed.rows(epoch * len(feed), len(feed))
         assert learned_pairs(rows) == expected
@@ -94,8 +94,8 @@ def test_a_pass_has_every_label_once(
     count=st.integers(1, 7),
 )
 def test_a_sample_is_the_same_whoever_asks(lengths: list[int], first: int, count: int) -> None:
-    whole = Feed(InMemory(lengths), 8).rows(0, first + count)
-    again = Feed(InMemory(lengths), 8)
+    whole = TokenDataset(InMemory(lengths), 8).rows(0, first + count)
+    again = TokenDataset(InMemory(lengths), 8)
     part = again.rows(first, count)
     assert (part.tokens_BS == whole.tokens_BS[first:]).all()
     one = again.rows(first + count - 1, 1)
@@ -103,18 +103,18 @@ def test_a_sample_is_the_same_whoever_asks(lengths: list[int], first: int, count
 
 
 def test_order_follows_the_seed_and_differs_between_passes() -> None:
-    feed, other = (Feed(InMemory([50] * 40), 16, seed=seed) for seed in (1, 2))
+    feed, other = (TokenDataset(InMemory([50] * 40), 16, seed=seed) for seed in (1, 2))
     passes = [feed.rows(i * len(feed), len(feed)).tokens_BS for i in range(2)]
     assert (passes[0] != passes[1]).any()
     assert (passes[0] != other.rows(0, len(other)).tokens_BS).any()
     assert feed.fingerprint != other.fingerprint
-    plain = Feed(InMemory([50] * 3), 49, seed=None).rows(0, 3)
+    plain = TokenDataset(InMemory([50] * 3), 49, seed=None).rows(0, 3)
     assert plain.tokens_BS[:, 0].tolist() == [0, 50, 100]
 
 
 @pytest.mark.parametrize("mode", ["whole", "padded"])
 def test_whole_documents_are_not_cut(mode: Mode) -> None:
-    feed = Feed(InMemory([5, 9, 3, 6, 2, 8]), 10, mode=mode)
+    feed = TokenDataset(InMemory([5, 9, 3, 6, 2, 8]), 10, mode=mode)
     for row in feed.rows(0, len(feed)).documents_BS:
         kept = row[row >= 0]
         assert len(np.unique(kept)) == (1 if mode == "padded" else np.sum(np.diff(kept) != 0) + 1)
@@ -128,32 +128,32 @@ def test_whole_documents_are_not_cut(mode: Mode) -> None:
 def test_long_documents_are_split_or_cut_off(
     long: Long, labels: int, truncated: int, split: int
 ) -> None:
-    counts = Feed(InMemory([21, 4, 18]), 10, mode="whole", long=long).counts
+    counts = TokenDataset(InMemory([21, 4, 18]), 10, mode="whole", long=long).counts
     assert (counts.labels, counts.truncated, counts.split) == (labels, truncated, split)
 
 
 def test_what_must_not_be_too_long_is_packed_all_the_same() -> None:
     documents = InMemory([5, 9, 7, 4])
-    strict, plain = (Feed(documents, 10, long=how) for how in ("error", "split"))
+    strict, plain = (TokenDataset(documents, 10, long=how) for how in ("error", "split"))
     assert len(strict) == len(plain) == 3
     assert strict.counts.split == plain.counts.split == 0
-    assert Feed(InMemory([25, 4]), 10).counts.split == 1
+    assert TokenDataset(InMemory([25, 4]), 10).counts.split == 1
 
 
 def test_a_long_document_may_be_an_error() -> None:
     with pytest.raises(FormatError, match=r"document 2 has 12 tokens, and a row has 10"):
-        Feed(InMemory([4, 12]), 10, long="error")
+        TokenDataset(InMemory([4, 12]), 10, long="error")
 
 
 def test_held_out_rows_are_never_learned() -> None:
-    feed = Feed(InMemory([30] * 20), 16)
+    feed = TokenDataset(InMemory([30] * 20), 16)
     kept, held = feed.divided(0.2)
     learned, evaluated = (learned_pairs(f.rows(0, len(f))) for f in (kept, held))
     assert not learned.keys() & evaluated.keys()
     assert learned + evaluated == learned_pairs(feed.rows(0, len(feed)))
     assert len(held) == round(0.2 * len(feed))
     with pytest.raises(UsageError, match="to evaluate on"):
-        Feed(InMemory([5]), 16).divided(0.5)
+        TokenDataset(InMemory([5]), 16).divided(0.5)
 
 
 @given(
@@ -182,8 +182,8 @@ def test_a_blend_is_that_of_megatron() -> None:
 
 
 def test_blended_feeds_give_each_its_samples() -> None:
-    feeds = [Feed(InMemory([9] * 8), 8), Feed(InMemory([9] * 4), 8)]
-    blended = BlendedFeed(feeds, [0.25, 0.75])
+    feeds = [TokenDataset(InMemory([9] * 8), 8), TokenDataset(InMemory([9] * 4), 8)]
+    blended = BlendedDataset(feeds, [0.25, 0.75])
     rows = blended.rows(0, 12)
     first = learned_pairs(feeds[0].rows(0, 3)) + learned_pairs(feeds[1].rows(0, 9))
     assert learned_pairs(rows) == first
@@ -195,7 +195,7 @@ def test_blended_feeds_give_each_its_samples() -> None:
     assert every == sum((learned_pairs(f.rows(0, len(f))) for f in apart), Counter())
     assert learned_pairs(held.rows(len(held), len(held))) == every
     with pytest.raises(UsageError, match="2 data sets"):
-        BlendedFeed(feeds, [1.0])
+        BlendedDataset(feeds, [1.0])
 
 
 def test_chats_learn_answers_and_texts_everything(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_chats_learn_answers_and_texts_everything(tokenizer: Tokenizer, tmp_path
     turns = [{"role": "user", "content": "the model"}, {"role": "assistant", "content": "a text"}]
     chats.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(3)))
     cache = tmp_path / "cache"
-    feed = open_feed([chats], tokenizer, 64, cache=cache, vocab_size=300)
+    feed = open_dataset([chats], tokenizer, 64, cache=cache, vocab_size=300)
     rows = feed.rows(0, 1)
     assert 0 < rows.num_labels < rows.valid_BS.sum()
     everything = Encoding(answers_only=False)
-    both = open_feed([chats], tokenizer, 64, cache=cache, vocab_size=300, encoding=everything)
+    both = open_dataset([chats], tokenizer, 64, cache=cache, vocab_size=300, encoding=everything)
     assert both.rows(0, 1).num_labels == both.rows(0, 1).valid_BS.sum()
     assert both.fingerprint != feed.fingerprint
 
@@ -217,13 +217,13 @@ def test_of_a_prompt_in_messages_no_turn_is_learned(tokenizer: Tokenizer, tmp_pa
     old, new = ({"role": "assistant", "content": c} for c in ("a text", "reads"))
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": [new]}))
-    rows = open_feed([data], tokenizer, 64, cache=None, vocab_size=300).rows(0, 1)
+    rows = open_dataset([data], tokenizer, 64, cache=None, vocab_size=300).rows(0, 1)
     learned = tokenizer.decode(rows.labels_BS[rows.labels_BS != IGNORED].tolist())
     assert "reads" in learned
     assert "a text" not in learned
     data.write_text(json.dumps({"prompt": [asked, old, asked], "completion": "reads"}))
     with pytest.raises(FormatError, match="line 1: a prompt without a list of messages"):
-        open_feed([data], tokenizer, 64, cache=None, vocab_size=300)
+        open_dataset([data], tokenizer, 64, cache=None, vocab_size=300)
 
 
 def test_a_store_is_made_once_and_anew_when_its_source_changes(
@@ -241,7 +241,7 @@ def test_a_store_is_made_once_and_anew_when_its_source_changes(
     assert not list(cache.glob("*.partial"))
     (one.folder / "tokens.bin").write_bytes(b"12")
     with pytest.raises(FormatError, match="no whole store"):
-        TokenStore(one.folder)
+        TokenCache(one.folder)
     assert store_tokens(text, tokenizer, None, Encoding()).lengths.sum() > 9
 
 
@@ -251,25 +251,25 @@ def test_a_data_set_of_megatron_is_a_source(tokenizer: Tokenizer, tmp_path: Path
             writer.add(range(3, 3 + size))
             writer.end_document()
     for name in ("set", "set.bin", "set.idx"):
-        feed = open_feed([tmp_path / name], tokenizer, 8, cache=None, vocab_size=300, seed=None)
+        feed = open_dataset([tmp_path / name], tokenizer, 8, cache=None, vocab_size=300, seed=None)
         assert feed.rows(0, 1).labels_BS[0].tolist() == list(range(4, 12))
     with pytest.raises(FormatError, match="token 19, and the model knows 19"):
-        open_feed([tmp_path / "set"], tokenizer, 8, cache=None, vocab_size=19)
+        open_dataset([tmp_path / "set"], tokenizer, 8, cache=None, vocab_size=19)
 
 
 def test_a_broken_line_is_named_and_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bad, cache = tmp_path / "bad.jsonl", tmp_path / "cache"
     bad.write_text('{"text": "the"}\n{"text": \n')
     with pytest.raises(FormatError, match="line 2") as e:
-        open_feed([bad], tokenizer, 8, cache=cache, vocab_size=300)
+        open_dataset([bad], tokenizer, 8, cache=cache, vocab_size=300)
     assert e.value.file == str(bad)
     assert not list(cache.iterdir())
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(FormatError, match="nothing to learn"):
-        open_feed([tmp_path / "empty.jsonl"], tokenizer, 8, cache=cache, vocab_size=300)
+        open_dataset([tmp_path / "empty.jsonl"], tokenizer, 8, cache=cache, vocab_size=300)
     file = tmp_path / "file"
     file.write_text("")
     good = tmp_path / "good.txt"
     good.write_text("the model")
     with pytest.raises(StorageError, match="cannot be kept"):
-        open_feed([good], tokenizer, 8, cache=file / "in", vocab_size=300)
+        open_dataset([good], tokenizer, 8, cache=file / "in", vocab_size=300)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.data.packing import IGNORED, Rows, pack, windows
-from megtool.data.tokenize_documents import Encoded
+from megtool.data.packing import IGNORED, PackedRows, pack, windows
+from megtool.data.tokenize_documents import EncodedDocument
 from megtool.errors import UsageError
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=12)
@@ -20,9 +20,11 @@ MODES = st.sampled_from(["packed", "padded", "whole"])
 Mode = Literal["packed", "padded", "whole"]
 
 
-def made(lengths: list[int]) -> list[Encoded]:
+def made(lengths: list[int]) -> list[EncodedDocument]:
     """Documents whose tokens are all different: 1000 * document + place."""
-    return [Encoded(ids=np.arange(n, dtype=np.int32) + 1000 * i) for i, n in enumerate(lengths)]
+    return [
+        EncodedDocument(ids=np.arange(n, dtype=np.int32) + 1000 * i) for i, n in enumerate(lengths)
+    ]
 
 
 def expected(lengths: list[int]) -> Counter[tuple[int, int]]:
@@ -32,7 +34,7 @@ def expected(lengths: list[int]) -> Counter[tuple[int, int]]:
     )
 
 
-def pairs(batches: Iterable[Rows]) -> Counter[tuple[int, int]]:
+def pairs(batches: Iterable[PackedRows]) -> Counter[tuple[int, int]]:
     """What the rows ask to learn, after holding each place against its document."""
     found: Counter[tuple[int, int]] = Counter()
     for rows in batches:
@@ -97,7 +99,7 @@ def test_windows_see_what_came_before() -> None:
 
 def test_what_is_not_learned_is_context_alone() -> None:
     learned = np.array([False, False, True, True])
-    (batch,) = pack([Encoded(ids=np.array([5, 6, 7, 8], np.int32), learned=learned)], 4)
+    (batch,) = pack([EncodedDocument(ids=np.array([5, 6, 7, 8], np.int32), learned=learned)], 4)
     assert batch.labels_BS.tolist() == [[IGNORED, 7, 8, IGNORED]]
     assert batch.valid_BS.tolist() == [[True, True, True, False]]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megtool.data import documents as documents_module
 from megtool.data.documents import documents, source_bytes
 from megtool.errors import FormatError, StorageError, UsageError
 
@@ -143,7 +144,7 @@ def test_other_broken_files(tmp_path: Path) -> None:
 
 
 def test_documents_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 10)
+    monkeypatch.setattr(documents_module, "MAX_DOCUMENT_BYTES", 10)
     (tmp_path / "a.txt").write_text("01234567890")
     with pytest.raises(FormatError, match="11 bytes of plain text") as caught:
         texts(tmp_path / "a.txt")

@@ -27,11 +27,11 @@ from megtool.config import ModelConfig  # noqa: E402
 from megtool.convert.families import family  # noqa: E402
 from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedStep  # noqa: E402
 from megtool.inference.forward import Forward  # noqa: E402
-from megtool.kernels.cuda_graphs import Graphs  # noqa: E402
+from megtool.kernels.cuda_graphs import CudaGraphs  # noqa: E402
 from megtool.kernels.dispatch import Implementation, use  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
-from megtool.parallel.process_groups import Groups  # noqa: E402
+from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
 from tests.model import moe_models  # noqa: E402
 from tests.model import test_dense_families as dense  # noqa: E402
 from tests.tiny_families import GPT2_SIZES, SIZES  # noqa: E402
@@ -60,7 +60,7 @@ def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
     with torch.no_grad():
         for p in here.parameters():
             p.copy_(0.2 * torch.randn(p.shape) + (p.dim() == 1))
-    there = Decoder(config, Groups.alone("cuda"), device="cuda", dtype=dtype).eval()
+    there = Decoder(config, ProcessGroups.alone("cuda"), device="cuda", dtype=dtype).eval()
     there.load_state_dict(here.state_dict())
     return here, there
 
@@ -108,7 +108,7 @@ def replay(there: Decoder, batch: Batch, labels: Tensor) -> None:
             p.grad.zero_()
 
     forget()
-    graphs = Graphs(both_ways, undo=forget)
+    graphs = CudaGraphs(both_ways, undo=forget)
     for _ in range(2):
         graphs(batch.tokens_BS, batch.documents_BS, labels)
     for p, was in zip(learned, expected, strict=True):

@@ -27,8 +27,7 @@ from megtool.export.small_tensors import Values
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part, Span
-from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.number_formats.packed_parts import PackedPart, PartSpan
 from megtool.quant.packed_tensors.hf_config import (
     Layer,
     hf_quant_config,
@@ -37,11 +36,12 @@ from megtool.quant.packed_tensors.hf_config import (
 )
 from megtool.quant.qparams import packing_of
 from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.reshard.constant_feed import Given
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
 Tensors = dict[str, torch.Tensor]
-Held = list[tuple[Part, GlobalTensor]]
+Held = list[tuple[PackedPart, GlobalTensor]]
 
 KINDS = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -133,14 +133,14 @@ def compressed_held(coded: Coded) -> tuple[str, Held]:
     return packing, _held(coded, layout(packing, coded.shape, "compressed-tensors"), names)
 
 
-def _held(coded: Coded, parts: Sequence[Part], names: Mapping[str, str]) -> Held:
+def _held(coded: Coded, parts: Sequence[PackedPart], names: Mapping[str, str]) -> Held:
     out = []
     for part in parts:
         kind = "uint8" if part.dtype == "float8_e8m0fnu" else part.dtype
         name = f"{coded.name}.{names[part.role]}"
         out.append((part, GlobalTensor(name=name, shape=part.shape, dtype=dtype(kind))))
     if coded.is_smoothed:
-        columns = Part(role=COLUMNS, dtype="bfloat16", shape=coded.shape[1:], spans=(Span(1),))
+        columns = PackedPart(role=COLUMNS, dtype="bfloat16", shape=coded.shape[1:], spans=(PartSpan(1),))
         name = f"{coded.name}.pre_quant_scale"
         tensor = GlobalTensor(name=name, shape=columns.shape, dtype=dtype("bfloat16"))
         out.append((columns, tensor))

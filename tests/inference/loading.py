@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from megtool.config import ParallelConfig
 from megtool.convert.dialects import write_side
-from megtool.convert.rank_tensors import Seat
+from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Source, Weights, decoder_of
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.convert.test_local import sliced
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -45,7 +45,7 @@ class Truth:
         for file in sorted(folder.glob("*.safetensors")):
             self._arrays |= {n: bits(t) for n, t in load_file(file).items()}
 
-    def of(self, parallel: ParallelConfig, seat: Seat, vocab_multiple: int) -> Arrays:
+    def of(self, parallel: ParallelConfig, seat: RankCoordinates, vocab_multiple: int) -> Arrays:
         config, side = decoder_of(self._source)
         target = write_side(
             side,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.inference.batching import InOrder, Request, Schedule, left_padded
+from megtool.inference.batching import InOrder, GenerateRequest, BatchScheduler, left_padded
 from megtool.inference.stop_strings import Stops
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=20)
@@ -18,12 +18,12 @@ def test_every_request_runs_once_within_slots_and_pages(
     sizes: list[tuple[int, int]], num_slots: int, page_size: int, data: st.DataObject
 ) -> None:
     requests = [
-        Request(number=n, prompt=(0,) * length, max_new_tokens=new)
+        GenerateRequest(number=n, prompt=(0,) * length, max_new_tokens=new)
         for n, (length, new) in enumerate(sizes)
     ]
     needs = [-(-r.num_positions // page_size) for r in requests]
     num_pages = data.draw(st.integers(max(needs), sum(needs)))
-    schedule = Schedule(requests, num_slots=num_slots, num_pages=num_pages, page_size=page_size)
+    schedule = BatchScheduler(requests, num_slots=num_slots, num_pages=num_pages, page_size=page_size)
     entered: list[int] = []
     while schedule.is_busy:
         entered += [one.request.number for one in schedule.enter(most_tokens=40)]
@@ -38,9 +38,9 @@ def test_every_request_runs_once_within_slots_and_pages(
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
-    request = Request(number=4, prompt=(1,) * 50, max_new_tokens=20)
+    request = GenerateRequest(number=4, prompt=(1,) * 50, max_new_tokens=20)
     with pytest.raises(UsageError, match="prompt 4 needs 5 pages of 16"):
-        Schedule([request], num_slots=2, num_pages=4, page_size=16)
+        BatchScheduler([request], num_slots=2, num_pages=4, page_size=16)
 
 
 @given(st.permutations(range(8)))

@@ -12,7 +12,7 @@ from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.compare import compare, differences, percentiles
 from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
-from megtool.inference.windows import Document
+from megtool.inference.windows import TokenDocument
 from tests.inference import tiny_text
 
 
@@ -38,7 +38,7 @@ def test_percentiles_are_values_that_are_there() -> None:
 
 def test_models_are_compared_where_they_differ(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    texts = [Document(tokens=[(7 * n) % 256 for n in range(60)]), Document(tokens=[3, 4, 5])]
+    texts = [TokenDocument(tokens=[(7 * n) % 256 for n in range(60)]), TokenDocument(tokens=[3, 4, 5])]
     forwards = []
     manner = Manner(device="cpu")
     for number, seed in enumerate((0, 0, 1)):
@@ -49,7 +49,7 @@ def test_models_are_compared_where_they_differ(tmp_path: Path) -> None:
     same = compare(forwards[0], forwards[1], texts, window=32, stride=16, batch_size=2)
     assert (same.kl_max, same.agreement, same.worst) == (0.0, 1.0, ())
     far = compare(forwards[0], forwards[2], texts, window=32, stride=16, batch_size=2)
-    assert far.ours == same.ours != far.theirs
+    assert far.ours == same.ours != far.reference
     assert far.kl_max == far.worst[0].kl > far.kl_mean > far.kl_percentiles[0] / 2 > 0
     assert far.agreement < 0.5
     one = far.worst[0]

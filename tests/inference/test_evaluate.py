@@ -14,7 +14,7 @@ from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.evaluate import evaluate
 from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
-from megtool.inference.windows import Document, num_counted, windows
+from megtool.inference.windows import TokenDocument, num_counted, windows
 from tests.inference import tiny_text
 
 
@@ -37,14 +37,14 @@ def test_sizes_that_make_no_sense_are_refused(window: int, stride: int) -> None:
         list(windows(50, window=window, stride=stride))
 
 
-def documents() -> list[Document]:
+def documents() -> list[TokenDocument]:
     generator = torch.Generator().manual_seed(2)
     sizes = (90, 2, 33, 1)
     made = [
-        Document(tokens=torch.randint(0, 256, (n,), generator=generator).tolist()) for n in sizes
+        TokenDocument(tokens=torch.randint(0, 256, (n,), generator=generator).tolist()) for n in sizes
     ]
     some = [n % 3 == 0 for n in range(33)]
-    made[2] = Document(tokens=made[2].tokens, counted=some)
+    made[2] = TokenDocument(tokens=made[2].tokens, counted=some)
     return made
 
 
@@ -97,7 +97,7 @@ def test_data_without_a_token_to_predict_is_refused(folder: Path) -> None:
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         with pytest.raises(UsageError, match="no token to predict"):
-            evaluate(forward, [Document(tokens=[5])], window=8, stride=8)
-        foreign = [Document(tokens=[5, 6]), Document(tokens=[5, 10**6, 6])]
+            evaluate(forward, [TokenDocument(tokens=[5])], window=8, stride=8)
+        foreign = [TokenDocument(tokens=[5, 6]), TokenDocument(tokens=[5, 10**6, 6])]
         with pytest.raises(UsageError, match="text 1 holds token 1000000, and the model has"):
             evaluate(forward, foreign, window=8, stride=8)

@@ -12,7 +12,7 @@ import torch
 from megtool.console import silent
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import CheckpointError, UsageError
-from megtool.inference.batching import Request
+from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
 from megtool.inference.generate import Meter, check_requests, generate
 from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
@@ -51,9 +51,9 @@ def theirs(folder: Path) -> list[list[int]]:
     return out
 
 
-def requests(tokenizer: Tokenizer, new: int = 20) -> list[Request]:
+def requests(tokenizer: Tokenizer, new: int = 20) -> list[GenerateRequest]:
     return [
-        Request(number=n, prompt=tuple(tokenizer.encode(t)), max_new_tokens=new)
+        GenerateRequest(number=n, prompt=tuple(tokenizer.encode(t)), max_new_tokens=new)
         for n, t in enumerate(TEXTS)
     ]
 
@@ -126,7 +126,7 @@ def test_a_prompt_beyond_the_positions_is_refused(model: Any) -> None:
 
 def test_a_prompt_of_another_tokenizer_is_refused(model: Any) -> None:
     size = model[0].config.vocab_size
-    prompt = Request(number=3, prompt=(1, size), max_new_tokens=2)
+    prompt = GenerateRequest(number=3, prompt=(1, size), max_new_tokens=2)
     with pytest.raises(UsageError, match=f"prompt 3 holds token {size}, and the model has") as got:
         check_requests([prompt], model[0].config)
     assert "another model's" in str(got.value.hint)

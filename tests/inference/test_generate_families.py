@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megtool.console import silent
-from megtool.inference.batching import Request
+from megtool.inference.batching import GenerateRequest
 from megtool.inference.generate import generate
 from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
 from megtool.inference.sampling import Sampling
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
                 tokens.append(int(peer(torch.tensor([tokens])).logits[0, -1].argmax()))
         expected.append(tuple(tokens[len(prompt) :]))
     requests = [
-        Request(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
+        GenerateRequest(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
     ]
     manner = Manner(device="cpu", dtype="float32")
     runnable = open_runnable(Source(path=tmp_path))

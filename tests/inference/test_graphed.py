@@ -12,7 +12,7 @@ from megtool.inference.cuda_graph import SPARE_SLOTS, GraphedHidden, GraphedStep
 from megtool.inference.evaluate import hidden_of
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.model.test_decoder import SIZES, made, text
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}
@@ -81,7 +81,7 @@ def test_windows_fall_back_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_tokens_that_change_ranks_are_not_recorded() -> None:
     """Their numbers are exchanged on the host."""
     pair = Group(ranks=(0, 1), rank=0)
-    alone = Groups.alone()
-    groups = Groups(parallel=alone.parallel, ep=pair, world=pair)
+    alone = ProcessGroups.alone()
+    groups = ProcessGroups(parallel=alone.parallel, ep=pair, world=pair)
     config = ModelConfig(**SIZES | EXPERTS)
     assert not Forward(made(config, groups=groups)).is_graphable

@@ -27,8 +27,8 @@ from megtool.inference.layer_streaming import on_demand_of
 from megtool.inference.load import Source, check_finite, find_nan, load, named_weights
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Group, Groups
-from megtool.reshard.source import open_model
+from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.reshard.open_source import open_model
 from megtool.tensors.registration_order import Order
 from megtool.train.build_model import load_for_training
 from tests.commands import tiny_llama
@@ -213,7 +213,7 @@ def test_every_parameter_has_a_place_in_megatrons_registration(name: str, tmp_pa
 
 def test_a_rank_of_a_layout_has_its_part(folder: Path) -> None:
     parallel = ParallelConfig(tp=2, pp=2)
-    groups = Groups(
+    groups = ProcessGroups(
         parallel=parallel,
         rank=3,
         tp=Group(ranks=(2, 3), rank=1),
@@ -238,11 +238,11 @@ def refused(source: Source, error: type[Exception], said: str, **how: Any) -> No
 
 
 def test_a_layout_that_does_not_divide_the_model(folder: Path) -> None:
-    groups = Groups(parallel=ParallelConfig(tp=3), tp=Group(ranks=(0, 1, 2)))
+    groups = ProcessGroups(parallel=ParallelConfig(tp=3), tp=Group(ranks=(0, 1, 2)))
     with pytest.raises(LayoutError, match="tp=3 does not divide num_heads=4") as e:
         load(source_of(folder), groups=groups)
     assert e.value.hint == "sizes that do: 1, 2, 4"
-    virtual = Groups(parallel=ParallelConfig(pp=2, vpp=2), pp=Group(ranks=(0, 1)))
+    virtual = ProcessGroups(parallel=ParallelConfig(pp=2, vpp=2), pp=Group(ranks=(0, 1)))
     refused(source_of(folder), LayoutError, "vpp=2", groups=virtual)
 
 

@@ -17,7 +17,7 @@ from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.commands import tiny_llama
 from tests.gloo_world import run_world
 from tests.inference.loading import source_of
@@ -30,7 +30,7 @@ def logits(
 ) -> Tensor | None:
     """What a rank of the last stage computes."""
     torch.set_num_threads(1)
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
         decoder = load(source_of(Path(folder)), groups=groups, dtype="float32", threads=1, **how)
         with torch.no_grad():
@@ -73,7 +73,7 @@ def test_a_llama(
 
 def agreed(rank: int, size: int, folder: str, order: str) -> list[int]:
     """The next token of every row, as this rank is told it."""
-    groups = Groups.start(ParallelConfig(pp=2, dp=2), order=order)
+    groups = ProcessGroups.start(ParallelConfig(pp=2, dp=2), order=order)
     try:
         decoder = load(source_of(Path(folder)), groups=groups, dtype="float32", threads=1)
         return next_tokens(Forward(decoder))
@@ -118,7 +118,7 @@ def test_mixtures_of_experts(name: str, layout: dict[str, int], size: int, tmp_p
 
 
 def refusal(rank: int, size: int, folder: str) -> str:
-    groups = Groups.start(ParallelConfig(tp=size))
+    groups = ProcessGroups.start(ParallelConfig(tp=size))
     try:
         with pytest.raises(LayoutError) as e:
             load(source_of(Path(folder)), groups=groups)

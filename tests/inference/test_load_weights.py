@@ -12,10 +12,10 @@ import pytest
 
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
-from megtool.convert.rank_tensors import Seat
+from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Weights
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands import tiny_llama
 from tests.commands.test_reshard_quantized import quantized
 from tests.converters import test_moe
@@ -32,9 +32,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "safetensors": {"to": "hf", "max_shard_size": "64KiB"},
 }
 SEATS = [
-    (ParallelConfig(), Seat()),
-    (ParallelConfig(tp=2, pp=4), Seat(stage=0, tp=1, etp=1)),
-    (ParallelConfig(tp=4, pp=2), Seat(stage=1, tp=3, etp=3)),  # more ranks than KV heads
+    (ParallelConfig(), RankCoordinates()),
+    (ParallelConfig(tp=2, pp=4), RankCoordinates(stage=0, tp=1, etp=1)),
+    (ParallelConfig(tp=4, pp=2), RankCoordinates(stage=1, tp=3, etp=3)),  # more ranks than KV heads
 ]
 
 
@@ -58,10 +58,10 @@ def test_every_format_gives_the_same_slices(
 
 
 MOE = [
-    ("qwen3_moe", ParallelConfig(tp=2, ep=2, etp=1, pp=2), Seat(stage=1, tp=1, ep=1)),
-    ("gpt_oss", ParallelConfig(tp=2, ep=4, etp=2), Seat(tp=0, ep=3, etp=1)),
-    ("deepseek_v3", ParallelConfig(tp=4, ep=2, etp=2, pp=2), Seat(stage=0, tp=3, ep=1, etp=1)),
-    ("llama4", ParallelConfig(tp=2, ep=2), Seat(tp=1, ep=0, etp=1)),
+    ("qwen3_moe", ParallelConfig(tp=2, ep=2, etp=1, pp=2), RankCoordinates(stage=1, tp=1, ep=1)),
+    ("gpt_oss", ParallelConfig(tp=2, ep=4, etp=2), RankCoordinates(tp=0, ep=3, etp=1)),
+    ("deepseek_v3", ParallelConfig(tp=4, ep=2, etp=2, pp=2), RankCoordinates(stage=0, tp=3, ep=1, etp=1)),
+    ("llama4", ParallelConfig(tp=2, ep=2), RankCoordinates(tp=1, ep=0, etp=1)),
 ]
 
 
@@ -69,7 +69,7 @@ MOE = [
 def test_mixtures_of_experts(
     name: str,
     parallel: ParallelConfig,
-    seat: Seat,
+    seat: RankCoordinates,
     tmp_path: Path,
     carry: Callable[..., Any],
 ) -> None:
@@ -142,7 +142,7 @@ def test_quantized_folders_are_decoded(
 
 def test_a_part_is_loaded_alone_and_again(folder: Path, carry: Callable[..., Any]) -> None:
     weights = Weights(source_of(folder), vocab_multiple=8, threads=2)
-    want = Truth(folder, carry).of(ParallelConfig(), Seat(), 8)
+    want = Truth(folder, carry).of(ParallelConfig(), RankCoordinates(), 8)
     names = [n for n in weights.tensors if n.startswith("decoder.layers.2.")]
     for _ in range(2):
         got = weights.load(names)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.inference.sampling import NO_NUMBER, Sampling, choose, kept
+from megtool.inference.sampling import NO_NUMBER, Sampling, choose, filter_logits
 
 
 @given(st.integers(0, 999), st.floats(0.05, 1.0), st.integers(1, 40), st.floats(0.2, 3.0))
@@ -19,7 +19,7 @@ def test_filters_keep_what_transformers_keeps(
     warpers = pytest.importorskip("transformers.generation.logits_process")
     logits_BV = torch.randn(3, 30, generator=torch.Generator().manual_seed(seed))
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-    probs_BK, ids_BK = kept(logits_BV, sampling)
+    probs_BK, ids_BK = filter_logits(logits_BV, sampling)
     ours_BV = torch.zeros(3, 30).scatter(1, ids_BK, probs_BK / probs_BK.sum(-1, keepdim=True))
     theirs_BV = warpers.TemperatureLogitsWarper(temperature)(None, logits_BV)
     theirs_BV = warpers.TopKLogitsWarper(top_k)(None, theirs_BV)

@@ -15,7 +15,12 @@ from torch import Tensor
 from megtool.errors import LayoutError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from megtool.kernels.dispatch import use
-from megtool.kernels.token_statistics import Head, divergence, log_softmax_block, token_log_probs
+from megtool.kernels.token_statistics import (
+    OutputHead,
+    divergence,
+    log_softmax_block,
+    token_log_probs,
+)
 from tests.gloo_world import run_world
 
 T, H, V, PADDED = 13, 8, 37, 48
@@ -149,8 +154,8 @@ def test_log_probabilities_and_hits(by: Any, chunk: int | None) -> None:
 def test_divergence_is_that_of_the_distributions(chunk: int | None) -> None:
     (x, weight, bias), (other_x, other_weight, _) = numbers(), numbers(seed=5)
     heads = (
-        Head(weight_VH=weight, vocab_size=V, bias=bias),
-        Head(weight_VH=other_weight[:40], vocab_size=V, softcap=2.0),
+        OutputHead(weight_VH=weight, vocab_size=V, bias=bias),
+        OutputHead(weight_VH=other_weight[:40], vocab_size=V, softcap=2.0),
     )
     kl, agrees = divergence(x, heads[0], other_x, heads[1], chunk=chunk)
     first = oracle(x, weight, bias, 0.0, 1.0).log_softmax(1)
@@ -161,7 +166,7 @@ def test_divergence_is_that_of_the_distributions(chunk: int | None) -> None:
     torch.testing.assert_close(log_softmax_block(x, heads[0])[0], first)
     assert not divergence(x, heads[0], x, heads[0])[0].any()
     with pytest.raises(LayoutError, match="cannot be compared"):
-        divergence(x, heads[0], x, Head(weight_VH=weight, vocab_size=V - 1))
+        divergence(x, heads[0], x, OutputHead(weight_VH=weight, vocab_size=V - 1))
 
 
 def on_a_rank(rank: int, size: int, padded: int) -> list[Tensor]:
@@ -183,8 +188,8 @@ def on_a_rank(rank: int, size: int, padded: int) -> list[Tensor]:
     dist.all_reduce = reduce
     dist.all_reduce(g_x)
     hits = token_log_probs(x, weight, labels, vocab_size=V, bias=bias, group=group)
-    head = Head(weight_VH=weight, vocab_size=V, bias=bias, group=group)
-    plain = Head(weight_VH=weight, vocab_size=V, group=group)
+    head = OutputHead(weight_VH=weight, vocab_size=V, bias=bias, group=group)
+    plain = OutputHead(weight_VH=weight, vocab_size=V, group=group)
     results = [losses, g_x, g_weight, *hits, *divergence(x, head, x, plain, chunk=6)]
     dist.destroy_process_group()
     return [r.detach() for r in results]
@@ -201,9 +206,9 @@ def test_two_ranks_are_one(padded: int) -> None:
     losses = linear_cross_entropy(x, weight, labels, vocab_size=V, bias=bias, softcap=6.0)
     g_x, g_weight = torch.autograd.grad(losses, (x, weight), pull)
     hits = token_log_probs(x, weight, labels, vocab_size=V, bias=bias)
-    head = Head(weight_VH=weight, vocab_size=V, bias=bias)
+    head = OutputHead(weight_VH=weight, vocab_size=V, bias=bias)
     expected = [losses, g_x, *hits]
-    expected += divergence(x, head, x, Head(weight_VH=weight, vocab_size=V))
+    expected += divergence(x, head, x, OutputHead(weight_VH=weight, vocab_size=V))
     for rank in ranks:
         for got, right in zip((*rank[:2], *rank[3:]), expected, strict=True):
             torch.testing.assert_close(got, right.detach())

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
 from megtool.kernels import rehearsal
 from megtool.kernels.cross_entropy import linear_cross_entropy
-from megtool.kernels.cuda_graphs import Graphs, graphed
+from megtool.kernels.cuda_graphs import CudaGraphs, graphed
 from megtool.kernels.dispatch import use
 from megtool.kernels.grouped_gemm import grouped_linear, permute, unpermute
-from megtool.kernels.rehearsal import Rehearsal
+from megtool.kernels.rehearsal import GraphRuleChecker
 from tests.gloo_world import run_world
 
 Function = Callable[..., Any]
@@ -103,7 +103,7 @@ BAD: dict[str, tuple[Function, str, str]] = {
 def test_a_broken_rule_is_named(name: str) -> None:
     function, rule, operation = BAD[name]
     scene = Scene()
-    run = Rehearsal(lambda x: function(scene, x))
+    run = GraphRuleChecker(lambda x: function(scene, x))
     with pytest.raises(GraphRuleError) as caught:
         [run(torch.randn(4)) for _ in range(4)]
     assert rule in caught.value.message
@@ -113,7 +113,7 @@ def test_a_broken_rule_is_named(name: str) -> None:
 
 def test_a_replaced_storage_is_found() -> None:
     scene = Scene()
-    run = Rehearsal(lambda x: x * scene.weight)
+    run = GraphRuleChecker(lambda x: x * scene.weight)
     run(torch.ones(4))
     scene.weight.fill_(3.0)
     assert torch.equal(run(torch.ones(4)), torch.full((4,), 3.0)), "new values are fine"
@@ -192,7 +192,7 @@ def test_what_is_allowed_passes(check: Callable[[str], None]) -> None:
 
 def test_a_failed_capture_leaves_the_state_as_it_was() -> None:
     scene = Scene()
-    run = Rehearsal(lambda x: scene.advance(x) * x.sum().item(), state=[scene.count])
+    run = GraphRuleChecker(lambda x: scene.advance(x) * x.sum().item(), state=[scene.count])
     with pytest.raises(GraphRuleError, match=r"Tensor\.item"):
         run(torch.ones(1))
     assert scene.count == 0
@@ -202,7 +202,7 @@ def test_a_failed_capture_leaves_the_state_as_it_was() -> None:
 def test_a_failed_capture_on_a_gpu_leaves_all_as_it_was() -> None:
     """The state, the stream, the random numbers, and what the next capture needs."""
     scene, one, here = Scene("cuda"), torch.ones(1, device="cuda"), torch.cuda.current_stream()
-    run = Graphs(lambda x: scene.advance(x) * torch.rand_like(x).sum().item(), state=[scene.count])
+    run = CudaGraphs(lambda x: scene.advance(x) * torch.rand_like(x).sum().item(), state=[scene.count])
     for _ in range(2):
         with pytest.raises(GraphRuleError, match=r"cannot be captured.*captur"):
             run(one)
@@ -210,7 +210,7 @@ def test_a_failed_capture_on_a_gpu_leaves_all_as_it_was() -> None:
         assert torch.cuda.current_stream() == here
     assert scene.advance(one) == 1
     assert 0 < torch.rand(8, device="cuda").sum() < 8
-    again = Graphs(lambda x: x * 2, pool=run.pool)
+    again = CudaGraphs(lambda x: x * 2, pool=run.pool)
     assert again(one) == 2
     assert again(one * 2) == 4
 
@@ -229,11 +229,11 @@ def test_experts_wait_for_nothing() -> None:
         rows, row_ids, counts = permute(x, experts, 4)
         return unpermute(grouped_linear(rows, weight, counts), row_ids, probs)
 
-    run = Rehearsal(function)
+    run = GraphRuleChecker(function)
     for _ in range(2):
         run(torch.randn(5, 8), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2))
     with pytest.raises(GraphRuleError, match=r"Tensor\.tolist"):  # the loop for other sizes
-        Rehearsal(lambda x: grouped_linear(x, weight[..., :3], torch.ones(4).long()))(
+        GraphRuleChecker(lambda x: grouped_linear(x, weight[..., :3], torch.ones(4).long()))(
             torch.randn(4, 3)
         )
 
@@ -250,7 +250,7 @@ def test_what_is_put_back_may_advance(device: str) -> None:
 def test_an_undo_that_does_not_put_back_is_found() -> None:
     scene = Scene()
     with pytest.raises(GraphRuleError, match="a repeatable result"):
-        Rehearsal(scene.count_unseen, undo=lambda: None)(torch.ones(4))
+        GraphRuleChecker(scene.count_unseen, undo=lambda: None)(torch.ones(4))
 
 
 def sums_of_ranks(rank: int, size: int) -> list[str]:
@@ -268,7 +268,7 @@ def sums_of_ranks(rank: int, size: int) -> list[str]:
         kept.append(total(x))
         return kept[-1] + 1
 
-    run = Rehearsal(total)
+    run = GraphRuleChecker(total)
     for _ in range(400):
         try:
             run(torch.ones(64))
@@ -277,7 +277,7 @@ def sums_of_ranks(rank: int, size: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rehearsal, "PATIENCE_S", 0.1)
         with pytest.raises(GraphRuleError) as caught:
-            Rehearsal(keep)(torch.ones(64))
+            GraphRuleChecker(keep)(torch.ones(64))
     return [*said, str(caught.value)]
 
 
@@ -288,12 +288,12 @@ def test_threads_of_collectives_may_let_go_a_moment_later() -> None:
 
 
 def test_random_numbers_are_no_difference() -> None:
-    run = Rehearsal(lambda x: nn.functional.dropout(x, 0.5))
+    run = GraphRuleChecker(lambda x: nn.functional.dropout(x, 0.5))
     assert not torch.equal(run(torch.ones(64)), run(torch.ones(64)))
 
 
 def test_the_graphs_own_outputs_hold_until_the_next_call() -> None:
-    run = Rehearsal(lambda x: (x * 2, x > 0, x.long()), copies=False)
+    run = GraphRuleChecker(lambda x: (x * 2, x > 0, x.long()), copies=False)
     first = run(torch.ones(2))
     second = run(torch.ones(2))
     assert first[0].isnan().all()
@@ -302,7 +302,7 @@ def test_the_graphs_own_outputs_hold_until_the_next_call() -> None:
 
 
 def test_other_kernels_are_another_graph() -> None:
-    run = Rehearsal(lambda x: x * 2)
+    run = GraphRuleChecker(lambda x: x * 2)
     run(torch.ones(2))
     with use("triton"):
         run(torch.ones(2))
@@ -314,15 +314,15 @@ def test_other_kernels_are_another_graph() -> None:
 
 def test_only_tensors_go_in_and_out() -> None:
     with pytest.raises(UsageError, match="not 3"):
-        Rehearsal(lambda x, n: x * n)(torch.ones(1), 3)  # type: ignore[arg-type]
+        GraphRuleChecker(lambda x, n: x * n)(torch.ones(1), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not 'done'"):
-        Rehearsal(lambda x: (x, "done"))(torch.ones(1))
+        GraphRuleChecker(lambda x: (x, "done"))(torch.ones(1))
 
 
 def test_graphs_need_a_gpu() -> None:
     if torch.cuda.is_available():
         with pytest.raises(UsageError, match="cpu"):
-            Graphs(lambda x: x)(torch.ones(1))
+            CudaGraphs(lambda x: x)(torch.ones(1))
     else:
         with pytest.raises(MissingPackageError, match="a CUDA device, and there is none"):
-            Graphs(lambda x: x)
+            CudaGraphs(lambda x: x)

@@ -13,8 +13,8 @@ from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.model.pipeline import Schedule, build_stages, forward_stages
-from megtool.parallel.process_groups import Groups
+from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages
+from megtool.parallel.process_groups import ProcessGroups
 from tests.model import moe_layouts
 from tests.model.moe_layouts import DENSE, SIZES, part
 
@@ -84,7 +84,7 @@ def batch_of(kind: str) -> tuple[Batch, torch.Tensor]:
     return Batch(tokens_BS=tokens, valid_BS=valid), labels.masked_fill(~valid, -100)
 
 
-def rows(batch: Batch, groups: Groups) -> Batch:
+def rows(batch: Batch, groups: ProcessGroups) -> Batch:
     """This replica's rows."""
     names = ("tokens_BS", "valid_BS", "documents_BS")
     found = {name: getattr(batch, name) for name in names}
@@ -92,7 +92,7 @@ def rows(batch: Batch, groups: Groups) -> Batch:
     return Batch(**{k: None if v is None else v.chunk(size)[n] for k, v in found.items()})
 
 
-def compare(name: str, kind: str, groups: Groups, sequence_parallel: bool) -> dict[str, float]:
+def compare(name: str, kind: str, groups: ProcessGroups, sequence_parallel: bool) -> dict[str, float]:
     """How far this rank is from one process; gradients as shares of their tensor's largest."""
     one, (batch, labels) = whole(name), batch_of(kind)
     full = dict(one.named_parameters())
@@ -122,7 +122,7 @@ def compare(name: str, kind: str, groups: Groups, sequence_parallel: bool) -> di
     loss, count = one.loss(batch, labels)
     loss.backward()
     micro = groups.pp.size
-    total, number = Schedule(stages, num_microbatches=micro).step(rows(batch, groups), shares[1])
+    total, number = PipelineSchedule(stages, num_microbatches=micro).step(rows(batch, groups), shares[1])
     for stage in stages:
         finish_gradients(stage, groups)
         sum_over_replicas(stage, groups)
@@ -148,10 +148,10 @@ Job = tuple[str, str, dict[str, int], bool]
 def compare_all(rank: int, size: int, jobs: list[Job]) -> dict[str, float]:
     """The largest difference of each job on this rank."""
     dist.init_process_group("gloo")
-    made: dict[str, Groups] = {}
+    made: dict[str, ProcessGroups] = {}
     out: dict[str, float] = {}
     for name, kind, layout, sequence_parallel in jobs:
-        groups = made.get(str(layout)) or Groups.start(ParallelConfig(**layout))
+        groups = made.get(str(layout)) or ProcessGroups.start(ParallelConfig(**layout))
         made[str(layout)] = groups
         found = compare(name, kind, groups, sequence_parallel)
         worst = max(found, key=lambda k: found[k])
@@ -163,7 +163,7 @@ def compare_all(rank: int, size: int, jobs: list[Job]) -> dict[str, float]:
 
 def filled_up(rank: int, size: int, length: int) -> tuple[float, str]:
     """States of rows that do not go evenly, against one process; and how a cache is refused."""
-    groups = Groups.start(ParallelConfig(cp=size))
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
     one = whole("learned")
     decoder = Decoder(one.config, groups, device="cpu", vocab_multiple=64)
     decoder.load_state_dict(one.state_dict())

@@ -20,8 +20,8 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.model.pipeline import Schedule, forward_stages
-from megtool.parallel.process_groups import Groups
+from megtool.model.pipeline import PipelineSchedule, forward_stages
+from megtool.parallel.process_groups import ProcessGroups
 from tests.inference.loading import source_of
 from tests.model.moe_layouts import part
 
@@ -75,7 +75,7 @@ def valid() -> Tensor:
     return torch.arange(LENGTH) >= LENGTH - widths[:, None]
 
 
-def decoded(decoder: Decoder, groups: Groups) -> Tensor:
+def decoded(decoder: Decoder, groups: ProcessGroups) -> Tensor:
     """Logits of this rank's rows with padding on the left, token by token at the end."""
     tokens, real = (
         t.chunk(groups.dp.size)[groups.dp.rank] for t in (tokens_and_labels()[0], valid())
@@ -97,14 +97,14 @@ def decoded(decoder: Decoder, groups: Groups) -> Tensor:
     return torch.cat(out, 1) * real[:, :, None]
 
 
-def answer_of(decoder: Decoder, groups: Groups) -> Answer:
+def answer_of(decoder: Decoder, groups: ProcessGroups) -> Answer:
     """A loaded decoder's answer, of this rank's rows; loss and gradients are those of all rows."""
     decoder.requires_grad_(True)
     tokens, labels = (t.chunk(groups.dp.size)[groups.dp.rank] for t in tokens_and_labels())
     batch = Batch(tokens_BS=tokens)
     logits = forward_stages(decoder, batch, everywhere=True)
     assert logits is not None
-    loss, _ = Schedule(decoder, num_microbatches=groups.pp.size).step(batch, labels)
+    loss, _ = PipelineSchedule(decoder, num_microbatches=groups.pp.size).step(batch, labels)
     finish_gradients(decoder, groups)
     sum_over_replicas(decoder, groups)
     if groups.dp.handle is not None:
@@ -114,7 +114,7 @@ def answer_of(decoder: Decoder, groups: Groups) -> Answer:
     return Answer(logits=logits, decoded=steps, loss=float(loss), gradients=gradients)
 
 
-def differences(job: Job, groups: Groups) -> Found:
+def differences(job: Job, groups: ProcessGroups) -> Found:
     """How far this rank is from one process; gradients as a share of their tensor's largest.
 
     Tensors whose gradients are nothing beside the others (a bias of keys moves no softmax) are
@@ -150,11 +150,11 @@ def differences(job: Job, groups: Groups) -> Found:
 def compare(rank: int, size: int, jobs: list[Job]) -> dict[str, Found]:
     """All differences of all jobs on this rank."""
     dist.init_process_group("gloo")
-    made: dict[str, Groups] = {}
+    made: dict[str, ProcessGroups] = {}
     out: dict[str, Found] = {}
     for job in jobs:
         key = str(sorted(job.layout.items()))
-        groups = made.get(key) or Groups.start(ParallelConfig(**job.layout))
+        groups = made.get(key) or ProcessGroups.start(ParallelConfig(**job.layout))
         made[key] = groups
         assert groups.parallel == ParallelConfig(**job.layout)  # no replica more than it needs
         try:

@@ -14,7 +14,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, sum_over_replicas
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 DENSE: dict[str, Any] = dict(
     num_layers=2,
@@ -92,7 +92,7 @@ def whole(name: str) -> Decoder:
     return decoder
 
 
-def part(key: str, tensor: Tensor, config: ModelConfig, groups: Groups) -> Tensor:
+def part(key: str, tensor: Tensor, config: ModelConfig, groups: ProcessGroups) -> Tensor:
     """What this rank holds of a parameter, by the rules that checkpoints are cut by."""
     is_glu = config.gated and "linear_fc1" in key and "layer_norm" not in key
     rule = rule_of(key, is_glu)
@@ -110,7 +110,7 @@ def compare(name: str, parallel: ParallelConfig, *, sequence_parallel: bool, odd
 
     `odd`: numbers of tokens that no group divides.
     """
-    groups = Groups.start(parallel)
+    groups = ProcessGroups.start(parallel)
     config, dp = config_of(name), groups.dp
     one = whole(name)
     made = Decoder(

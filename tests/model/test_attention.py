@@ -17,11 +17,11 @@ torch = pytest.importorskip("torch")
 
 from megtool.model.attention import attend  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache, Span  # noqa: E402
+from megtool.model.cache import ContiguousCache, KeySpan  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.model.masks import Masks  # noqa: E402
 from megtool.model.param_attributes import finish_gradients  # noqa: E402
-from megtool.parallel.process_groups import Group, Groups  # noqa: E402
+from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
 from tests.gloo_world import run_world  # noqa: E402
 from tests.model.moe_layouts import part  # noqa: E402
 
@@ -73,7 +73,7 @@ def test_every_head_by_itself(heads: tuple[int, int], cap: float, sinks: bool, m
         tokens_BS=torch.ones(b, s, dtype=torch.int64),
         valid_BS=valid if masked == "padding" else None,
     )
-    mask = Masks(config, Span.fresh(batch)).of(0)
+    mask = Masks(config, KeySpan.fresh(batch)).of(0)
     allowed = mask.square(s, s, query.device).expand(b, 1, s, s)
     got = attend(query, key, value, mask, scale=0.3, softcap=cap, sinks_N=offsets)
     want = defined(query, key, value, allowed, 0.3, cap, offsets)
@@ -181,7 +181,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def over_ranks(rank: int, size: int, names: Collection[str]) -> dict[tuple[str, bool], float]:
     """The largest difference of loss, logits, cached logits and gradients, for each model."""
-    groups = Groups.start(ParallelConfig(tp=size))
+    groups = ProcessGroups.start(ParallelConfig(tp=size))
     out: dict[tuple[str, bool], float] = {}
     for (name, more), sequence_parallel in product(LAYOUTS.items(), (False, True)):
         if name not in names:
@@ -240,6 +240,6 @@ def test_heads_over_ranks(size: int, names: Collection[str]) -> None:
 
 def test_heads_that_do_not_go_over_the_ranks() -> None:
     config = ModelConfig(**SIZES | {"num_heads": 6, "num_kv_heads": 3})
-    first = replace(Groups.alone(), tp=Group(ranks=(0, 1), rank=0))
+    first = replace(ProcessGroups.alone(), tp=Group(ranks=(0, 1), rank=0))
     with pytest.raises(LayoutError, match="6 query and 3 key and value heads over tp=2"):
         Decoder(config, first)

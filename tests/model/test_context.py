@@ -10,7 +10,7 @@ from megtool.config import ModelConfig, ParallelConfig  # noqa: E402
 from megtool.errors import LayoutError  # noqa: E402
 from megtool.model.attention import attend  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import Span  # noqa: E402
+from megtool.model.cache import KeySpan  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.model.masks import Mask, Masks, masks_of  # noqa: E402
 from megtool.parallel.context_parallel import own_tokens  # noqa: E402
@@ -90,7 +90,7 @@ def test_rows_that_do_not_go_evenly_are_refused() -> None:
 @pytest.mark.parametrize("name", ["grouped", "windows and sinks", "chunks"])
 def test_the_masks_of_all_ranks_are_the_rows_of_the_whole_one(name, kind) -> None:
     config, (batch, _) = ModelConfig(**ranks.MODELS[name]), ranks.batch_of(kind)
-    span = Span.fresh(batch)
+    span = KeySpan.fresh(batch)
     whole = Masks(config, span, documents_BS=batch.documents_BS)
     shape = (ranks.ROWS, 1, ranks.LENGTH, ranks.LENGTH)
     for layer in range(2):

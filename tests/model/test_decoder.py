@@ -18,7 +18,7 @@ from megtool.model import decoder as module  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.cache import ContiguousCache  # noqa: E402
 from megtool.model.decoder import Decoder, Stage, rows_of_rank  # noqa: E402
-from megtool.parallel.process_groups import Group, Groups  # noqa: E402
+from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,
@@ -198,7 +198,7 @@ def test_encoders_are_refused(facts: dict[str, Any], said: str) -> None:
 
 
 def test_sequence_parallelism_says_what_it_shares_out() -> None:
-    groups = Groups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
+    groups = ProcessGroups(parallel=ParallelConfig(tp=2), tp=Group(ranks=(0, 1)))
     decoder = Decoder(ModelConfig(**SIZES), groups, device="cpu", sequence_parallel=True)
     with pytest.raises(LayoutError, match=r"over tp=2 cannot share out B\*S = 21 tokens") as caught:
         decoder.frame(Batch(tokens_BS=text(3, 7)))

@@ -19,12 +19,12 @@ from megtool.model.attention import attend
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.dropout import Chance, Draws, Dropout
+from megtool.model.dropout import DropoutSpec, Draws, Dropout
 from megtool.model.linear import RowLinear
 from megtool.model.masks import Mask
-from megtool.model.pipeline import Schedule, build_stages
+from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.model.recompute import recompute
-from megtool.parallel.process_groups import ALONE, Groups
+from megtool.parallel.process_groups import ALONE, ProcessGroups
 from tests.gloo_world import run_world
 
 PLAIN = ModelConfig(
@@ -147,15 +147,15 @@ def test_weights_of_attention_are_left_out(softcap: float) -> None:
     value = torch.eye(64).expand(2, 2, 64, 64)
     state = torch.get_rng_state()
 
-    def weights(chance: Chance | None) -> Tensor:
+    def weights(chance: DropoutSpec | None) -> Tensor:
         return attend(query, key, value, Mask(), scale=0.1, softcap=softcap, chance=chance)
 
-    whole, some = weights(None), weights(Chance(0.3, 11))
+    whole, some = weights(None), weights(DropoutSpec(0.3, 11))
     kept = some != 0
     torch.testing.assert_close(some[kept], whole[kept] / 0.7)
     assert (~kept).float().mean().item() == pytest.approx(0.3, abs=0.02)
-    assert torch.equal(some, weights(Chance(0.3, 11)))
-    assert not torch.equal(some, weights(Chance(0.3, 12)))
+    assert torch.equal(some, weights(DropoutSpec(0.3, 11)))
+    assert not torch.equal(some, weights(DropoutSpec(0.3, 12)))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -196,7 +196,7 @@ def on_rank(
     rank: int, size: int, layout: dict[str, int], shares: Dropout, sp: bool, again: str = ""
 ) -> tuple[float, float, list[int]]:
     """The loss of two micro batches, the sum of a norm's gradient, and the seeds of the rank."""
-    groups = Groups.start(ParallelConfig(**layout)) if size > 1 else Groups.alone()
+    groups = ProcessGroups.start(ParallelConfig(**layout)) if size > 1 else ProcessGroups.alone()
     stages = build_stages(PLAIN, groups, device="cpu", vocab_multiple=4, sequence_parallel=sp)
     one = dict(made().named_parameters())
     tp = groups.tp
@@ -214,7 +214,7 @@ def on_rank(
         recompute(stages, again)
     torch.manual_seed(100 + 10 * groups.replicas.rank + groups.pp.rank)
     with noted() as seeds:
-        loss, _ = Schedule(stages, num_microbatches=2).step(BATCH, LABELS)
+        loss, _ = PipelineSchedule(stages, num_microbatches=2).step(BATCH, LABELS)
     grad = stages[0].decoder.layers[str(stages[0].stage.layers[0])].mlp.linear_fc1
     return float(loss), float(grad.layer_norm_weight.grad.sum()), seeds
 

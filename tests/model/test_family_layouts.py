@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from megtool.inference.load import load  # noqa: E402
-from megtool.parallel.process_groups import Groups  # noqa: E402
+from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
 from tests import tiny_families as tiny  # noqa: E402
 from tests.inference.loading import source_of  # noqa: E402
 from tests.model import family_layouts, moe_models  # noqa: E402
@@ -108,7 +108,7 @@ def reference(model: Any, folder: Path) -> None:
         logits.flatten(0, 1).float(), labels.flatten(), reduction="sum"
     )
     loss.backward()
-    alone = Groups.alone()
+    alone = ProcessGroups.alone()
     ours = family_layouts.answer_of(load(source_of(folder / "hf"), dtype="float32"), alone)
     assert logits.std() > 0.1
     apart = dense.largest(logits, ours.logits)

@@ -11,10 +11,10 @@ import torch
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.model.batch import Batch
-from megtool.model.cache import Cache, ContiguousCache, PagedCache
+from megtool.model.cache import KVCache, ContiguousCache, PagedCache
 from megtool.model.decoder import Decoder
 from megtool.model.mla import LatentAttention, softmax_scale
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.model.moe_layouts import config_of
 
 SIZES: dict[str, Any] = dict(
@@ -50,7 +50,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 6}, {"kv_lora_rank": 3}])
 def test_names_and_shapes_are_megatrons(changes: dict[str, Any]) -> None:
     config = ModelConfig(**SIZES | changes)
-    made = LatentAttention(config, 0, Groups.alone())
+    made = LatentAttention(config, 0, ProcessGroups.alone())
     c, q = config.kv_lora_rank, config.q_lora_rank
     queries = {
         "linear_q_down_proj.weight": (q, 24),
@@ -107,7 +107,7 @@ def test_a_layer_is_the_papers_formulas() -> None:
     torch.testing.assert_close(got, torch.stack(want).detach(), atol=1e-5, rtol=1e-5)
 
 
-def caches(config: ModelConfig) -> list[tuple[str, Cache]]:
+def caches(config: ModelConfig) -> list[tuple[str, KVCache]]:
     return [
         ("contiguous", ContiguousCache(config, num_rows=2, max_tokens=40)),
         ("graphable", ContiguousCache(config, num_rows=2, max_tokens=40, graphable=True)),
@@ -189,6 +189,6 @@ def test_yarn_is_megatrons() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    groups = Groups(parallel=Groups.alone().parallel, tp=Group(ranks=(0, 1, 2)))
+    groups = ProcessGroups(parallel=ProcessGroups.alone().parallel, tp=Group(ranks=(0, 1, 2)))
     with pytest.raises(LayoutError, match="4 heads over tp=3"):
         LatentAttention(config_of("latent"), 0, groups)

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError
 from megtool.model.linear import ColumnLinear, RowLinear, VocabEmbedding, vocab_logits
-from megtool.model.norm import Norm
+from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import finish_gradients, is_marked, mark, sum_over_replicas
 from megtool.parallel.collectives import reduce_from, scatter_rows
-from megtool.parallel.process_groups import ALONE, Group, Groups
+from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from tests.gloo_world import run_world
 
 V, H, FFN = 48, 16, 32
@@ -34,7 +34,7 @@ class Small(nn.Module):
         how: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
         sp: dict[str, Any] = {**how, "sequence_parallel": sequence_parallel}
         self.embedding = VocabEmbedding(V, H, group, **sp)
-        plain, centered = Norm(), Norm(kind="layernorm", zero_centered=True)
+        plain, centered = NormSpec(), NormSpec(kind="layernorm", zero_centered=True)
         self.up = ColumnLinear(H, FFN, group, norm=plain, bias=True, **sp)
         self.down = RowLinear(FFN, H, group, bias=True, **sp)
         self.up2 = ColumnLinear(H, FFN, group, norm=centered, **sp)
@@ -69,7 +69,7 @@ def part(value: Tensor, like: nn.Parameter, group: Group) -> Tensor:
 
 
 def same_as_one_process(rank: int, size: int) -> None:
-    groups = Groups.start(ParallelConfig(tp=size))
+    groups = ProcessGroups.start(ParallelConfig(tp=size))
     tokens_T = torch.randint(0, V - 3, (12,), generator=torch.Generator().manual_seed(3))
     labels_T = tokens_T.roll(-1)
     for dtype, tolerance in (
@@ -130,7 +130,7 @@ def overlapped(rank: int, size: int, folder: str) -> list[str]:
 
     If rank 0 waited for a collective before that product, both would wait for ever.
     """
-    groups, order = Groups.start(ParallelConfig(tp=size)), list[str]()
+    groups, order = ProcessGroups.start(ParallelConfig(tp=size)), list[str]()
     for sequence_parallel in (False, True):
         layer = ColumnLinear(8, 4, groups.tp, sequence_parallel=sequence_parallel, device="cpu")
         nn.init.ones_(layer.weight)
@@ -190,7 +190,7 @@ class Copies(nn.Module):
 def finished(rank: int, size: int) -> dict[str, list[float]]:
     out = {}
     for layout in ({"tp": 4}, {"pp": 4}, {"ep": 2, "dp": 4}):
-        groups = Groups.start(ParallelConfig(**layout))
+        groups = ProcessGroups.start(ParallelConfig(**layout))
         module = Copies()
         for name, p in module.named_parameters():
             if name not in ("unused", "frozen"):
@@ -217,7 +217,7 @@ def test_gradients_are_added_up_where_their_marks_say() -> None:
 
 
 def test_the_norm_may_come_first() -> None:
-    layer = ColumnLinear(8, 4, bias=True, norm=Norm(eps=1e-3), device="cpu")
+    layer = ColumnLinear(8, 4, bias=True, norm=NormSpec(eps=1e-3), device="cpu")
     for p in layer.parameters():
         nn.init.normal_(p)
     x = torch.randn(5, 8)
@@ -246,7 +246,7 @@ def test_a_size_that_tp_does_not_divide_is_named(
 
 
 def test_parameters_are_new_and_on_no_device_unless_asked() -> None:
-    layer = ColumnLinear(8, 4, norm=Norm(kind="layernorm"), bias=True)
+    layer = ColumnLinear(8, 4, norm=NormSpec(kind="layernorm"), bias=True)
     assert {p.device.type for p in layer.parameters()} == {"meta"}
     assert set(dict(layer.named_parameters())) == {
         "weight",

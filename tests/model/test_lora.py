@@ -25,7 +25,7 @@ from megtool.model.lora import (
 from megtool.model.param_attributes import finish_gradients
 from megtool.model.recompute import recompute
 from megtool.parallel.collectives import gather_rows, scatter_rows
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 
 CONFIG = ModelConfig(
@@ -124,7 +124,7 @@ def test_dropout_keeps_the_mean_and_stands_still_in_evaluation() -> None:
     assert torch.allclose(mean, expected, atol=0.05)
 
 
-def pair(groups: Groups, sp: bool, dropout: float) -> tuple[dict[str, Tensor], Tensor]:
+def pair(groups: ProcessGroups, sp: bool, dropout: float) -> tuple[dict[str, Tensor], Tensor]:
     """A column- and a row-parallel layer with adapters: their gradients, whole, and the output."""
     torch.set_num_threads(1)
     tp, settings = groups.tp, LoraSettings(rank=4, alpha=6.0, dropout=dropout)
@@ -160,12 +160,12 @@ def pair(groups: Groups, sp: bool, dropout: float) -> tuple[dict[str, Tensor], T
 
 
 def pair_on_ranks(rank: int, size: int, sp: bool, dropout: float) -> Any:
-    return pair(Groups.start(ParallelConfig(tp=size)), sp, dropout)
+    return pair(ProcessGroups.start(ParallelConfig(tp=size)), sp, dropout)
 
 
 @pytest.mark.parametrize(("sp", "dropout"), [(False, 0.0), (False, 0.3), (True, 0.3)])
 def test_tensor_parallel_ranks_compute_the_same(sp, dropout) -> None:
-    grads, y_TH = pair(Groups.alone(), False, dropout)
+    grads, y_TH = pair(ProcessGroups.alone(), False, dropout)
     for rank, (found, y) in enumerate(run_world(pair_on_ranks, 2, sp, dropout)):
         assert torch.allclose(y, y_TH, atol=1e-4)
         cut = {"0.adapter.lora_B": 0, "1.adapter.lora_A": 1}

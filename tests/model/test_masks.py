@@ -13,7 +13,7 @@ from megtool.config import ModelConfig
 torch = pytest.importorskip("torch")
 
 from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache, Span  # noqa: E402
+from megtool.model.cache import ContiguousCache, KeySpan  # noqa: E402
 from megtool.model.masks import Masks  # noqa: E402
 
 
@@ -86,7 +86,7 @@ def test_masks_are_what_they_are_defined_to_be(data: st.DataObject) -> None:
             cache.advance()
         span = cache.begin(batch(slice(past, None)))
     else:
-        span = Span.fresh(batch(slice(None)))
+        span = KeySpan.fresh(batch(slice(None)))
     masks = Masks(made, span, documents_BS=batch(slice(None)).documents_BS)
     for layer in range(4):
         mask = masks.of(layer)
@@ -116,14 +116,14 @@ def test_masks_are_what_they_are_defined_to_be(data: st.DataObject) -> None:
 
 def test_layers_alike_share_one_mask_and_plain_ones_have_none() -> None:
     tokens = torch.ones(2, 7, dtype=torch.int64)
-    masks = Masks(config(window_size=3, window_skip_freq=2), Span.fresh(Batch(tokens_BS=tokens)))
+    masks = Masks(config(window_size=3, window_skip_freq=2), KeySpan.fresh(Batch(tokens_BS=tokens)))
     assert masks.of(0) is masks.of(2)
     assert masks.of(1) is masks.of(3)
     assert masks.of(1).is_causal
     assert masks.of(1).allowed is None
     assert masks.of(0).bias(torch.float32) is masks.of(0).bias(torch.float32)
-    longer = Masks(config(window_size=7), Span.fresh(Batch(tokens_BS=tokens)))
+    longer = Masks(config(window_size=7), KeySpan.fresh(Batch(tokens_BS=tokens)))
     assert longer.of(0).allowed is None
-    single = Masks(config(), Span.fresh(Batch(tokens_BS=tokens[:, :1])))
+    single = Masks(config(), KeySpan.fresh(Batch(tokens_BS=tokens[:, :1])))
     assert not single.of(0).is_causal
     assert single.of(0).allowed is None

@@ -13,11 +13,11 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.activation import activate, gated
 from megtool.model.moe import Experts, MoeMlp
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import MODELS, SIZES, compare, config_of
 
-ALONE = Groups.alone()
+ALONE = ProcessGroups.alone()
 
 
 def mixture(config: ModelConfig, *, seed: int = 0) -> MoeMlp:
@@ -120,7 +120,7 @@ def test_bf16_stays_bf16() -> None:
 @pytest.mark.parametrize("axis", ["ep", "etp"])
 def test_ranks_that_do_not_divide_are_refused(axis: str) -> None:
     three: dict[str, Any] = {axis: Group(ranks=(0, 1, 2))}
-    groups = Groups(parallel=ParallelConfig(), **three)
+    groups = ProcessGroups(parallel=ParallelConfig(), **three)
     with pytest.raises(LayoutError, match="a group of 3 does not divide"):
         Experts(config_of("biases"), groups)
 

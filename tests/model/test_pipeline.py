@@ -14,8 +14,8 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, is_marked, sum_over_replicas
-from megtool.model.pipeline import Schedule, build_stages, forward_stages, stream_hidden
-from megtool.parallel.process_groups import Groups
+from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages, stream_hidden
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 
 SMALL: dict[str, Any] = {
@@ -102,7 +102,7 @@ def infer(rank: int, size: int, layouts: list[dict[str, Any]]) -> float:
         for layout in layouts:
             how = dict(layout)
             sequence_parallel = how.pop("sequence_parallel", False)
-            groups = Groups.start(ParallelConfig(**how))
+            groups = ProcessGroups.start(ParallelConfig(**how))
             stages = build_stages(config, groups, sequence_parallel=sequence_parallel, **HOW)
             fill(stages, one)
             logits = forward_stages(stages, batch)
@@ -169,10 +169,10 @@ def train(rank: int, size: int, layouts: list[dict[str, Any]]) -> float:
         for layout in layouts:
             how = dict(layout)
             sequence_parallel = how.pop("sequence_parallel", False)
-            groups = Groups.start(ParallelConfig(**how))
+            groups = ProcessGroups.start(ParallelConfig(**how))
             stages = build_stages(config, groups, sequence_parallel=sequence_parallel, **HOW)
             fill(stages, one)
-            schedule = Schedule(stages, num_microbatches=4)
+            schedule = PipelineSchedule(stages, num_microbatches=4)
             for _ in range(2):  # gradients of two steps add up
                 own, own_count = schedule.step(batch, labels_BS)
                 assert abs(float(own - loss)) / float(loss) < 1e-6
@@ -206,14 +206,14 @@ def replicas(rank: int, size: int) -> None:
     one = whole(config)
     batch, labels_BS = data()
     one.loss(batch, labels_BS)[0].backward()
-    groups = Groups.start(ParallelConfig(pp=2))
+    groups = ProcessGroups.start(ParallelConfig(pp=2))
     assert groups.dp.size == 2
     stages = build_stages(config, groups, **HOW)
     fill(stages, one)
     rows = slice(4 * groups.dp.rank, 4 * groups.dp.rank + 4)
     assert batch.valid_BS is not None
     half = Batch(tokens_BS=batch.tokens_BS[rows], valid_BS=batch.valid_BS[rows])
-    Schedule(stages, num_microbatches=2).step(half, labels_BS[rows])
+    PipelineSchedule(stages, num_microbatches=2).step(half, labels_BS[rows])
     for decoder in stages:
         finish_gradients(decoder, groups)
         sum_over_replicas(decoder, groups)
@@ -227,15 +227,15 @@ def test_replicas_with_half_of_the_rows_each_add_up() -> None:
 
 
 def refuse(rank: int, size: int) -> None:
-    groups = Groups.start(ParallelConfig(pp=2, vpp=2))
+    groups = ProcessGroups.start(ParallelConfig(pp=2, vpp=2))
     stages = build_stages(MODELS["tied"], groups, **HOW)
     with pytest.raises(LayoutError, match=r"5 microbatches for pp=2(.|\n)*such as 4 or 6"):
-        Schedule(stages, num_microbatches=5)
+        PipelineSchedule(stages, num_microbatches=5)
     with pytest.raises(LayoutError, match=r"1 microbatches for pp=2(.|\n)*2 or more"):
-        Schedule(stages[:1], num_microbatches=1)
+        PipelineSchedule(stages[:1], num_microbatches=1)
     batch, labels_BS = data(rows=6)
     with pytest.raises(LayoutError, match=r"4 microbatches do not divide 6 rows(.|\n)*1, 2, 3, 6"):
-        Schedule(stages, num_microbatches=4).step(batch, labels_BS)
+        PipelineSchedule(stages, num_microbatches=4).step(batch, labels_BS)
 
 
 def test_numbers_of_microbatches_that_do_not_fit_are_named() -> None:

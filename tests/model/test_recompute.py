@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megtool.kernels.dispatch import asked, use
+from megtool.kernels.dispatch import requested_implementation, use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import Granularity, recompute
@@ -31,7 +31,7 @@ def watch(stage: Decoder) -> list[tuple[int, str]]:
         run = layer.forward
 
         def noted(x_TH: Tensor, frame: Any, run: Any = run, number: str = number) -> Tensor:
-            seen.append((int(number), asked()))
+            seen.append((int(number), requested_implementation()))
             out: Tensor = run(x_TH, frame)
             return out
 

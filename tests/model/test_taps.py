@@ -15,7 +15,7 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.hooks import places
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import MODELS, config_of, part, whole
 from tests.quant.recording import points_of
@@ -133,7 +133,7 @@ def test_taps_on_ranks(name: str, layout: dict[str, int], sequence_parallel: boo
 
 
 def on_rank(rank: int, size: int, name: str, layout: dict[str, int], split: bool) -> Any:
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     config = config_of(name)
     made = Decoder(config, groups, device="cpu", vocab_multiple=32, sequence_parallel=split)
     state = whole(name).state_dict()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule, build_stages
+from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.model.moe_layouts import DENSE, part
 
 ROWS, TOKENS = 8, 6
@@ -104,7 +104,7 @@ def torch_training(
 
 def stages_of(
     name: str,
-    groups: Groups,
+    groups: ProcessGroups,
     *,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -132,7 +132,7 @@ def named(stages: list[Decoder]) -> list[tuple[str, nn.Parameter]]:
 
 def training(
     name: str,
-    groups: Groups,
+    groups: ProcessGroups,
     *,
     steps: int,
     first: int = 0,
@@ -154,7 +154,7 @@ def training(
     optimizer = DistributedOptimizer(named(stages), settings, groups, chunks=stages)
     if made is not None:
         made(stages, optimizer)
-    schedule, curve, dp = Schedule(stages, num_microbatches=microbatches), Curve(), groups.dp
+    schedule, curve, dp = PipelineSchedule(stages, num_microbatches=microbatches), Curve(), groups.dp
     for step in range(first, first + steps):
         tokens_BS, labels_BS = data(step)
         labels = (labels_BS != -100).sum()
@@ -176,6 +176,6 @@ def training(
     return curve, optimizer
 
 
-def start(**sizes: int) -> Groups:
+def start(**sizes: int) -> ProcessGroups:
     """Groups of a layout, in a forked process."""
-    return Groups.start(ParallelConfig(**sizes))
+    return ProcessGroups.start(ParallelConfig(**sizes))

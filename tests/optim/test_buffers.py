@@ -24,7 +24,7 @@ from megtool.optim.buffers import Buffer, Kind, in_registration_order, make_buff
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.param_groups import Facts, facts_of
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.optim.layouts import MODELS, named, stages_of, whole
 
 BUCKET_WORLD = Path(__file__).parents[1] / "peers" / "bucket_world.py"
@@ -106,7 +106,7 @@ def test_dense_and_expert_parameters_and_types_lie_apart() -> None:
     router = dict(decoder.named_parameters())["decoder.layers.1.mlp.router.weight"]
     router.data = router.data.float()
     settings = OptimizerSettings(bucket_size=4000, overlap_grad_reduce=True)
-    optimizer = DistributedOptimizer(decoder.named_parameters(), settings, Groups.alone())
+    optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     kinds = [(b.kind.is_expert, b.kind.dtype, b.kind.grad_dtype) for b in optimizer.buffers]
     assert kinds == [
         (False, torch.bfloat16, torch.float32),
@@ -124,11 +124,11 @@ def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
     settings = OptimizerSettings(bucket_size=500, overlap_grad_reduce=True)
     chunks = [whole("biases"), whole("tied")]
     pairs = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
-    first, second = DistributedOptimizer(pairs, settings, Groups.alone(), chunks=chunks).buffers
+    first, second = DistributedOptimizer(pairs, settings, ProcessGroups.alone(), chunks=chunks).buffers
     assert (first.kind.chunk, second.kind.chunk) == (0, 1)
     assert len(first.buckets) > 2
     assert len(second.buckets) == 1
-    later = Groups(parallel=ParallelConfig(), pp=of_rank(1, 2))
+    later = ProcessGroups(parallel=ParallelConfig(), pp=of_rank(1, 2))
     stage = whole("tied")
     (only,) = DistributedOptimizer(stage.named_parameters(), settings, later).buffers
     assert len(only.buckets) == 1
@@ -137,7 +137,7 @@ def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
 def test_a_model_without_weights_is_refused() -> None:
     decoder = Decoder(MODELS["tied"])
     with pytest.raises(UsageError, match="holds nothing yet"):
-        DistributedOptimizer(decoder.named_parameters(), OptimizerSettings(), Groups.alone())
+        DistributedOptimizer(decoder.named_parameters(), OptimizerSettings(), ProcessGroups.alone())
 
 
 @pytest.mark.peers
@@ -149,7 +149,7 @@ def test_places_and_shards_are_those_of_megatrons_own_buffers() -> None:
     for name in ("tied", "biases"):
         for dp in (1, 2, 3, 4):
             for bucket_size in (None, 300, 2000):
-                (stage,) = stages_of(name, Groups.alone())
+                (stage,) = stages_of(name, ProcessGroups.alone())
                 facts = facts_of(named([stage]))
                 if name == "tied":  # as on the first of several stages
                     words = stage.embedding.word_embeddings.weight  # type: ignore[union-attr]

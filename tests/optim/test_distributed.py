@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import part
 from tests.optim.layouts import CLIPPED, MODELS, Curve, start, torch_training, training
@@ -14,7 +14,7 @@ from tests.optim.layouts import CLIPPED, MODELS, Curve, start, torch_training, t
 STEPS = 20
 
 
-def largest_difference(got: Curve, want: Curve, name: str, groups: Groups) -> float:
+def largest_difference(got: Curve, want: Curve, name: str, groups: ProcessGroups) -> float:
     """Between parameters of this rank and their parts of the whole model's."""
     config = MODELS[name]
     return max(
@@ -26,7 +26,7 @@ def largest_difference(got: Curve, want: Curve, name: str, groups: Groups) -> fl
 @pytest.mark.parametrize("name", ["tied", "biases", "experts"])
 def test_one_process_is_torch_bit_for_bit(name: str) -> None:
     want = torch_training(name, steps=STEPS, passes=2, clip=0.0)
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     got, _ = training(name, groups, steps=STEPS, microbatches=2)
     assert got.losses == want.losses
     assert largest_difference(got, want, name, groups) == 0

@@ -12,7 +12,7 @@ from torch import nn
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import PLAIN, start, training
 
@@ -153,7 +153,7 @@ class Branches(nn.Module):
         return self.ways[way](x) @ self.named.weight
 
 
-def branches(groups: Groups, ways: list[list[int]], *, overlap: bool) -> list[torch.Tensor]:
+def branches(groups: ProcessGroups, ways: list[list[int]], *, overlap: bool) -> list[torch.Tensor]:
     """Parameters after steps of microbatches, each of which goes one way on each replica."""
     module = Branches()
     module.first.bias.requires_grad_(False)
@@ -178,7 +178,7 @@ WAYS = [[0, 0], [0, 1], [1, 1], [1, 0, 0, 0], [0, 1, 0, 1], [0, 0]]
 
 
 def uneven(rank: int, size: int) -> None:
-    want = branches(Groups.alone(), WAYS, overlap=False)
+    want = branches(ProcessGroups.alone(), WAYS, overlap=False)
     groups = start()
     for overlap in (False, True):
         for got, wanted in zip(branches(groups, WAYS, overlap=overlap), want, strict=True):
@@ -192,7 +192,7 @@ def test_what_a_step_does_not_use_is_zero_and_holds_nobody_up() -> None:
 def test_a_parameter_that_nothing_uses_stays_but_for_its_decay() -> None:
     module = Branches()
     before = module.ways[1].weight.detach().clone()
-    optimizer = DistributedOptimizer(module.named_parameters(), OVERLAPPED, Groups.alone())
+    optimizer = DistributedOptimizer(module.named_parameters(), OVERLAPPED, ProcessGroups.alone())
     for _ in range(3):
         optimizer.zero_grad()
         optimizer.begin(1)

@@ -11,7 +11,7 @@ import torch
 from megtool.model.batch import Batch
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import (
     CLIPPED,
@@ -70,7 +70,7 @@ def test_a_rank_holds_its_share(
 def half(rank: int, size: int) -> None:
     """bf16 parameters: fp32 sums and main parameters, whatever is sent."""
     groups = start()
-    alone, _ = training("biases", Groups.alone(), steps=5, microbatches=size, dtype=torch.bfloat16)
+    alone, _ = training("biases", ProcessGroups.alone(), steps=5, microbatches=size, dtype=torch.bfloat16)
     got, _ = training("biases", groups, steps=5, dtype=torch.bfloat16)
     for key, value in alone.parameters.items():
         assert value.dtype == torch.bfloat16
@@ -105,7 +105,7 @@ def test_bf16_parameters_have_fp32_main_ones() -> None:
 def muon(rank: int, size: int) -> None:
     """Matrices are put together for their update, and give every rank the same."""
     how = replace(PLAIN, optimizer="muon")
-    alone, _ = training("biases", Groups.alone(), steps=3, microbatches=size, settings=how)
+    alone, _ = training("biases", ProcessGroups.alone(), steps=3, microbatches=size, settings=how)
     got, _ = training("biases", start(), steps=3, settings=how)
     for key, value in alone.parameters.items():
         assert torch.equal(got.parameters[key], value), key
@@ -178,7 +178,7 @@ def resume(rank: int, size: int, states: dict[Any, list[float]], small: dict[str
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_states_move_to_other_numbers_of_replicas(before: int, after: int) -> None:
     saved = run_world(save, before, {}, 3)
-    numels = {name: p.numel() for name, p in named(stages_of("tied", Groups.alone()))}
+    numels = {name: p.numel() for name, p in named(stages_of("tied", ProcessGroups.alone()))}
     wanted = {(s, name) for s in ("main", "exp_avg", "exp_avg_sq") for name in numels}
     states = {key: [float("nan")] * numels[key[1]] for key in wanted}
     count = 0
@@ -191,7 +191,7 @@ def test_states_move_to_other_numbers_of_replicas(before: int, after: int) -> No
 
 
 def test_weights_that_are_loaded_later_become_main_parameters() -> None:
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     stages = stages_of("biases", groups, dtype=torch.bfloat16)
     optimizer = DistributedOptimizer(named(stages), PLAIN, groups, chunks=stages)
     name, p = named(stages)[3]

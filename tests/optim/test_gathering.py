@@ -15,7 +15,7 @@ from megtool.optim.buffers import Bucket
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.flat_shards import Pending
 from megtool.optim.param_gather import Gathering
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.model.moe_layouts import DENSE, MODELS, SIZES
 from tests.optim.test_distributed_overlap import OVERLAPPED
 
@@ -44,7 +44,7 @@ def test_no_parameter_is_read_before_it_came(kind) -> None:
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.2 * noise if "norm" in name else noise * 0.3)
     settings = replace(OVERLAPPED, overlap_param_gather=False, bucket_size=1)
-    optimizer = DistributedOptimizer(decoder.named_parameters(), settings, Groups.alone())
+    optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     assert len(buckets) == len(optimizer.facts)  # each parameter comes by itself
     gathering = Gathering(buckets[::-1], [decoder], overlap=True, begin=comes_late)

@@ -15,7 +15,7 @@ from megtool.model.param_attributes import mark
 from megtool.optim.param_groups import GroupRule, facts_of, group_parameters
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 
 
@@ -83,7 +83,7 @@ def test_a_rule_that_matches_nothing_is_refused() -> None:
 
 
 def on_stages(rank: int, size: int) -> Any:
-    groups = Groups.start(ParallelConfig(pp=2))
+    groups = ProcessGroups.start(ParallelConfig(pp=2))
     named = [(n, p) for i, (n, p) in enumerate(model().items()) if i % 2 == rank]
     rules = (GroupRule("embedding.*", lr_mult=0.1),)
     made = group_parameters(facts_of(named), OptimizerSettings(rules=rules), groups.world)
@@ -100,7 +100,7 @@ def test_all_ranks_have_the_same_groups_and_a_rule_may_be_for_another_stage() ->
 def megatrons_groups(rank: int, size: int) -> Any:
     optimizer = pytest.importorskip("megatron.core.optimizer")
     core = pytest.importorskip("megatron.core.optimizer.optimizer")
-    groups = Groups.start(ParallelConfig())
+    groups = ProcessGroups.start(ParallelConfig())
     dist.init_process_group("gloo")
     module = nn.Module()
     for name, p in model().items():

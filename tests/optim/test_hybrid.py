@@ -16,7 +16,7 @@ from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 from tests.optim.small_models import Small, batches, train_step
@@ -36,7 +36,7 @@ KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 
 def made(
-    model: Small, groups: Groups, fraction: float, kind: str, chunk: int, **settings: Any
+    model: Small, groups: ProcessGroups, fraction: float, kind: str, chunk: int, **settings: Any
 ) -> Optimizer:
     """The optimizer with so much on the host; at 0 the inner one alone."""
     how = OptimizerSettings(**{"lr": 1e-2, "offload_fraction": fraction, **settings})
@@ -64,7 +64,7 @@ def state_of(model: Small, optimizer: Optimizer) -> dict[tuple[str, str], Tensor
 
 
 def trained(
-    groups: Groups,
+    groups: ProcessGroups,
     fraction: float,
     kind: str,
     dtype: torch.dtype,
@@ -83,7 +83,7 @@ def trained(
 
 
 def check_fractions(
-    groups: Groups, kind: str, kinds: Any = KINDS, fractions: tuple[float, ...] = FRACTIONS
+    groups: ProcessGroups, kind: str, kinds: Any = KINDS, fractions: tuple[float, ...] = FRACTIONS
 ) -> None:
     for dtype, settings in kinds:
         want, norms, _ = trained(groups, 0.0, kind, dtype, settings)
@@ -97,7 +97,7 @@ def check_fractions(
 
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 def test_the_bits_do_not_depend_on_the_fraction(kind: str) -> None:
-    check_fractions(Groups.alone(), kind)
+    check_fractions(ProcessGroups.alone(), kind)
 
 
 def on_two(rank: int, size: int) -> None:
@@ -128,7 +128,7 @@ def test_overlap_with_backward_and_forward_stays() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 64, 150, 10_000])
 def test_chunks_of_any_size_give_the_same_bits(chunk: int) -> None:
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     want, _, _ = trained(groups, 0.0, "distributed", torch.bfloat16, {})
     got, _, _ = trained(groups, 0.5, "distributed", torch.bfloat16, {}, chunk=chunk)
     assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
@@ -141,7 +141,7 @@ def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, main_params:
     of_main = {torch.float32: 0, torch.bfloat16: 4 if main_params == "float32" else 2}[dtype]
     each = of_main + 8
     for fraction in FRACTIONS[1:]:
-        _, _, hybrid = trained(Groups.alone(), fraction, "distributed", dtype, settings)
+        _, _, hybrid = trained(ProcessGroups.alone(), fraction, "distributed", dtype, settings)
         assert isinstance(hybrid, HybridOptimizer)
         numel = sum(s.numel for s in hybrid.segments)
         kept = sum(s.host.numel for s in hybrid.shared_segments)
@@ -153,7 +153,7 @@ def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, main_params:
 
 
 def test_whole_parameters_of_a_plain_optimizer_go_to_the_host() -> None:
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     _, _, half = trained(groups, 0.5, "plain", torch.bfloat16, {})
     _, _, whole = trained(groups, 1.0, "plain", torch.bfloat16, {})
     assert isinstance(half, HybridOptimizer)
@@ -169,7 +169,7 @@ def test_whole_parameters_of_a_plain_optimizer_go_to_the_host() -> None:
 @pytest.mark.parametrize("settings", [{}, {"main_params": "remainder"}])
 def test_a_state_goes_on_at_any_fraction(kind: str, settings: dict[str, Any]) -> None:
     """Saved at one fraction, loaded at another: the steps that follow are the same."""
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     ends = []
     for first, then in ((0.0, 0.0), (0.0, 0.5), (1.0, 0.3), (0.5, 0.0)):
         model = Small(torch.bfloat16)
@@ -198,7 +198,7 @@ def test_a_state_goes_on_at_any_fraction(kind: str, settings: dict[str, Any]) ->
 @pytest.mark.parametrize("settings", [{}, {"main_params": "remainder"}])
 def test_weights_that_were_loaded_later_are_taken_over(kind: str, settings: dict[str, Any]) -> None:
     model = Small(torch.bfloat16)
-    optimizer = made(model, Groups.alone(), 0.5, kind, 64, **settings)
+    optimizer = made(model, ProcessGroups.alone(), 0.5, kind, 64, **settings)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.25)
@@ -209,7 +209,7 @@ def test_weights_that_were_loaded_later_are_taken_over(kind: str, settings: dict
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = Small(torch.bfloat16)
-    optimizer = made(model, Groups.alone(), 0.5, "distributed", 64)
+    optimizer = made(model, ProcessGroups.alone(), 0.5, "distributed", 64)
     before = state_of(model, optimizer)
     x, y = next(batches(1))
     assert not train_step(optimizer, model, x * float("nan"), y).ok
@@ -223,7 +223,7 @@ def test_hybrid_optimizers_may_be_chained() -> None:
         model = Small(torch.bfloat16)
         named = list(model.named_parameters())
         how = OptimizerSettings(lr=1e-2, offload_fraction=fraction)
-        groups = Groups.alone()
+        groups = ProcessGroups.alone()
         parts = [PlainOptimizer(some, how, groups, part=True) for some in (named[:2], named[2:])]
         chain = ChainedOptimizer([HybridOptimizer(p) if fraction else p for p in parts])
         for x, y in batches(5):
@@ -236,7 +236,7 @@ def test_hybrid_optimizers_may_be_chained() -> None:
 def test_other_optimizers_are_refused() -> None:
     model = Small()
     settings = OptimizerSettings(offload_fraction=0.5)
-    plain = PlainOptimizer(model.named_parameters(), settings, Groups.alone())
+    plain = PlainOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     chain = ChainedOptimizer([plain])
     with pytest.raises(UsageError, match="ChainedOptimizer"):
         HybridOptimizer(chain)  # type: ignore[arg-type]
@@ -249,10 +249,10 @@ def test_a_state_that_nobody_placed_cannot_be_used() -> None:
     """The inner optimizer alone, with a fraction: it fails, and does not keep all on the device."""
     model = Small()
     settings = OptimizerSettings(offload_fraction=0.5)
-    plain = PlainOptimizer(model.named_parameters(), settings, Groups.alone())
+    plain = PlainOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     assert all(t.is_meta for s in plain.segments for t in s.states.values())
     alone = replace(settings, offload_fraction=0.0)
-    held = PlainOptimizer(model.named_parameters(), alone, Groups.alone())
+    held = PlainOptimizer(model.named_parameters(), alone, ProcessGroups.alone())
     assert not any(t.is_meta for s in held.segments for t in s.states.values())
 
 
@@ -261,7 +261,7 @@ def test_a_state_that_nobody_placed_cannot_be_used() -> None:
 @pytest.mark.parametrize("kind", ["plain", "distributed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_the_curve_is_the_same_to_rounding(kind: str, dtype: torch.dtype) -> None:
-    groups, ends = Groups.alone("cuda"), []
+    groups, ends = ProcessGroups.alone("cuda"), []
     for fraction in (0.0, 0.5, 1.0):
         model = Small(dtype).cuda()
         optimizer = made(model, groups, fraction, kind, 64)

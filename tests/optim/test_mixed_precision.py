@@ -13,14 +13,14 @@ from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.small_models import Small, batches, sum_loss, train_step
 
 
-def plain(model: nn.Module, groups: Groups | None = None, **settings: Any) -> PlainOptimizer:
+def plain(model: nn.Module, groups: ProcessGroups | None = None, **settings: Any) -> PlainOptimizer:
     made = OptimizerSettings(**{"lr": 1e-2, **settings})
-    return PlainOptimizer(model.named_parameters(), made, groups or Groups.alone())
+    return PlainOptimizer(model.named_parameters(), made, groups or ProcessGroups.alone())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,7 +80,7 @@ def test_long_parameters_pass_in_parts_with_the_same_bits() -> None:
     for main in ("float32", "remainder"):
         p = nn.Parameter(start.clone())
         made = OptimizerSettings(main_params=main)  # type: ignore[arg-type]
-        optimizer = PlainOptimizer([("w", p)], made, Groups.alone())
+        optimizer = PlainOptimizer([("w", p)], made, ProcessGroups.alone())
         for grad in grads:
             optimizer.zero_grad()
             (p * grad).sum().backward()
@@ -126,7 +126,7 @@ def test_an_fp16_overflow_skips_lowers_the_scale_and_training_goes_on() -> None:
 
 def overflow(rank: int, size: int, bad: int, kind: str) -> tuple[Any, ...]:
     parallel = ParallelConfig(dp=size) if kind == "dp" else ParallelConfig(tp=size)
-    groups = Groups.start(parallel)
+    groups = ProcessGroups.start(parallel)
     model = Small(torch.float16)
     for p in model.parameters():
         p.tensor_model_parallel = kind == "tp"  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def test_an_overflow_on_one_rank_skips_on_all(kind: str) -> None:
 
 
 def replicas(rank: int, size: int, steps: int) -> list[Any]:
-    groups = Groups.start(ParallelConfig(dp=size))
+    groups = ProcessGroups.start(ParallelConfig(dp=size))
     model = Small()
     optimizer = plain(model, groups)
     norms = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megtool.optim.replicated import PlainOptimizer
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.model.moe_layouts import part
 from tests.optim.layouts import MODELS, PLAIN, named, stages_of, start, training
@@ -37,8 +37,8 @@ def matrices(name: str, tensor: Tensor) -> list[Tensor]:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 def test_experts_and_queries_keys_values_are_turned_apart_as_torch_turns_matrices() -> None:
-    stages = stages_of("experts", Groups.alone())
-    optimizer = PlainOptimizer(named(stages), MUON, Groups.alone())
+    stages = stages_of("experts", ProcessGroups.alone())
+    optimizer = PlainOptimizer(named(stages), MUON, ProcessGroups.alone())
     turned = {n for n, g in optimizer.group_of.items() if g.update == "muon"}
     assert {n.rpartition("layers.")[2] for n in turned} >= {
         f"0.{QKV}",
@@ -74,12 +74,12 @@ def test_biases_of_stacked_experts_are_no_matrices() -> None:
     for p in (weight, bias):
         p.allreduce = False  # type: ignore[attr-defined]
     held = [("mlp.experts.linear_fc1.weight", weight), ("mlp.experts.linear_fc1.bias", bias)]
-    groups = PlainOptimizer(held, MUON, Groups.alone()).group_of
+    groups = PlainOptimizer(held, MUON, ProcessGroups.alone()).group_of
     assert [groups[name].update for name, _ in held] == ["muon", "adam"]
 
 
 def on_a_layout(rank: int, size: int, sizes: dict[str, int]) -> None:
-    alone, _ = training("experts", Groups.alone(), steps=2, settings=MUON)
+    alone, _ = training("experts", ProcessGroups.alone(), steps=2, settings=MUON)
     groups = start(**sizes)
     got, _ = training("experts", groups, steps=2, settings=MUON)
     for key, value in got.parameters.items():

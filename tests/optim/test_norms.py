@@ -20,7 +20,7 @@ from megtool.optim.param_groups import Facts, GroupRule
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.segments import Segment, Span
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import ALONE, Group, Groups
+from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from tests.gloo_world import run_world
 
 EXPERTS = 4
@@ -49,7 +49,7 @@ def whole_shapes(layout: ParallelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def local_model(groups: Groups) -> dict[str, nn.Parameter]:
+def local_model(groups: ProcessGroups) -> dict[str, nn.Parameter]:
     """This rank's parameters, cut from the whole ones and marked."""
     out: dict[str, nn.Parameter] = {}
     for name, shape in whole_shapes(groups.parallel).items():
@@ -73,7 +73,7 @@ def local_model(groups: Groups) -> dict[str, nn.Parameter]:
     return out
 
 
-def local_gradient(name: str, groups: Groups, step: int) -> Tensor:
+def local_gradient(name: str, groups: ProcessGroups, step: int) -> Tensor:
     """What this rank's backward pass would give: its part of the whole gradient, or its share."""
     shape = whole_shapes(groups.parallel)[name]
     if "experts" in name:
@@ -89,7 +89,7 @@ def local_gradient(name: str, groups: Groups, step: int) -> Tensor:
     return part(share, groups.tp, 1 if "fc2" in name else 0)
 
 
-def make(kind: str, model: dict[str, nn.Parameter], groups: Groups, **given: Any) -> Optimizer:
+def make(kind: str, model: dict[str, nn.Parameter], groups: ProcessGroups, **given: Any) -> Optimizer:
     settings = OptimizerSettings(**{"lr": 1e-2, "count_zeros": True, **given})
     if kind == "plain":
         return PlainOptimizer(model.items(), settings, groups)
@@ -102,7 +102,7 @@ def make(kind: str, model: dict[str, nn.Parameter], groups: Groups, **given: Any
     )
 
 
-def train(groups: Groups, kind: str, **given: Any) -> tuple[Any, dict[str, Tensor]]:
+def train(groups: ProcessGroups, kind: str, **given: Any) -> tuple[Any, dict[str, Tensor]]:
     model = local_model(groups)
     optimizer = make(kind, model, groups, **given)
     results = []
@@ -118,7 +118,7 @@ def train(groups: Groups, kind: str, **given: Any) -> tuple[Any, dict[str, Tenso
 
 
 def on_a_rank(rank: int, size: int, layout: ParallelConfig, kind: str, given: Any) -> Any:
-    groups = Groups.start(layout)
+    groups = ProcessGroups.start(layout)
     results, model = train(groups, kind, **given)
     where = {axis: getattr(groups, axis).rank for axis in ("tp", "ep", "etp", "pp")}
     groups.stop()
@@ -164,7 +164,7 @@ def test_shards_step_as_one_process_does(layout: ParallelConfig) -> None:
 
 
 def compare(layout: ParallelConfig, kind: str, given: dict[str, Any]) -> None:
-    wanted, whole = train(Groups.alone(), "plain", **given)
+    wanted, whole = train(ProcessGroups.alone(), "plain", **given)
     size = layout.world_size
     for results, model, where in run_world(on_a_rank, size, layout, kind, given):
         for (norm, zeros), (one_norm, one_zeros) in zip(results, wanted, strict=True):
@@ -186,7 +186,7 @@ def filtered(rank: int, size: int, layout: ParallelConfig) -> tuple[list[str], l
     layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
     module = pytest.importorskip("megatron.core.transformer.module")
 
-    groups = Groups.start(layout)
+    groups = ProcessGroups.start(layout)
     optimizer = make("plain", local_model(groups), groups)
     ours, theirs = [], []
     for f in optimizer.facts:
@@ -214,7 +214,7 @@ def test_what_is_counted_is_what_megatron_core_counts(layout: ParallelConfig) ->
 def test_long_gradients_lose_no_digits() -> None:
     p = nn.Parameter(torch.zeros(3_000_001))
     grad = torch.rand(p.numel(), generator=torch.Generator().manual_seed(0)) + 0.5
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     optimizer = PlainOptimizer([("w", p)], OptimizerSettings(), groups)
     optimizer.segments[0].grad = grad
     bad, squares, _ = local_statistics(optimizer.segments, groups).tolist()
@@ -226,13 +226,13 @@ def test_a_segment_counts_by_its_spans() -> None:
     p, q, r = (nn.Parameter(torch.zeros(4)) for _ in range(3))
     tied = Facts(name="q", parameter=q, is_shared_copy=True)
     facts = [Facts(name="p", parameter=p), tied, Facts(name="r", parameter=r)]
-    group = PlainOptimizer([("p", p)], OptimizerSettings(), Groups.alone()).param_groups[0]
+    group = PlainOptimizer([("p", p)], OptimizerSettings(), ProcessGroups.alone()).param_groups[0]
     spans = tuple(Span(facts=f, start=0, stop=4, at=6 * i) for i, f in enumerate(facts))
     grad = torch.zeros(18)
     for i in range(3):
         grad[6 * i : 6 * i + 3] = 10.0**i
     segment = Segment(group=group, spans=spans, main=torch.zeros(18), grad=grad)
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     wanted = pytest.approx([0.0, 30003.0, 2.0], rel=1e-6)
     assert local_statistics([segment], groups, count_zeros=True).tolist() == wanted
     grad[7] = torch.inf  # not counted in the norm, and not let pass
@@ -250,7 +250,7 @@ def test_the_coefficient_of_clipping_is_torchs() -> None:
 
 def test_members_of_a_chain_fit_together() -> None:
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     one = PlainOptimizer([("p", p)], OptimizerSettings(), groups)
     with pytest.raises(UsageError, match="no optimizers"):
         ChainedOptimizer([])
@@ -269,7 +269,7 @@ def test_members_of_a_chain_fit_together() -> None:
 
 
 def test_a_chain_keeps_its_members_states_by_number() -> None:
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     model = local_model(groups)
     chain = make("chained", model, groups)
     chain.num_steps = 3
@@ -283,7 +283,7 @@ def test_a_chain_keeps_its_members_states_by_number() -> None:
 
 def test_alone_counts_everything_but_copies() -> None:
     p = nn.Parameter(torch.zeros(1))
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     assert ALONE.is_first
     assert counts_here(Facts(name="p", parameter=p, is_tp_duplicate=True), groups, replicated=True)
     copy = Facts(name="p", parameter=p, is_shared_copy=True)

@@ -13,7 +13,7 @@ from megtool.errors import CheckpointError
 from megtool.optim.param_groups import GroupRule, ParamGroup
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.optim.small_models import Small, batches, sum_loss, train_step
 
 STEPS = 20
@@ -21,7 +21,7 @@ STEPS = 20
 
 def plain(model: nn.Module, **settings: Any) -> PlainOptimizer:
     made = OptimizerSettings(**{"lr": 1e-2, **settings})
-    return PlainOptimizer(model.named_parameters(), made, Groups.alone())
+    return PlainOptimizer(model.named_parameters(), made, ProcessGroups.alone())
 
 
 def decayed_or_not(model: nn.Module, decay: float) -> list[dict[str, Any]]:

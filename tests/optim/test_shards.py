@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megtool.optim.flat_shards import new_tag, part, start_gather, start_sum
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 
@@ -68,7 +68,7 @@ def test_parts_come_from_everyone(size: int) -> None:
 
 def test_alone_nothing_moves() -> None:
     flat = torch.randn(8, dtype=torch.bfloat16)
-    group: Group = Groups.alone().dp
+    group: Group = ProcessGroups.alone().dp
     assert start_sum(flat, group, in_fp32=False, tag=0).wait().data_ptr() == flat.data_ptr()
     assert torch.equal(start_sum(flat, group, in_fp32=True, tag=0).wait(), flat.float())
     assert start_gather(flat, group, tag=0).wait() is flat

@@ -14,7 +14,7 @@ from megtool.errors import FormatError, UsageError
 from megtool.number_formats.decode import CODES, decode
 from megtool.number_formats.element_codes import neutral, numbers, stored
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part, trimmed
+from megtool.number_formats.packed_parts import PackedPart, trimmed
 
 SAME = (
     ("int4", "int4rows"),
@@ -24,7 +24,7 @@ SAME = (
 )
 
 
-def codes_part(name: str, shape: tuple[int, int]) -> Part:
+def codes_part(name: str, shape: tuple[int, int]) -> PackedPart:
     how = {"fp8": "tensor", "int8": "channel", "int8words": "channel", "nvfp4": "16"}.get(
         name, "32"
     )
@@ -34,7 +34,7 @@ def codes_part(name: str, shape: tuple[int, int]) -> Part:
         return found
     per = found.spans[1].per
     held = (found.shape[0], -(-shape[1] // per))
-    return Part(role=CODES, dtype=found.dtype, shape=held, spans=found.spans)
+    return PackedPart(role=CODES, dtype=found.dtype, shape=held, spans=found.spans)
 
 
 @given(
@@ -96,10 +96,10 @@ def values(codes: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 
 def test_gpt_oss_blocks_come_and_go() -> None:
-    from megtool.number_formats.packed_parts import WHOLE, Span
+    from megtool.number_formats.packed_parts import WHOLE, PartSpan
 
-    spans = (Span(0), Span(2), Span(1, 32), Span(WHOLE))
-    part = Part(role=CODES, dtype="uint8", shape=(2, 6, 3, 16), spans=spans)
+    spans = (PartSpan(0), PartSpan(2), PartSpan(1, 32), PartSpan(WHOLE))
+    part = PackedPart(role=CODES, dtype="uint8", shape=(2, 6, 3, 16), spans=spans)
     window = np.random.default_rng(0).integers(0, 256, part.shape, np.uint8)
     found = neutral(window, part, "mxfp4")
     assert found.shape == (2, 6, 96)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megtool.errors import FormatError
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS, decode
-from megtool.number_formats.packed_parts import WHOLE, Part, Span
+from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 
 SHAPE = (3, 20, 64)
 _RNG = np.random.default_rng(7)
@@ -25,8 +25,8 @@ def _floats(*shape: int) -> np.ndarray:
     return _RNG.uniform(0.5, 2, shape).astype(np.float32)
 
 
-def _part(role: str, dtype: str, array: np.ndarray, *spans: Span) -> tuple[Part, np.ndarray]:
-    return Part(role=role, dtype=dtype, shape=array.shape, spans=spans), array
+def _part(role: str, dtype: str, array: np.ndarray, *spans: PartSpan) -> tuple[PackedPart, np.ndarray]:
+    return PackedPart(role=role, dtype=dtype, shape=array.shape, spans=spans), array
 
 
 def _spread(array: np.ndarray, *per: int) -> np.ndarray:
@@ -39,9 +39,9 @@ def _fp8() -> tuple[list[Any], np.ndarray]:
     """Ragged blocks of 8 x 24, and a scale a column besides."""
     codes, by, columns = _bytes(*SHAPE), _floats(3, 3, 3), _floats(64)
     parts = [
-        _part(CODES, "float8_e5m2", codes, Span(0), Span(1), Span(2)),
-        _part(SCALE, "float32", by, Span(0), Span(1, 8), Span(2, 24)),
-        _part(COLUMNS, "float32", columns, Span(2)),
+        _part(CODES, "float8_e5m2", codes, PartSpan(0), PartSpan(1), PartSpan(2)),
+        _part(SCALE, "float32", by, PartSpan(0), PartSpan(1, 8), PartSpan(2, 24)),
+        _part(COLUMNS, "float32", columns, PartSpan(2)),
     ]
     import torch
 
@@ -52,9 +52,9 @@ def _fp8() -> tuple[list[Any], np.ndarray]:
 def _int8() -> tuple[list[Any], np.ndarray]:
     codes, zeros, by = _bytes(*SHAPE).view(np.int8), _bytes(3, 20).view(np.int8), _floats(3, 20)
     parts = [
-        _part(CODES, "int8", codes, Span(0), Span(1), Span(2)),
-        _part(ZEROS, "int8", zeros, Span(0), Span(1)),
-        _part(SCALE, "float32", by, Span(0), Span(1)),
+        _part(CODES, "int8", codes, PartSpan(0), PartSpan(1), PartSpan(2)),
+        _part(ZEROS, "int8", zeros, PartSpan(0), PartSpan(1)),
+        _part(SCALE, "float32", by, PartSpan(0), PartSpan(1)),
     ]
     return parts, (codes.astype(np.float32) - zeros[..., None]) * by[..., None]
 
@@ -62,8 +62,8 @@ def _int8() -> tuple[list[Any], np.ndarray]:
 def _rows() -> tuple[list[Any], np.ndarray]:
     codes, by = _RNG.integers(0, 256, (3, 10, 64), dtype=np.uint8), _floats(3, 20, 2)
     parts = [
-        _part(CODES, "uint8", codes, Span(0), Span(1, 2), Span(2)),
-        _part(SCALE, "float32", by, Span(0), Span(1), Span(2, 32)),
+        _part(CODES, "uint8", codes, PartSpan(0), PartSpan(1, 2), PartSpan(2)),
+        _part(SCALE, "float32", by, PartSpan(0), PartSpan(1), PartSpan(2, 32)),
     ]
     low, high = (codes & 15).astype(np.int8), (codes >> 4).astype(np.int8)
     both = np.stack([low, high], axis=2).reshape(SHAPE)
@@ -78,10 +78,10 @@ def _nvfp4() -> tuple[list[Any], np.ndarray]:
     codes = _RNG.integers(0, 256, (3, 64, 10), dtype=np.uint8)
     by, second, divisor = _floats(3, 64, 5), _floats(3), np.float32([1.7])
     parts = [
-        _part(CODES, "uint8", codes, Span(0), Span(2), Span(1, 2)),
-        _part(SCALE, "float32", by, Span(0), Span(2), Span(1, 4)),
-        _part(SCALE_2, "float32", second, Span(0)),
-        _part(DIVISOR, "float32", divisor, Span(WHOLE)),
+        _part(CODES, "uint8", codes, PartSpan(0), PartSpan(2), PartSpan(1, 2)),
+        _part(SCALE, "float32", by, PartSpan(0), PartSpan(2), PartSpan(1, 4)),
+        _part(SCALE_2, "float32", second, PartSpan(0)),
+        _part(DIVISOR, "float32", divisor, PartSpan(WHOLE)),
     ]
     nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(3, 64, 20)
     plain = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)

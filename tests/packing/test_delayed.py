@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from megtool.number_formats import delayed_scaling, grouped_delayed_scaling
-from megtool.number_formats.delayed_scaling import KINDS, WEIGHT, Array, Columns, Rule
+from megtool.number_formats.delayed_scaling import KINDS, WEIGHT, Array, Columns, ScalingRule
 
-RULE = Rule()
+RULE = ScalingRule()
 NUMBERS = st.floats(0, 1e4, width=32)
 
 
@@ -54,7 +54,7 @@ def test_merging_is_the_maximum_in_any_order_and_settles(ranks: list[dict[str, A
     assert same(delayed_scaling.merge([merged] * 3, RULE), merged)
     halves = [delayed_scaling.merge(ranks[:2], RULE), delayed_scaling.merge(ranks[2:], RULE)]
     assert same(delayed_scaling.merge(halves, RULE), merged)
-    assert same(delayed_scaling.merge(ranks, RULE, how="first"), ranks[0])
+    assert same(delayed_scaling.merge(ranks, RULE, reduction="first"), ranks[0])
 
 
 @settings(max_examples=15, deadline=None)
@@ -159,7 +159,7 @@ def test_a_history_of_another_length_keeps_the_newest_steps() -> None:
 def test_scales_by_each_algorithm(algorithm: str | None, want: float) -> None:
     history = np.array([[0.0], [7.0], [2.0]], np.float32)
     state = {"scale_fwd": np.array([9.0], np.float32), "amax_history_fwd": history}
-    out = delayed_scaling.rescaled(state, Rule(algorithm=algorithm))
+    out = delayed_scaling.rescaled(state, ScalingRule(algorithm=algorithm))
     assert out["scale_fwd"].tolist() == [want]
 
 

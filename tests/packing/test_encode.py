@@ -16,7 +16,7 @@ from megtool.number_formats.amax import amax, merge
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2, decode
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import largest_divisor, layout
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import single
 
@@ -57,7 +57,7 @@ def _numbers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return t.view(torch.uint16).numpy() if dtype == "bfloat16" else t.numpy()
 
 
-def _cut(part: Part, array: np.ndarray, lo: Any, hi: Any) -> np.ndarray:
+def _cut(part: PackedPart, array: np.ndarray, lo: Any, hi: Any) -> np.ndarray:
     first, end = part.window(lo, hi)
     return array[tuple(slice(a, b) for a, b in zip(first, end, strict=True))]
 
@@ -97,7 +97,7 @@ def _unsigned(held: dict[str, np.ndarray], name: str) -> np.ndarray:
     return np.where(nibbles == 8, 0, nibbles)
 
 
-def _spread(tops: np.ndarray, part: Part) -> np.ndarray:
+def _spread(tops: np.ndarray, part: PackedPart) -> np.ndarray:
     """Amax as an array that broadcasts over the elements."""
     out = tops.reshape([n for n in tops.shape if n != 1] or [1])
     dims = {s.dim: s.per for s in part.spans if s.dim >= 0}

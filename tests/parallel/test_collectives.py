@@ -21,7 +21,7 @@ from megtool.parallel.collectives import (
     reduce_scatter_rows,
     scatter_rows,
 )
-from megtool.parallel.process_groups import ALONE, Groups
+from megtool.parallel.process_groups import ALONE, ProcessGroups
 from tests.gloo_world import run_world
 
 Whole = Callable[[list[Tensor]], list[Tensor]]
@@ -60,7 +60,7 @@ OWN = {
 } | {"reduce_from": lambda x, group: reduce_from(x * 1, group, in_place=True)}
 
 
-def one(name: str, dtype: torch.dtype, contiguous: bool, groups: Groups) -> None:
+def one(name: str, dtype: torch.dtype, contiguous: bool, groups: ProcessGroups) -> None:
     """One collective, forward and backward, against its meaning."""
     group, size = groups.tp, groups.tp.size
     torch.manual_seed(1)
@@ -96,7 +96,7 @@ def one(name: str, dtype: torch.dtype, contiguous: bool, groups: Groups) -> None
 
 
 def everything(rank: int, size: int) -> None:
-    groups = Groups.start(ParallelConfig(tp=size))
+    groups = ProcessGroups.start(ParallelConfig(tp=size))
     for name in MEANING:
         for dtype in (torch.float32, torch.bfloat16):
             for contiguous in (True, False):

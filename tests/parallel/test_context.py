@@ -16,7 +16,7 @@ from megtool.parallel.context_parallel import (  # noqa: E402
     own_tokens,
     whole_tokens,
 )
-from megtool.parallel.process_groups import Group, Groups  # noqa: E402
+from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
 from tests.gloo_world import run_world  # noqa: E402
 
 
@@ -39,7 +39,7 @@ def megatron(rank: int, size: int) -> tuple[list[Any], list[Any]]:
     """This rank's tokens, Megatron's and ours."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    groups = Groups.start(ParallelConfig(cp=size))
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
     tokens = torch.arange(3 * 24).view(3, 24)
     theirs = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=groups.cp.handle)["tokens"]
     ours = own_tokens(tokens, groups.cp)
@@ -63,7 +63,7 @@ def test_rows_that_do_not_go_evenly_are_refused(tokens, fits) -> None:
 
 def together(rank: int, size: int) -> Any:
     """Rows put together from all ranks' parts, and the gradients of the parts."""
-    groups = Groups.start(ParallelConfig(cp=size))
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
     rows = torch.arange(2 * 8 * 3.0).view(2, 8, 3)
     others = -rows[..., :1]
     mine = [own_tokens(x, groups.cp).requires_grad_() for x in (rows, others)]

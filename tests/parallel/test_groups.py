@@ -17,7 +17,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MissingPackageError
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
-from megtool.parallel.process_groups import Group, Groups, fit
+from megtool.parallel.process_groups import Group, ProcessGroups, fit
 from tests.gloo_world import run_world
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "expert_dp", "replicas", "ends", "world")
@@ -33,9 +33,9 @@ LAYOUTS: tuple[tuple[dict[str, int], str], ...] = (
 
 def join(rank: int, size: int) -> list[dict[str, Any]]:
     out = []
-    world = Groups.start(ParallelConfig())  # the following do not own it
+    world = ProcessGroups.start(ParallelConfig())  # the following do not own it
     for sizes, order in LAYOUTS:
-        groups = Groups.start(ParallelConfig(**sizes), order=order)
+        groups = ProcessGroups.start(ParallelConfig(**sizes), order=order)
         seen: dict[str, Any] = {"grown": groups.parallel.dp, "owns": groups.owns_world}
         for axis in AXES:
             group: Group = getattr(groups, axis)
@@ -58,7 +58,7 @@ def again(rank: int, size: int) -> list[float]:
     """Worlds one after the other; ranks reach the next one at different times."""
     out = []
     for turn in range(5):
-        groups = Groups.start(ParallelConfig(tp=size if turn % 2 else 1), timeout_s=30)
+        groups = ProcessGroups.start(ParallelConfig(tp=size if turn % 2 else 1), timeout_s=30)
         total = all_sum(torch.tensor(float(rank + turn)), groups.world)
         out.append(total.item())
         if turn % 2 == rank:
@@ -118,9 +118,9 @@ def test_groups_equal_megatrons(joined: list[list[dict[str, Any]]]) -> None:
 def stages(rank: int, size: int) -> list[tuple[tuple[int, ...], float]]:
     """The ranks of a stage, and their sum over its group."""
     out = []
-    world = Groups.start(ParallelConfig())
+    world = ProcessGroups.start(ParallelConfig())
     for sizes in ({"tp": 2, "pp": 2, "dp": 2}, {"tp": 4, "pp": 2}, {"pp": 4}, {"tp": 2}, {"pp": 8}):
-        stage = Groups.start(ParallelConfig(**sizes)).stage()
+        stage = ProcessGroups.start(ParallelConfig(**sizes)).stage()
         out.append((stage.ranks, all_sum(torch.tensor(float(rank)), stage).item()))
     world.stop()
     return out
@@ -134,11 +134,11 @@ def test_a_stage_has_all_ranks_of_its_layers() -> None:
         assert [ranks for ranks, _ in seen[:4]] == [half, half, pair, tuple(range(8))]
         assert all(total == sum(ranks) for ranks, total in seen[:4])
         assert seen[4] == ((rank,), float(rank))
-    assert Groups.alone().stage().size == 1
+    assert ProcessGroups.alone().stage().size == 1
 
 
 def test_one_process_initialises_nothing() -> None:
-    for groups in (Groups.alone(), Groups.start(ParallelConfig(), environment={})):
+    for groups in (ProcessGroups.alone(), ProcessGroups.start(ParallelConfig(), environment={})):
         assert not dist.is_initialized()
         assert {getattr(groups, axis).size for axis in AXES} == {1}
         assert groups.tp.is_first
@@ -159,7 +159,7 @@ def test_a_world_that_does_not_fit_is_told_what_would(
     sizes: dict[str, int], world: int, said: str, hint: str
 ) -> None:
     with pytest.raises(LayoutError) as error:
-        Groups.start(ParallelConfig(**sizes), environment={"RANK": "0", "WORLD_SIZE": str(world)})
+        ProcessGroups.start(ParallelConfig(**sizes), environment={"RANK": "0", "WORLD_SIZE": str(world)})
     assert said in error.value.message
     assert hint in str(error.value.hint)
     assert not dist.is_initialized()
@@ -167,16 +167,16 @@ def test_a_world_that_does_not_fit_is_told_what_would(
 
 def test_a_layout_of_several_ranks_needs_torchrun() -> None:
     with pytest.raises(LayoutError, match=r"needs 2 processes, and there are 1(.|\n)*torchrun"):
-        Groups.start(ParallelConfig(tp=2), environment={})
+        ProcessGroups.start(ParallelConfig(tp=2), environment={})
     with pytest.raises(LayoutError, match="torchrun"):
-        Groups.start(ParallelConfig(), environment={"WORLD_SIZE": "two"})
+        ProcessGroups.start(ParallelConfig(), environment={"WORLD_SIZE": "two"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_a_gpu_that_is_not_there_is_an_error(size: str) -> None:
     with pytest.raises(MissingPackageError) as error:
-        Groups.start(ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": size})
+        ProcessGroups.start(ParallelConfig(), device="cuda", environment={"RANK": "0", "WORLD_SIZE": size})
     assert "CUDA device 0, and there are 0" in error.value.message
     assert "--device cpu" in str(error.value.hint)
 

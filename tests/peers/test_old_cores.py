@@ -22,7 +22,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.convert.megatron import split_state
 from megtool.reshard.megatron.fully_sharded_model_space import has_fragments
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -12,7 +12,7 @@ import torch
 
 from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point, list_points
 from megtool.quant.calibration.calibrate import calibrate
 from megtool.quant.calibration.calibration_file import Artefact
@@ -111,7 +111,7 @@ def on_rank(
     """A rank's statistics and the bytes of its artefact. For `run_world`."""
     from megtool.config import ParallelConfig
 
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
         artefact = case(folder, recipe).run(groups=groups, **more)
         return artefact.statistics, saved(artefact, folder.parent / f"of-{rank}-{os.getpid()}")

@@ -16,7 +16,7 @@ from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
 from megtool.quant.recipes.formats import FORMATS, Format
 from megtool.quant.recipes.modules import Module, list_modules
 from megtool.quant.resolve import Decided
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 
 
 def randomised(folder: Path, seed: int = 0) -> Path:

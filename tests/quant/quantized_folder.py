@@ -21,7 +21,7 @@ from megtool.quant.qparams import INPUTS, PACKINGS, Cache, Settlement, Treatment
 from megtool.quant.recipes.formats import FORMATS, SMOOTHED, Format
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 
 Tensors = dict[str, torch.Tensor]
 

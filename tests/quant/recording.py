@@ -11,7 +11,7 @@ from torch import Tensor
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.statistics import Statistics
@@ -115,7 +115,7 @@ def on_rank(
     rank: int, size: int, name: str, layout: dict[str, int], how: dict[str, Any]
 ) -> dict[str, Statistics]:
     """What one rank of a layout gets."""
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     config = config_of(name)
     made = Decoder(
         config,

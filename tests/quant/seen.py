@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megtool.model.hooks import Place
-from megtool.parallel.process_groups import Groups
+from megtool.model.hooks import HookLocation
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.reduce_statistics import reduced
 from megtool.quant.calibration.running_statistics import Tally
 from megtool.quant.calibration.statistics import Statistics
@@ -21,5 +21,5 @@ def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> Stat
     tally = Tally(width, torch.device("cpu"), gram_width=width if gram else 0, samples=sample)
     for x in parts:
         assert tally.add(torch.from_numpy(np.ascontiguousarray(x, np.float32))) is None
-    place = Place(module=torch.nn.Identity())
-    return reduced(tally, place, width, Groups.alone(), gram=gram, sample=sample)
+    place = HookLocation(module=torch.nn.Identity())
+    return reduced(tally, place, width, ProcessGroups.alone(), gram=gram, sample=sample)

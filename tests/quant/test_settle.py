@@ -23,7 +23,7 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
 from megtool.quant.requirements import needs
 from megtool.quant.solve_qparams import FOLDED, settle
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.quant.algorithms import inputs
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megtool.quant.recipes.modules import Module, list_modules
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands import tiny_llama
 
 MOE = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megtool.config import ParallelConfig
 from megtool.convert.binding import Binding
-from megtool.convert.canonical import Model
+from megtool.convert.canonical import CanonicalModel
 from megtool.convert.megatron import PER_LAYER, STACKED
 from megtool.convert.rank_parameters import rank_parameters
 from megtool.dtypes import dtype
@@ -49,7 +49,7 @@ def keys_of(name: str) -> list[tuple[str, int]]:
         for n, s in canonical_tensors(model).items()
     }
     table = STACKED if model.is_homogeneous else PER_LAYER
-    stored = Binding(table, Model(model)).write(canonical).tensors
+    stored = Binding(table, CanonicalModel(model)).write(canonical).tensors
     (found,) = rank_parameters(stored, model, ParallelConfig()).values()
     return [(p.module_key, p.expert) for p in found]
 

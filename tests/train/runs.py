@@ -13,13 +13,13 @@ from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.train.build_model import load_for_training
 from megtool.train.checkpointing.megatron_template import template_of
 from megtool.train.checkpointing.resume import Resumed, resume
@@ -40,11 +40,11 @@ class Trained:
         kind: str = "float32",
         plain: bool = False,
         settings: dict[str, Any] | None = None,
-        groups: Groups | None = None,
+        groups: ProcessGroups | None = None,
         sequence_parallel: bool = False,
     ) -> None:
         torch.set_num_threads(1)
-        self.groups = groups or Groups.start(ParallelConfig(**(layout or {})))
+        self.groups = groups or ProcessGroups.start(ParallelConfig(**(layout or {})))
         self.opened: CheckpointSource = open_model(source)
         assert self.opened.model is not None
         self.source = Source(
@@ -76,7 +76,7 @@ class Trained:
         tokens = tokens.chunk(replicas.size)[replicas.rank]
         labels = tokens.roll(-1, 1)
         micro = 2 if self.groups.pp.size > 1 else 1
-        schedule = Schedule(self.stages, num_microbatches=micro)
+        schedule = PipelineSchedule(self.stages, num_microbatches=micro)
         self.optimizer.zero_grad()
         self.optimizer.begin(micro)
         schedule.step(Batch(tokens_BS=tokens), labels)

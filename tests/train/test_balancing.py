@@ -16,14 +16,14 @@ from torch import Tensor
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import UsageError
 from megtool.inference.rank_weights import Source
-from megtool.model.batch import Batch, Frame
+from megtool.model.batch import Batch, ForwardContext
 from megtool.model.decoder import Decoder
 from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import PipelineSchedule
 from megtool.model.recompute import recompute
 from megtool.model.router import Router, choose
-from megtool.parallel.process_groups import Groups
-from megtool.reshard.source import open_model
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_model
 from megtool.train.build_model import load_for_training
 from megtool.train.config import TrainSettings
 from megtool.train.features.moe_load_balancing import Balancing, balance_settings
@@ -46,8 +46,8 @@ SIZES: dict[str, Any] = {
 Found = tuple[float, float, Tensor]
 
 
-def frame(counted: Tensor | None) -> Frame:
-    return Frame(
+def frame(counted: Tensor | None) -> ForwardContext:
+    return ForwardContext(
         num_rows=B,
         num_tokens=S,
         positions_BS=torch.arange(S)[None],
@@ -60,7 +60,7 @@ def frame(counted: Tensor | None) -> Frame:
 def ours(kind: Any, score: str, logits_BSE: Tensor, counted: Tensor | None) -> Found:
     config = ModelConfig(**SIZES, router_score=score, router_pre_softmax=True)
     settings = BalanceSettings(kind=kind, aux_coeff=0.3, z_coeff=0.02)
-    balance = Balance(settings, config, Groups.alone(), sequence_parallel=False)
+    balance = Balance(settings, config, ProcessGroups.alone(), sequence_parallel=False)
     balance.begin(2.5)
     logits = logits_BSE.clone().requires_grad_()
     flat = logits.flatten(0, 1)
@@ -189,7 +189,7 @@ def passed(
 ) -> Passed:
     """What a step says, and gradients of routers and of the words, summed over replicas."""
     torch.set_num_threads(1)
-    groups = Groups.start(ParallelConfig(**layout)) if layout else Groups.alone()
+    groups = ProcessGroups.start(ParallelConfig(**layout)) if layout else ProcessGroups.alone()
     opened = open_model(path)
     assert opened.model is not None
     source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
@@ -201,7 +201,7 @@ def passed(
     balancing = Balancing(stages, settings, micro)
     mine = [t.chunk(groups.dp.size)[groups.dp.rank] for t in (TOKENS, LABELS, COUNTED)]
     balancing.begin(mine[1], 2.0)
-    schedule = Schedule(stages, num_microbatches=micro, scale=lambda loss: loss * 2)
+    schedule = PipelineSchedule(stages, num_microbatches=micro, scale=lambda loss: loss * 2)
     schedule.step(Batch(tokens_BS=mine[0], counted_BS=mine[2]), mine[1])
     line = balancing.end()
     found = {}

@@ -14,8 +14,8 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule, build_stages
-from megtool.parallel.process_groups import Group, Groups
+from megtool.model.pipeline import PipelineSchedule, build_stages
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.train.features.distillation import (
     Distillation,
     Head,
@@ -78,7 +78,7 @@ def test_the_divergence_and_its_gradients_are_torchs(chunk, softcap, scale, temp
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def build(config: ModelConfig, groups: Groups, seed: int, sp: bool = False) -> Decoder:
+def build(config: ModelConfig, groups: ProcessGroups, seed: int, sp: bool = False) -> Decoder:
     """A model whose numbers do not depend on the layout."""
     decoder = Decoder(config, groups, device="cpu", sequence_parallel=sp)
     alone = Decoder(config, device="cpu")
@@ -104,7 +104,7 @@ def _cut(source: Tensor, dim: int, name: str, tp: Group) -> Tensor:
 
 
 def passes(
-    groups: Groups,
+    groups: ProcessGroups,
     weight: float,
     sp: bool = False,
     models: tuple[ModelConfig, ModelConfig] = (STUDENT, TEACHER),
@@ -114,16 +114,16 @@ def passes(
     teaching = Distillation(
         student, build(models[1], groups, 2), num_microbatches=2, temperature=2.0, weight=weight
     )
-    schedule = Schedule(student, num_microbatches=2, objective=teaching.objective)
+    schedule = PipelineSchedule(student, num_microbatches=2, objective=teaching.objective)
     with teaching.around(batch := Batch(tokens_BS=TOKENS)):
         loss, _ = schedule.step(batch, LABELS)
     grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
     return float(loss), grads
 
 
-def staged(config: ModelConfig, groups: Groups, seed: int) -> list[Decoder]:
+def staged(config: ModelConfig, groups: ProcessGroups, seed: int) -> list[Decoder]:
     """The stage of a model whose numbers do not depend on the layout."""
-    whole = build(config, Groups.alone(), seed).state_dict()
+    whole = build(config, ProcessGroups.alone(), seed).state_dict()
     stages = build_stages(config, groups, device="cpu")
     for stage in stages:
         stage.load_state_dict({n: whole[n] for n in stage.state_dict()})
@@ -133,7 +133,7 @@ def staged(config: ModelConfig, groups: Groups, seed: int) -> list[Decoder]:
 def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
     """`passes` with pipeline stages, with a teacher of as many layers and with another."""
     torch.set_num_threads(1)
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     out = []
     for taught in (DEEP, TEACHER):
         theirs = replace(groups, parallel=teachers_layout(groups.parallel, DEEP, taught))
@@ -147,7 +147,7 @@ def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
         )
         for stage in stages:
             stage.train()
-        schedule = Schedule(stages, num_microbatches=2, objective=teaching.objective)
+        schedule = PipelineSchedule(stages, num_microbatches=2, objective=teaching.objective)
         with teaching.around(batch := Batch(tokens_BS=TOKENS)):
             loss, _ = schedule.step(batch, LABELS)
         named = [(n, p.grad) for s in stages for n, p in s.named_parameters()]
@@ -161,7 +161,7 @@ def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
 def test_pipeline_stages_find_the_same(layout) -> None:
     found = run_world(in_stages, 2, layout)
     for number, taught in enumerate((DEEP, TEACHER)):
-        loss, grads = passes(Groups.alone(), 0.7, models=(DEEP, taught))
+        loss, grads = passes(ProcessGroups.alone(), 0.7, models=(DEEP, taught))
         seen = set[str]()
         for of_rank in found:
             theirs, held = of_rank[number]
@@ -173,12 +173,12 @@ def test_pipeline_stages_find_the_same(layout) -> None:
 
 
 def on_ranks(rank: int, size: int, sp: bool) -> Any:
-    return passes(Groups.start(ParallelConfig(tp=size)), 0.7, sp)
+    return passes(ProcessGroups.start(ParallelConfig(tp=size)), 0.7, sp)
 
 
 def test_both_losses_are_mixed_over_microbatches() -> None:
-    loss, grads = passes(Groups.alone(), 0.7)
-    student, teacher = build(STUDENT, Groups.alone(), 1), build(TEACHER, Groups.alone(), 2)
+    loss, grads = passes(ProcessGroups.alone(), 0.7)
+    student, teacher = build(STUDENT, ProcessGroups.alone(), 1), build(TEACHER, ProcessGroups.alone(), 2)
     batch = Batch(tokens_BS=TOKENS)
     logits, wanted = student(batch).flatten(0, 1), LABELS.flatten()
     expected = teacher(batch).flatten(0, 1).detach()
@@ -198,7 +198,7 @@ def test_both_losses_are_mixed_over_microbatches() -> None:
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_tensor_parallel_ranks_find_the_same(sp) -> None:
-    loss, grads = passes(Groups.alone(), 0.7)
+    loss, grads = passes(ProcessGroups.alone(), 0.7)
     for rank, (found, theirs) in enumerate(run_world(on_ranks, 2, sp)):
         assert found == pytest.approx(loss, rel=1e-5)
         name = "output_layer.weight"
@@ -210,7 +210,7 @@ def test_tensor_parallel_ranks_find_the_same(sp) -> None:
 def test_what_cannot_be_taught_is_refused() -> None:
     with pytest.raises(MappingError, match="vocabulary of 150"):
         check_pair(STUDENT, replace(TEACHER, vocab_size=150))
-    one = build(STUDENT, Groups.alone(), 1)
+    one = build(STUDENT, ProcessGroups.alone(), 1)
     three = replace(TEACHER, num_layers=3)
     with pytest.raises(LayoutError, match="pp=2 does not divide the 3 layers of the teacher"):
         teachers_layout(ParallelConfig(pp=2), STUDENT, three)

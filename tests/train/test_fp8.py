@@ -23,9 +23,9 @@ from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fp8.fp8_param_gather import gathered
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.train.checkpointing.save_metadata import Extras
 from megtool.train.features.fp8 import Fp8Training
 from tests.commands import tiny_llama
@@ -38,7 +38,7 @@ STEPS = 30
 
 
 def curve(
-    groups: Groups,
+    groups: ProcessGroups,
     settings: Fp8Settings | None,
     *,
     steps: int = STEPS,
@@ -82,8 +82,8 @@ def curve(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
     """Within 6 % of the first loss at every one of 30 steps, in which it falls by most of it."""
-    want = curve(Groups.alone(), None, name=name)
-    got = curve(Groups.alone(), Fp8Settings(recipe=recipe), name=name)
+    want = curve(ProcessGroups.alone(), None, name=name)
+    got = curve(ProcessGroups.alone(), Fp8Settings(recipe=recipe), name=name)
     assert want[-1] < 0.05 * want[0]
     assert got[-1] < 0.1 * want[0]
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 0.06 * want[0]
@@ -93,7 +93,7 @@ def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
 def layouts(rank: int, size: int, recipe: Recipe) -> None:
     """The same curve at tp and dp; sums over ranks are in another order, and FP8 rounds them."""
     settings = Fp8Settings(recipe=recipe, amax_history_len=8)
-    want = curve(Groups.alone(), settings, steps=10)
+    want = curve(ProcessGroups.alone(), settings, steps=10)
     for how, sequence_parallel in (({"dp": 2}, False), ({"tp": 2}, False), ({"tp": 2}, True)):
         groups = start(**how)
         got = curve(groups, settings, steps=10, sequence_parallel=sequence_parallel)
@@ -112,7 +112,7 @@ def gathers(rank: int, size: int, recipe: Recipe) -> None:
     groups, bf16 = start(dp=2), torch.bfloat16
     want = curve(groups, settings, dtype=bf16, steps=12)
     got = curve(groups, settings, dtype=bf16, steps=12, fp8_param_gather=True)
-    alone = curve(Groups.alone(), settings, dtype=bf16, steps=12, fp8_param_gather=True)
+    alone = curve(ProcessGroups.alone(), settings, dtype=bf16, steps=12, fp8_param_gather=True)
     for other in (got, alone):
         assert max(abs(a - b) for a, b in zip(other, want, strict=True)) < 0.03 * want[0]
     assert got != want
@@ -128,7 +128,7 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
     states, losses = [], []
     for micro, again in ((1, False), (1, True), (4, False)):
         stages = [whole("tied")]
-        fp8 = Fp8Training(stages, Fp8Settings(amax_history_len=4), Groups.alone())
+        fp8 = Fp8Training(stages, Fp8Settings(amax_history_len=4), ProcessGroups.alone())
         stages[0].train()
         if again:
             recompute(stages, "full")
@@ -151,7 +151,7 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
 
 
 def test_first_and_last_layers_stay_as_they_are() -> None:
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     stages = [whole("deep")]
     settings = Fp8Settings(recipe="tensorwise", start_in_bf16=1, end_in_bf16=2)
     fp8 = Fp8Training(stages, settings, groups)
@@ -169,7 +169,7 @@ def test_first_and_last_layers_stay_as_they_are() -> None:
 
 
 def test_experts_are_named_as_left_out() -> None:
-    fp8 = Fp8Training([whole("experts")], Fp8Settings(), Groups.alone())
+    fp8 = Fp8Training([whole("experts")], Fp8Settings(), ProcessGroups.alone())
     assert "experts" in fp8.say()
     assert not any(".experts." in name for name in fp8.names)
     assert any("shared_experts" in name for name in fp8.names)
@@ -178,7 +178,7 @@ def test_experts_are_named_as_left_out() -> None:
 def test_it_says_that_transformer_engine_is_there_and_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fp8 = Fp8Training([whole("tied")], Fp8Settings(), Groups.alone())
+    fp8 = Fp8Training([whole("tied")], Fp8Settings(), ProcessGroups.alone())
     assert "Transformer Engine" not in fp8.say()
     assert "multiplied as float32" in fp8.say()
     found = importlib.util.find_spec
@@ -193,7 +193,7 @@ def test_it_says_that_transformer_engine_is_there_and_not_used(
 def test_fp16_is_refused() -> None:
     stage = whole("tied", torch.float16)
     with pytest.raises(UsageError, match="fp16"):
-        Fp8Training([stage], Fp8Settings(), Groups.alone())
+        Fp8Training([stage], Fp8Settings(), ProcessGroups.alone())
 
 
 class Fp8Run(Trained):
@@ -278,13 +278,13 @@ def test_a_history_of_another_length_goes_on(tmp_path: Path) -> None:
 
 def test_other_recipes_have_no_state(tmp_path: Path) -> None:
     for recipe in RECIPES[1:]:
-        fp8 = Fp8Training([whole("tied")], Fp8Settings(recipe=recipe), Groups.alone())
+        fp8 = Fp8Training([whole("tied")], Fp8Settings(recipe=recipe), ProcessGroups.alone())
         assert fp8.objects(["decoder.layers.mlp.linear_fc1.weight"]) == {}
         fp8.end_step()
 
 
 def test_names_of_states_follow_the_names_of_tensors() -> None:
-    fp8 = Fp8Training([whole("tied")], Fp8Settings(amax_history_len=2), Groups.alone())
+    fp8 = Fp8Training([whole("tied")], Fp8Settings(amax_history_len=2), ProcessGroups.alone())
     stacked = fp8.objects(["decoder.layers.mlp.linear_fc1.weight"])
     single = fp8.objects(["decoder.layers.0.mlp.linear_fc1.weight"])
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in stacked
@@ -294,7 +294,7 @@ def test_names_of_states_follow_the_names_of_tensors() -> None:
 
 def test_weights_that_were_gathered_are_what_is_multiplied() -> None:
     stages: list[Decoder] = [whole("tied", torch.bfloat16)]
-    groups = Groups.alone()
+    groups = ProcessGroups.alone()
     Fp8Training(stages, Fp8Settings(recipe="tensorwise"), groups)
     how = OptimizerSettings(fp8_param_gather=True)
     made = DistributedOptimizer(named(stages), how, groups, chunks=stages)

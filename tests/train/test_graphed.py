@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.data.packing import Rows
+from megtool.data.packing import PackedRows
 from megtool.errors import GraphRuleError, UsageError
 from megtool.inference.rank_weights import Source as Stored
 from megtool.inference.runtime import Source, open_runnable
 from megtool.model.dropout import Dropout
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import PipelineSchedule
 from megtool.model.recompute import recompute
 from megtool.optim.optimizer import Optimizer
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import load_for_training
 from megtool.train.collate import batch_of
 from megtool.train.config import TrainSettings
@@ -59,7 +59,7 @@ class Texts(Numbers):
     A run of these has graphs of three kinds.
     """
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> PackedRows:
         """See `Numbers.rows`."""
         rows = super().rows(first, count)
         step = first // BATCH % STEPS
@@ -85,7 +85,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
 
 
-def job(model: Path, folder: Path, groups: Groups, **options: Any) -> Job:
+def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Job:
     torch.set_num_threads(1)
     usual = {"train_iters": STEPS, "lr": 1e-2, "global_batch_size": BATCH, "micro_batch_size": 2}
     settings = TrainSettings(**(usual | options))
@@ -117,7 +117,7 @@ def job(model: Path, folder: Path, groups: Groups, **options: Any) -> Job:
     )
 
 
-def curve(model: Path, folder: Path, groups: Groups, **options: Any) -> list[tuple[Any, ...]]:
+def curve(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> list[tuple[Any, ...]]:
     """Losses, norms of gradients, and loss scales of a run."""
     mine = job(model, folder, groups, **options)
     lines: list[dict[str, Any]] = []
@@ -134,10 +134,10 @@ def curve(model: Path, folder: Path, groups: Groups, **options: Any) -> list[tup
 def test_a_run_has_the_same_bits(
     name: str, device: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = curve(model, tmp_path / "plain", Groups.alone(device), **HOW[name])
+    plain = curve(model, tmp_path / "plain", ProcessGroups.alone(device), **HOW[name])
     caplog.set_level("INFO", "megtool.train.cuda_graph")
     mine = curve(
-        model, tmp_path / "graphed", Groups.alone(device), cuda_graph_impl="local", **HOW[name]
+        model, tmp_path / "graphed", ProcessGroups.alone(device), cuda_graph_impl="local", **HOW[name]
     )
     assert mine == plain
     assert len(plain) == STEPS
@@ -153,7 +153,7 @@ def on_ranks(
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     torch.set_num_threads(1)
     settings = TrainSettings(**options)
-    groups = Groups.start(replace(settings.layout, dp=size // settings.tp // settings.cp))
+    groups = ProcessGroups.start(replace(settings.layout, dp=size // settings.tp // settings.cp))
     found = tuple(
         curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)
         for how in ("none", "local")
@@ -174,14 +174,14 @@ def test_ranks_have_the_same_bits(model: Path, tmp_path: Path, options: dict[str
 
 def schedules(
     model: Path, folder: Path, device: str = "cpu", **options: Any
-) -> list[tuple[Job, Schedule]]:
+) -> list[tuple[Job, PipelineSchedule]]:
     """The same model with passes as they are, and as graphs."""
-    made: list[tuple[Job, Schedule]] = []
+    made: list[tuple[Job, PipelineSchedule]] = []
     for how in ("none", "local"):
-        mine = job(model, folder / how, Groups.alone(device), **options)
+        mine = job(model, folder / how, ProcessGroups.alone(device), **options)
         numbers: dict[str, Any] = {"num_microbatches": mine.plan.num_microbatches}
         schedule = (
-            Schedule(mine.stages, scale=mine.optimizer.scale_loss, **numbers)
+            PipelineSchedule(mine.stages, scale=mine.optimizer.scale_loss, **numbers)
             if how == "none"
             else GraphedSchedule(mine.stages, mine.optimizer, shape=(2, LENGTH), **numbers)
         )
@@ -189,7 +189,7 @@ def schedules(
     return made
 
 
-def gradients(optimizer: Optimizer, schedule: Schedule, rows: Rows, device: str) -> list[Any]:
+def gradients(optimizer: Optimizer, schedule: PipelineSchedule, rows: PackedRows, device: str) -> list[Any]:
     optimizer.zero_grad()
     optimizer.begin(schedule.num_microbatches)
     loss, count = schedule.step(*batch_of(rows, torch.device(device)))
@@ -223,7 +223,7 @@ def test_a_parameter_that_no_pass_uses_has_no_gradient(
     rows = Numbers().rows(0, 4)
     gradients(mine.optimizer, schedule, rows, "cpu")
     layers["1"].forward = lambda x_TH, frame: x_TH  # type: ignore[method-assign]
-    gradients(mine.optimizer, Schedule(mine.stages, num_microbatches=2), rows, "cpu")
+    gradients(mine.optimizer, PipelineSchedule(mine.stages, num_microbatches=2), rows, "cpu")
     for segment in mine.optimizer.segments:
         for span in segment.spans:
             assert segment.grad is not None

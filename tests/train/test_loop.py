@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.data.packing import Rows
+from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
 from megtool.inference.rank_weights import Source as Stored
 from megtool.inference.runtime import Source, open_runnable
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import load_for_training
 from megtool.train.collate import batch_of
 from megtool.train.config import TrainSettings
@@ -41,10 +41,10 @@ class Numbers:
     def __len__(self) -> int:
         return self.size
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> PackedRows:
         rows = [self._row(n % self.size) for n in range(first, first + count)]
         tokens = np.stack(rows)
-        return Rows(
+        return PackedRows(
             tokens_BS=tokens[:, :-1],
             labels_BS=tokens[:, 1:],
             positions_BS=np.tile(np.arange(LENGTH), (count, 1)),
@@ -64,7 +64,7 @@ def load(model: Path, dtype: str = "float32") -> list[Decoder]:
     torch.set_num_threads(1)
     opened = open_runnable(Source(path=model)).opened
     stored = Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
-    return load_for_training(stored, Groups.alone(), dtype=dtype, threads=1)
+    return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
 
 
 def job(model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any) -> Job:
@@ -74,7 +74,7 @@ def job(model: Path, *, folder: Path | None = None, dtype: str = "float32", **op
     plan = plan_of(settings, seq_length=LENGTH, num_samples=12, replicas=1)
     return Job(
         stages=stages,
-        optimizer=make_optimizer(stages, settings, plan, Groups.alone()),
+        optimizer=make_optimizer(stages, settings, plan, ProcessGroups.alone()),
         feed=Numbers(),
         plan=plan,
         settings=settings,
@@ -200,7 +200,7 @@ def test_an_activation_that_overflows_is_named(model: Path) -> None:
 
 def test_trouble_is_looked_for_in_the_very_passes_of_the_step(model: Path) -> None:
     mine = job(model, hidden_dropout=0.5, micro_batch_size=1, global_batch_size=4)
-    mine = replace(mine, further=Further.of(mine.stages, mine.settings, Groups.alone()))
+    mine = replace(mine, further=Further.of(mine.stages, mine.settings, ProcessGroups.alone()))
     layers, seen = mine.stages[0].decoder.layers, []
     layers["0"].register_forward_hook(lambda module, inputs, out: seen.append(out.detach().clone()))
     layers["1"].mlp.linear_fc2.register_forward_hook(lambda module, inputs, out: out * math.inf)
@@ -251,7 +251,7 @@ def test_patience_and_time_end_a_run(model: Path) -> None:
 
 def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
     class Signals(Numbers):
-        def rows(self, first: int, count: int) -> Rows:
+        def rows(self, first: int, count: int) -> PackedRows:
             if first == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().rows(first, count)

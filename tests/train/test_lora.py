@@ -21,8 +21,8 @@ from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.replicated import PlainOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
-from megtool.reshard.source import open_model
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_model
 from megtool.train.build_model import load_for_training
 from megtool.train.features.adapter_gather import WEIGHT, Gathering
 from megtool.train.features.lora import FOLDER, Lora, frozen_print
@@ -55,7 +55,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("llama"), "Llama", tiny_families.SIZES)
 
 
-def load(path: Path, groups: Groups | None = None, **how: Any) -> tuple[list[Decoder], Any]:
+def load(path: Path, groups: ProcessGroups | None = None, **how: Any) -> tuple[list[Decoder], Any]:
     torch.set_num_threads(1)
     opened = open_model(path)
     assert opened.model is not None
@@ -140,7 +140,7 @@ def step(stages: list[Decoder], optimizer: Optimizer, number: int) -> None:
 
 
 def made(
-    path: Path, groups: Groups, *, sharded: bool, dropout: float = 0.0, **how: Any
+    path: Path, groups: ProcessGroups, *, sharded: bool, dropout: float = 0.0, **how: Any
 ) -> tuple[list[Decoder], Lora, Optimizer]:
     stages, family = load(path, groups, **how)
     lora = Lora(stages, LoraSettings(rank=4, alpha=6.0, dropout=dropout), family, str(path))
@@ -161,7 +161,7 @@ def state(lora: Lora, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp_path) -> None:
-    stages, lora, optimizer = made(llama, Groups.alone(), sharded=False, dropout=0.2)
+    stages, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False, dropout=0.2)
     frozen = {n: t.clone() for n, t in stages[0].state_dict().items() if ".adapter." not in n}
     assert {f.name for f in optimizer.facts} == set(lora.views.tensors)
     for n in range(2):
@@ -171,7 +171,7 @@ def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp
     write(lora, optimizer, tmp_path, 2)
     for n in range(2, 4):
         step(stages, optimizer, n)
-    again, other, theirs = made(llama, Groups.alone(), sharded=False, dropout=0.2)
+    again, other, theirs = made(llama, ProcessGroups.alone(), sharded=False, dropout=0.2)
     found = other.resume(tmp_path, theirs)
     assert (found.iteration, found.consumed_samples, theirs.num_steps) == (2, 8, 2)
     for n in range(2, 4):
@@ -185,12 +185,12 @@ def test_only_the_adapter_learns_and_a_run_goes_on_with_the_same_bits(llama, tmp
 
 
 def test_an_adapter_of_another_model_is_refused(llama, tmp_path) -> None:
-    _, lora, optimizer = made(llama, Groups.alone(), sharded=False)
+    _, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False)
     with pytest.raises(CheckpointError, match="no adapter to go on with"):
         lora.resume(tmp_path, optimizer)
     write(lora, optimizer, tmp_path)
     other = saved(tmp_path / "other", "Llama", tiny_families.SIZES | {"tie_word_embeddings": True})
-    _, theirs, optimizer = made(other, Groups.alone(), sharded=False)
+    _, theirs, optimizer = made(other, ProcessGroups.alone(), sharded=False)
     with torch.no_grad():
         next(adapters_of(theirs.stages[0]))[1].weight.add_(0.1)
     theirs._print = frozen_print(theirs.stages)
@@ -201,7 +201,7 @@ def test_an_adapter_of_another_model_is_refused(llama, tmp_path) -> None:
 def on_ranks(
     rank: int, size: int, path: str, layout: dict[str, int], sp: bool
 ) -> dict[str, Tensor]:
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     stages, lora, optimizer = made(
         Path(path), groups, sharded=groups.dp.size > 1, dropout=0.25, sequence_parallel=sp
     )
@@ -223,7 +223,7 @@ def test_tensor_parallel_ranks_learn_the_same(llama, layout, sp) -> None:
 
 
 def print_on_ranks(rank: int, size: int, path: str, layout: dict[str, int]) -> tuple[float, float]:
-    stages, _ = load(Path(path), Groups.start(ParallelConfig(**layout)))
+    stages, _ = load(Path(path), ProcessGroups.start(ParallelConfig(**layout)))
     return frozen_print(stages)
 
 
@@ -241,14 +241,14 @@ def test_frozen_weights_are_known_again_at_every_layout(llama, layout) -> None:
 
 
 def resumed_on_ranks(rank: int, size: int, path: str, folder: str) -> dict[str, Tensor]:
-    groups = Groups.start(ParallelConfig(dp=2))
+    groups = ProcessGroups.start(ParallelConfig(dp=2))
     _, lora, optimizer = made(Path(path), groups, sharded=True)
     lora.resume(Path(folder), optimizer)
     return state(lora, optimizer)
 
 
 def test_state_goes_from_one_process_to_two_replicas(llama, tmp_path) -> None:
-    stages, lora, optimizer = made(llama, Groups.alone(), sharded=False)
+    stages, lora, optimizer = made(llama, ProcessGroups.alone(), sharded=False)
     step(stages, optimizer, 0)
     write(lora, optimizer, tmp_path)
     before = state(lora, optimizer)

@@ -14,7 +14,7 @@ from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.lora import LoraSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.lora import Lora
 from tests.gloo_world import run_world
 from tests.train.test_lora import (
@@ -89,11 +89,11 @@ def test_latents_in_a_cache_see_the_adapter(deepseek: Path) -> None:
 
 
 def test_a_run_goes_on_with_the_same_bits(deepseek: Path, tmp_path: Path) -> None:
-    stages, lora, optimizer = made(deepseek, Groups.alone(), sharded=False)
+    stages, lora, optimizer = made(deepseek, ProcessGroups.alone(), sharded=False)
     for n in range(2):
         step(stages, optimizer, n)
     write(lora, optimizer, tmp_path, 2)
-    again, other, theirs = made(deepseek, Groups.alone(), sharded=False)
+    again, other, theirs = made(deepseek, ProcessGroups.alone(), sharded=False)
     assert other.resume(tmp_path, theirs).iteration == 2
     step(stages, optimizer, 2)
     step(again, theirs, 2)
@@ -115,7 +115,7 @@ LAYOUTS: list[tuple[dict[str, int], bool]] = [
 
 
 def learned(path: str, layout: dict[str, int], sp: bool) -> dict[str, Tensor]:
-    groups = Groups.start(ParallelConfig(**layout)) if layout else Groups.alone()
+    groups = ProcessGroups.start(ParallelConfig(**layout)) if layout else ProcessGroups.alone()
     how: dict[str, Any] = {"sharded": groups.dp.size > 1, "sequence_parallel": sp}
     stages, lora, optimizer = made(Path(path), groups, **how)
     noisy(lora)

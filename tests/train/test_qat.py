@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.fake_quant_model import Simulation
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.fake_quant.weight_views import WeightViews
@@ -39,7 +39,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(folder: Path, algo: str, **how: Any) -> tuple[Decoder, Any, Settlement]:
     torch.set_num_threads(1)
     source, modules, points = opened(folder)
-    (decoder,) = load_for_training(source, Groups.alone(), dtype="float32", threads=1)
+    (decoder,) = load_for_training(source, ProcessGroups.alone(), dtype="float32", threads=1)
     return decoder, points, settled(modules, points, lambda _: algo, **how)
 
 

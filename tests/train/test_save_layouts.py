@@ -12,7 +12,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.random_state import is_rng
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.trained import config, write
 from tests.gloo_world import run_world

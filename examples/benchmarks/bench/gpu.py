@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megtool.convert.families import family
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 # Layers, hidden, ffn, heads, key-value heads, vocabulary.
 SHAPES = {
@@ -57,7 +57,7 @@ def decoder(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     """Ours on the GPU."""
     made = Decoder(
         family("llama").read_config(config_of(name)),
-        Groups.alone("cuda"),
+        ProcessGroups.alone("cuda"),
         dtype=dtype,
         device="cuda",
     )

@@ -17,11 +17,11 @@ from bench import megatron
 from bench.gpu import decoder, fill, race, theirs
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.pipeline import Schedule
+from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.cpu_offload import HybridOptimizer
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.cuda_graph import GraphedSchedule
 
 LR, DECAY, CLIP = 1e-5, 0.1, 1.0
@@ -31,7 +31,7 @@ def optimizer_of(model: Decoder, **how: Any) -> DistributedOptimizer | HybridOpt
     """Megtool's, for one process."""
     settings = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
     named = model.named_parameters()
-    made = DistributedOptimizer(named, settings, Groups.alone("cuda"), chunks=[model])
+    made = DistributedOptimizer(named, settings, ProcessGroups.alone("cuda"), chunks=[model])
     return HybridOptimizer(made) if settings.offload_fraction else made
 
 
@@ -48,7 +48,7 @@ def our_step(
     passes = (
         GraphedSchedule([model], optimizer, num_microbatches=1, shape=batch.shape)
         if graphed
-        else Schedule(model, num_microbatches=1)
+        else PipelineSchedule(model, num_microbatches=1)
     )
 
     def step() -> Tensor:

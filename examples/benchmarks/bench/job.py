@@ -99,7 +99,7 @@ def plan(options: Options, phase: Phases) -> Options:
     """Open a checkpoint and plan a reshard of it, in two phases, by the functions reshard uses."""
     from megtool.checkpoint.plan import Source
     from megtool.checkpoint.planner import build
-    from megtool.reshard.source import open_model
+    from megtool.reshard.open_source import open_model
     from megtool.reshard.target import Request, make_target
 
     with phase("open"):

@@ -15,7 +15,7 @@ def forward(options: Options, phase: Phases) -> Options:
 
     from megtool.inference.load import Source, load
     from megtool.model.batch import Batch
-    from megtool.reshard.source import open_model
+    from megtool.reshard.open_source import open_model
 
     torch.set_num_threads(options["threads"])
     with phase("load"):

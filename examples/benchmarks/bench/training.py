@@ -24,7 +24,7 @@ from megtool.model.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 SIZES = {
     "hidden_size": 256,
@@ -96,7 +96,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def ours(groups: Groups, **how: Any) -> tuple[Step, Callable[[], int]]:
+def ours(groups: ProcessGroups, **how: Any) -> tuple[Step, Callable[[], int]]:
     """The distributed optimizer on the decoder."""
     made = decoder()
     settings = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=CLIP, **how)
@@ -235,7 +235,7 @@ def main() -> None:
     """Every engine in turn, round after round."""
     given = json.loads(sys.argv[1])
     torch.set_num_threads(given["threads"])
-    groups = Groups.start(ParallelConfig())
+    groups = ProcessGroups.start(ParallelConfig())
     rank, steps, tokens = groups.dp.rank, given["steps"], given["tokens"]
     overlapped = dict(
         overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=given["bucket"]

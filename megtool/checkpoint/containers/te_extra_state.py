@@ -26,7 +26,7 @@ from megtool.checkpoint.containers.zip_reader import load_bytes
 from megtool.checkpoint.containers.zip_writer import object_item
 from megtool.errors import FormatError
 from megtool.number_formats import delayed_scaling
-from megtool.number_formats.delayed_scaling import Array, Columns, How, Rule
+from megtool.number_formats.delayed_scaling import Array, Columns, HistoryReduction, ScalingRule
 from megtool.number_formats.grouped_delayed_scaling import columns_of
 
 RECIPES = "transformer_engine.common.recipe"
@@ -131,11 +131,11 @@ class ExtraState:
         return "interleaved" if is_newer else None
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ScalingRule:
         """How its scales come of its histories, as the recipe says; else as the scales show it."""
         recipe, more = self.recipe, self._more
         fwd, bwd = _largest(recipe.get("fp8_format")) or (448.0, 57344.0)
-        largest = Rule(
+        largest = ScalingRule(
             max_fwd=_positive(more.get("fp8_max_fwd")) or fwd,
             max_bwd=_positive(more.get("fp8_max_bwd")) or bwd,
         )
@@ -271,7 +271,7 @@ def at_release(state: ExtraState, release: int) -> ExtraState | None:
     return ExtraState(tensors=tensors, facts={_RECIPE: recipe, **facts}, release=2)
 
 
-def delayed_recipe(rule: Rule, history_length: int) -> Inert:
+def delayed_recipe(rule: ScalingRule, history_length: int) -> Inert:
     """The recipe of delayed scaling as releases 2.x pickle it."""
     helper = inert_global(RECIPES, "_FormatHelper")
     numbers = tuple(int(n) if n == int(n) else n for n in (rule.max_fwd, rule.max_bwd))
@@ -328,7 +328,7 @@ def with_length(state: ExtraState, length: int) -> ExtraState:
     return with_tensors(state, delayed_scaling.with_length(state.tensors, length, state.rule))
 
 
-def merge(states: Sequence[ExtraState], *, how: How = "max") -> ExtraState | None:
+def merge(states: Sequence[ExtraState], *, how: HistoryReduction = "max") -> ExtraState | None:
     """One state of the states of several ranks; None where they do not fit together.
 
     States of other releases are brought to the first's, and the first's facts stand for all.
@@ -338,7 +338,7 @@ def merge(states: Sequence[ExtraState], *, how: How = "max") -> ExtraState | Non
     fit = [s for s in alike if s is not None and s.is_delayed == first.is_delayed]
     if len(fit) != len(states) or not delayed_scaling.same_shapes([s.tensors for s in fit]):
         return None
-    merged = delayed_scaling.merge([s.tensors for s in fit], first.rule, how=how)
+    merged = delayed_scaling.merge([s.tensors for s in fit], first.rule, reduction=how)
     return with_tensors(first, merged)
 
 

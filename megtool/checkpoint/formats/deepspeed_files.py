@@ -15,7 +15,7 @@ from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.torch_file import TorchFile, open_torch_file
 from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
-from megtool.checkpoint.formats.megatron_legacy_tree import entries, named
+from megtool.checkpoint.formats.megatron_legacy_file import entries, named
 from megtool.dtypes import DType
 from megtool.errors import FormatError
 

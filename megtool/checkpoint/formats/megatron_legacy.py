@@ -7,7 +7,7 @@ catalogue, in one shard. Opening reads the end, the directory and the pickle of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,21 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, Located
+from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, Located, StoredFile
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_reader import Inert
-from megtool.checkpoint.containers.torch_file import Budget
+from megtool.checkpoint.containers.torch_file import Budget, lay_out_torch_file
 from megtool.checkpoint.formats.auxiliary_files import find_carried
 from megtool.checkpoint.formats.header_reader import check_inside, names_in
-from megtool.checkpoint.formats.megatron_legacy_file import RankFile, read_rank_file
-from megtool.checkpoint.formats.megatron_legacy_layout import lay_out
+from megtool.checkpoint.formats.megatron_legacy_file import (
+    MODEL_FILE,
+    MODEL_KEY,
+    OPTIMIZER_FILE,
+    RankFile,
+    named,
+    read_rank_file,
+    without_tensors,
+)
 from megtool.checkpoint.formats.megatron_legacy_ranks import (
     RankId,
     check_agreement,
@@ -31,21 +38,16 @@ from megtool.checkpoint.formats.megatron_legacy_ranks import (
     ranks_of,
     sizes_of,
 )
-from megtool.checkpoint.formats.megatron_legacy_tree import (
-    MODEL_FILE,
-    MODEL_KEY,
-    OPTIMIZER_FILE,
-    named,
-    without_tensors,
-)
 from megtool.checkpoint.formats.save_folder import (
     RELEASE,
+    TRACKER,
     find_iteration,
+    folder_name,
     is_distributed,
     is_ranked,
 )
-from megtool.errors import FormatError
-from megtool.tensors.sharded import Shards, widest
+from megtool.errors import FormatError, UsageError
+from megtool.tensors.sharded import GlobalTensor, Shards, widest
 
 __all__ = ["NAMES", "detect", "lay_out", "open_checkpoint"]
 
@@ -310,3 +312,63 @@ def _check_optimizers(
             file=root,
             hint="copy the whole folder, or remove the others' to go on without the optimizer",
         )
+
+
+def lay_out(
+    files: Mapping[str, Any],
+    *,
+    iteration: int | None,
+    small: Mapping[str, bytes] | None = None,
+) -> Destination:
+    """Lay out `.pt` files given by their path in the folder of the iteration, and by their trees.
+
+    A tree holds plain values, inert nodes whose references have their bytes attached, and
+    `GlobalTensor` leaves, one for each tensor to come. A leaf that occurs twice in a file is one
+    tensor under two names. `iteration` names the folder inside the save folder, `release` when
+    None. `small` are further files by their path beside the folders of ranks.
+
+    Raises:
+        UsageError: two tensors have one name, elements are packed, or a storage has no bytes.
+        TypeError: a value in a tree cannot be pickled.
+    """
+    folder = f"{folder_name(iteration)}/"
+    stored: list[StoredFile] = []
+    tensors: list[GlobalTensor] = []
+    offsets: list[int] = []
+    owners: list[int] = []
+    fragments: list[tuple[int, int, bytes]] = []
+    names = set[str]()
+    for number, (path, tree) in enumerate(files.items()):
+        laid = lay_out_torch_file(tree)
+        for tensor in laid.tensors:
+            if tensor.name in names:
+                raise UsageError("two files hold a tensor of this name", tensor=tensor.name)
+            names.add(tensor.name)
+        stored.append(StoredFile(path=folder + path, size=laid.size))
+        tensors += laid.tensors
+        offsets += laid.offsets
+        owners += [number] * len(laid.tensors)
+        fragments += [(number, at, data) for at, data in laid.fragments]
+    rows = [
+        (i, [0] * len(t.shape), t.shape, owner)
+        for i, (t, owner) in enumerate(zip(tensors, owners, strict=True))
+    ]
+    catalogue = Catalogue(
+        format="megatron",
+        root=Path(),
+        files=stored,
+        tensors=tensors,
+        shards=Shards.build(rows, widest(tensors)),
+        extents=Extents(
+            file=np.array(owners, np.int32),
+            offset=np.array(offsets, np.int64),
+            length=np.array([t.num_bytes for t in tensors], np.int64),
+        ),
+        metadata={"iteration": iteration},
+    )
+    return Destination(
+        catalogue=catalogue,
+        fragments=fragments,
+        small={folder + name: data for name, data in (small or {}).items()},
+        last={TRACKER: (folder_name(None) if iteration is None else str(iteration)).encode()},
+    )

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
 from megtool.checkpoint.catalogue import StoredFile
 from megtool.checkpoint.containers.torch_file import Budget, TorchFile, open_torch_file
 from megtool.checkpoint.containers.zip_tensor import TensorView
-from megtool.checkpoint.formats.megatron_legacy_tree import take_tensors
 from megtool.errors import FormatError
 from megtool.tensors.sharded import GlobalTensor
+import re
+from collections.abc import Callable, Iterable
+from megtool.checkpoint.containers import pickle_reader
+from megtool.checkpoint.containers.pickle_reader import Inert
+from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,3 +98,165 @@ class _Taker:
             tensor=name,
             hint="load the file with torch, clone the tensor, and save it again",
         )
+
+
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+MODEL_KEY = re.compile(r"model\d*")
+EXTRA_STATE = "_extra_state"
+_NUMBERED = re.compile(r"_extra_state\d+")  # of the further experts of a grouped linear layer
+
+_SMALL_IN_OPTIMIZER = frozenset({"param_groups", "grad_scaler", "step"})
+_DICTS = frozenset({"collections.OrderedDict", "collections.defaultdict"})
+_MAX_DEPTH = 64
+_MAX_TIMES = 16
+_FEW_NODES = 10_000
+_UNSUPPORTED_HINT = "load it with what wrote it, and save plain tensors of high precision"
+
+Take = Callable[[str, TensorView], GlobalTensor]
+
+
+def take_tensors(tree: Any, name: str, take: Take, *, file: Path) -> Any:
+    """The tree of the file called `name` with each of its tensors replaced by what `take` gives.
+
+    `take` gets the tensor's path in the tree, joined by `/`, and its view. The tree itself is left
+    as it is; what holds no tensor is shared with it.
+
+    Raises:
+        FormatError: the file holds no dict, a kind of tensor that is not supported, or the tree is
+            absurdly deep or large.
+    """
+    if entries(tree) is None and not (name == OPTIMIZER_FILE and isinstance(tree, list)):
+        raise FormatError(f"holds {tree!r:.60}, no dict of a Megatron rank", file=file)
+    walk = _Walk(take, file)
+    if name == OPTIMIZER_FILE:
+        return walk.descend(tree, (), frozenset())
+    return rebuilt(
+        tree,
+        (
+            (key, walk.descend(value, (key,), _SMALL_IN_OPTIMIZER))
+            if key == "optimizer"
+            else (key, walk.descend(value, (key,), frozenset({EXTRA_STATE})))
+            if isinstance(key, str) and MODEL_KEY.fullmatch(key)
+            else (key, value)
+            for key, value in entries(tree) or ()
+        ),
+    )
+
+
+class _Walk:
+    def __init__(self, take: Take, file: Path) -> None:
+        self._take, self._file = take, file
+        self._num_nodes = 0
+        self._nodes = set[int]()
+
+    def descend(self, node: Any, path: tuple[Any, ...], small: frozenset[str]) -> Any:
+        """The node with its tensors replaced, but for those below a key named in `small`."""
+        if isinstance(path[-1] if path else None, str) and _is_small(path[-1], small):
+            return node
+        if isinstance(node, list | tuple | dict | Inert) and node:
+            self._count(node, path)
+        if isinstance(node, list):
+            return [self.descend(x, (*path, i), small) for i, x in enumerate(node)]
+        if isinstance(node, tuple):
+            return tuple(self.descend(x, (*path, i), small) for i, x in enumerate(node))
+        if (pairs := entries(node)) is not None:
+            return rebuilt(node, ((k, self.descend(v, (*path, k), small)) for k, v in pairs))
+        if not isinstance(node, Inert):
+            return node
+        name = "/".join(map(spelled, path))
+        try:
+            view = tensor_view(node, file=self._file)
+        except FormatError as e:
+            raise FormatError(
+                e.message, file=e.file, tensor=name, hint=e.hint or _UNSUPPORTED_HINT
+            ) from e
+        if view is not None:
+            return self._take(name, view)
+        if pickle_reader.references(node):
+            raise FormatError(
+                f"a {node.name} holds its numbers in a way that is not supported",
+                file=self._file,
+                tensor=name,
+                hint=_UNSUPPORTED_HINT,
+            )
+        return node
+
+    def _count(self, node: Any, path: tuple[Any, ...]) -> None:
+        self._num_nodes += 1
+        self._nodes.add(id(node))
+        if len(path) > _MAX_DEPTH or self._num_nodes > _FEW_NODES + _MAX_TIMES * len(self._nodes):
+            raise FormatError("a tree that is absurdly deep, or repeats itself", file=self._file)
+
+
+def _is_small(key: str, small: frozenset[str]) -> bool:
+    last = key.rpartition(".")[2]
+    return last in small or (EXTRA_STATE in small and _NUMBERED.fullmatch(last) is not None)
+
+
+def spelled(key: Any) -> str:
+    """A key of a dict as part of a name: `torch.bfloat16,torch.bfloat16` for a pair of dtypes."""
+    if pickle_reader.is_global(key):
+        return f"{key.module}.{key.qualname}"
+    return ",".join(map(spelled, key)) if isinstance(key, tuple) else str(key)
+
+
+def entries(node: Any) -> list[tuple[Any, Any]] | None:
+    """Keys and values of a dict or of an inert dict with an order or a default; None of others."""
+    if isinstance(node, dict):
+        return list(node.items())
+    if not isinstance(node, Inert) or node.name not in _DICTS:
+        return None
+    first = node.args[-1] if node.args else None
+    if isinstance(first, dict):
+        return [*first.items(), *node.pairs]
+    if isinstance(first, list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in first):
+        return [*((k, v) for k, v in first), *node.pairs]
+    return list(node.pairs)
+
+
+def named(node: Any) -> dict[str, Any]:
+    """The entries of a node under their names; none where it is no dictionary."""
+    return {k: v for k, v in entries(node) or () if isinstance(k, str)}
+
+
+def rebuilt(node: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    """A dict of the same kind as `node` with other entries."""
+    if not isinstance(node, Inert):
+        return dict(pairs)
+    args = node.args[:-1] if node.args and isinstance(node.args[-1], dict | list) else node.args
+    out = type(node).__new__(type(node), *args, **node.kwargs)
+    out.made, out.pairs = node.made, list(pairs)
+    if node.has_state:
+        out.__setstate__(node.state)
+    return out
+
+
+def without_tensors(tree: Any) -> Any:
+    """The tree without its `GlobalTensor` leaves, and without what held nothing else."""
+    kept = _kept(tree, 0, {})
+    return {} if kept is _NOTHING else kept
+
+
+_NOTHING = object()
+
+
+def _kept(node: Any, depth: int, done: dict[int, Any]) -> Any:
+    if isinstance(node, GlobalTensor):
+        return _NOTHING
+    pairs = entries(node)
+    if depth > _MAX_DEPTH or (pairs is None and not isinstance(node, list | tuple)):
+        return node  # no tensor lies deeper: see `_Walk`
+    if id(node) in done:
+        return done[id(node)]
+    done[id(node)] = node  # where a part contains itself
+    out: Any
+    if pairs is None:
+        items = [_kept(x, depth + 1, done) for x in node]
+        items = [x for x in items if x is not _NOTHING]
+        out = type(node)(items) if items or not node else _NOTHING
+    else:
+        kept = [(k, _kept(v, depth + 1, done)) for k, v in pairs]
+        kept = [(k, v) for k, v in kept if v is not _NOTHING]
+        out = rebuilt(node, kept) if kept or not pairs else _NOTHING
+    done[id(node)] = out
+    return out

@@ -10,7 +10,7 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.errors import FormatError
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
-from megtool.number_formats.packed_parts import WHOLE, Part, Span
+from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 from megtool.tensors.sharded import GlobalTensor
 
 Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ class Folded:
     codes: str
     shape: Shape
     packing: str
-    parts: tuple[tuple[Part, str], ...]
+    parts: tuple[tuple[PackedPart, str], ...]
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Stored:
         hint = f"{hint} {AS_IT_IS}" if hint else AS_IT_IS
         return FormatError(message, file=file, tensor=t.name, hint=hint)
 
-    def scale_spans(self, scale: GlobalTensor, shape: Shape, t: GlobalTensor) -> tuple[Span, ...]:
+    def scale_spans(self, scale: GlobalTensor, shape: Shape, t: GlobalTensor) -> tuple[PartSpan, ...]:
         """What a scale (or zero point) of `t`, whose elements have `shape`, serves.
 
         Raises:
@@ -125,15 +125,15 @@ class Stored:
             )
         return found
 
-    def part(self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor) -> Part:
+    def part(self, role: str, t: GlobalTensor, shape: Shape, codes: GlobalTensor) -> PackedPart:
         """A companion as a part."""
         kind = "float8_e8m0fnu" if role == SCALE and t.dtype.name == "uint8" else t.dtype.name
         spans = self.scale_spans(t, shape, codes)
-        return Part(role=role, dtype=kind, shape=t.shape, spans=spans)
+        return PackedPart(role=role, dtype=kind, shape=t.shape, spans=spans)
 
     def common(
-        self, codes: GlobalTensor, base: str, shape: Shape, *, before: Sequence[tuple[Part, str]]
-    ) -> tuple[tuple[Part, str], ...]:
+        self, codes: GlobalTensor, base: str, shape: Shape, *, before: Sequence[tuple[PackedPart, str]]
+    ) -> tuple[tuple[PackedPart, str], ...]:
         """The parts of a weight: those given, its scale, and what else may stand beside it."""
         out = list(before)
         scale = self.need(codes, *self.facts.scales, base=base)
@@ -144,8 +144,8 @@ class Stored:
         if columns := self.find(base, "pre_quant_scale"):
             if columns.shape not in ((shape[-1],), (1,), ()):
                 raise self.fault(codes, f"{columns.name!r} has shape {list(columns.shape)}")
-            span = (Span(len(shape) - 1),) if columns.shape == (shape[-1],) else (Span(WHOLE),)
-            part = Part(
+            span = (PartSpan(len(shape) - 1),) if columns.shape == (shape[-1],) else (PartSpan(WHOLE),)
+            part = PackedPart(
                 role=COLUMNS,
                 dtype=columns.dtype.name,
                 shape=columns.shape,
@@ -161,7 +161,7 @@ class Stored:
 
 def spans(
     scale: Shape, shape: Shape, facts: Sizes, *, guess: bool = True
-) -> tuple[Span, ...] | None:
+) -> tuple[PartSpan, ...] | None:
     """Which elements of a tensor of `shape` each dimension of a scale serves; None if they do not
     correspond. A single value serves all, a missing last dimension means one value a row.
 
@@ -169,28 +169,28 @@ def spans(
     for one of larger blocks.
     """
     if all(n == 1 for n in scale):
-        return tuple(Span(WHOLE) for _ in scale)
+        return tuple(PartSpan(WHOLE) for _ in scale)
     if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # modelopt's blocks
         found = spans((scale[0], scale[2]), shape, facts, guess=guess)
-        return None if found is None else (found[0], Span(WHOLE), found[1], Span(WHOLE))
+        return None if found is None else (found[0], PartSpan(WHOLE), found[1], PartSpan(WHOLE))
     if 0 < len(scale) < len(shape) and scale == shape[: len(scale)]:
-        return tuple(Span(d) for d in range(len(scale)))
+        return tuple(PartSpan(d) for d in range(len(scale)))
     if len(scale) != len(shape):
         return None
-    out: list[Span] = []
+    out: list[PartSpan] = []
     for d, (n, size) in enumerate(zip(scale, shape, strict=True)):
         last = len(shape) - 1
         asked = [b[1] for b in facts.blocks] if d == last else [b[0] for b in facts.blocks]
         asked = [*facts.groups, *asked] if d == last else asked if d == last - 1 else []
         per = next((p for p in asked if -(-size // p) == n), None)
         if n == size:
-            out.append(Span(d))
+            out.append(PartSpan(d))
         elif n == 1 and (guess or per is not None or _is_plain(scale, shape)):
-            out.append(Span(WHOLE))
+            out.append(PartSpan(WHOLE))
         elif per is not None:
-            out.append(Span(d, per))
+            out.append(PartSpan(d, per))
         elif guess and d >= last - 1 and n and size % n == 0:
-            out.append(Span(d, size // n))
+            out.append(PartSpan(d, size // n))
         else:
             return None
     return tuple(out)
@@ -203,11 +203,11 @@ def _is_plain(scale: Shape, shape: Shape) -> bool:
 
 def one_byte_codes(stored: Stored, t: GlobalTensor, kind: str) -> Folded:
     """A weight of one byte an element: FP8, INT8, and MXFP8 (whose scale is in uint8)."""
-    codes = Part(
+    codes = PackedPart(
         role=CODES,
         dtype=t.dtype.name,
         shape=t.shape,
-        spans=tuple(Span(d) for d in range(len(t.shape))),
+        spans=tuple(PartSpan(d) for d in range(len(t.shape))),
     )
     parts = stored.common(t, t.name, t.shape, before=[(codes, t.name)])
     if zeros := stored.find(t.name, "_zero_point"):
@@ -221,8 +221,8 @@ def codes_in_bytes(stored: Stored, t: GlobalTensor, base: str) -> Folded:
         raise stored.fault(t, f"codes of {t.dtype} {list(t.shape)} are not known")
     shape = (*t.shape[:-1], t.shape[-1] * 2)
     last = len(shape) - 1
-    spans = (*(Span(d) for d in range(last)), Span(last, 2))
-    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
+    spans = (*(PartSpan(d) for d in range(last)), PartSpan(last, 2))
+    codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
     parts = stored.common(t, base, shape, before=[(codes, t.name)])
     scale = parts[1][0]
     if scale.dtype not in ("float8_e4m3fn", "float8_e8m0fnu"):
@@ -260,14 +260,14 @@ def codes_in_words(stored: Stored, t: GlobalTensor) -> Folded:
         why = f"{bits} bits an element" if bits else f"that its shape is {list(shape)}"
         raise stored.fault(t, f"{list(t.shape)} words, of which is said {why}, are not decoded")
     per = 32 // bits
-    codes = Part(role=CODES, dtype="int32", shape=t.shape, spans=(Span(0), Span(1, per)))
+    codes = PackedPart(role=CODES, dtype="int32", shape=t.shape, spans=(PartSpan(0), PartSpan(1, per)))
     parts = stored.common(t, base, shape, before=[(codes, t.name)])
     if zeros := stored.find(base, "_zero_point"):
-        columns = parts[1][0].spans[-1] if len(parts[1][0].shape) == 2 else Span(WHOLE)
+        columns = parts[1][0].spans[-1] if len(parts[1][0].shape) == 2 else PartSpan(WHOLE)
         packed = -(-shape[0] // per)
         groups = parts[1][0].shape[-1] if len(parts[1][0].shape) == 2 else 1
         if zeros.dtype.name == "int32" and zeros.shape == (packed, groups):
-            part = Part(role=ZEROS, dtype="int32", shape=zeros.shape, spans=(Span(0, per), columns))
+            part = PackedPart(role=ZEROS, dtype="int32", shape=zeros.shape, spans=(PartSpan(0, per), columns))
         else:
             part = stored.part(ZEROS, zeros, shape, t)
         parts += ((part, zeros.name),)
@@ -278,8 +278,8 @@ def codes_in_row_pairs(stored: Stored, t: GlobalTensor) -> Folded:
     """modelopt's INT4: two rows a byte; a second scale is of what comes after (W4A8)."""
     shape = (*t.shape[:-2], t.shape[-2] * 2, t.shape[-1])
     last = len(shape) - 1
-    spans = (*(Span(d) for d in range(last - 1)), Span(last - 1, 2), Span(last))
-    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
+    spans = (*(PartSpan(d) for d in range(last - 1)), PartSpan(last - 1, 2), PartSpan(last))
+    codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=spans)
     parts = stored.common(t, t.name, shape, before=[(codes, t.name)])
     stored.second |= {name for p, name in parts if p.role == SCALE_2}
     kept = tuple((p, name) for p, name in parts if p.role != SCALE_2)
@@ -297,15 +297,15 @@ def transposed_blocks(stored: Stored, t: GlobalTensor) -> Folded:
             hint="do the files belong together?",
         )
     experts, rows, groups, _ = t.shape
-    lie = (Span(0), Span(2), Span(1, _MX_BLOCK))
-    codes = Part(role=CODES, dtype="uint8", shape=t.shape, spans=(*lie, Span(WHOLE)))
-    by = Part(role=SCALE, dtype="float8_e8m0fnu", shape=scale.shape, spans=lie)
+    lie = (PartSpan(0), PartSpan(2), PartSpan(1, _MX_BLOCK))
+    codes = PackedPart(role=CODES, dtype="uint8", shape=t.shape, spans=(*lie, PartSpan(WHOLE)))
+    by = PackedPart(role=SCALE, dtype="float8_e8m0fnu", shape=scale.shape, spans=lie)
     shape = (experts, groups * _MX_BLOCK, rows)
     return _folded(t, base, shape, "mxfp4", ((codes, t.name), (by, scale.name)))
 
 
 def _folded(
-    t: GlobalTensor, name: str, shape: Shape, kind: str, parts: tuple[tuple[Part, str], ...]
+    t: GlobalTensor, name: str, shape: Shape, kind: str, parts: tuple[tuple[PackedPart, str], ...]
 ) -> Folded:
     scale = next(p for p, _ in parts if p.role == SCALE)
     per = {s.dim: s.per for s in scale.spans if s.dim != WHOLE}

@@ -23,7 +23,7 @@ from megtool.checkpoint.transport.tile import (
 )
 from megtool.dtypes import DType, dtype
 from megtool.number_formats.decode import decode
-from megtool.number_formats.packed_parts import Part, volume
+from megtool.number_formats.packed_parts import PackedPart, volume
 from megtool.tensors.sharded import GlobalTensor
 
 AT_A_TIME = COMPUTED_BYTES // 4
@@ -147,7 +147,7 @@ class PackedIntake:
         steps = [m * cast_back.strides[d] for d, m in zip(p.dims, p.mults, strict=True)]
         np.copyto(out, as_strided(cast_back, out.shape, steps))
 
-    def _window(self, part: Part, shape: Index) -> Array:
+    def _window(self, part: PackedPart, shape: Index) -> Array:
         """Memory for a window; the same array again for the same shape, which `Traffic` likes."""
         held = self._windows.get(part.role)
         if held is None or held.shape != shape:

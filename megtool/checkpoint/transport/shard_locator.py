@@ -14,7 +14,7 @@ from megtool.checkpoint.catalogue import Catalogue, StoredPart
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
 from megtool.number_formats.gguf import block, holds_rows
-from megtool.number_formats.packed_parts import WHOLE, Part
+from megtool.number_formats.packed_parts import WHOLE, PackedPart
 from megtool.tensors.box import Boxes, Ints, strides
 from megtool.tensors.grouping import distinct
 from megtool.tensors.placement import Placement, lattice
@@ -34,7 +34,7 @@ class PackedSide:
     dims: tuple[int, ...]
     mults: tuple[int, ...]
     base: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PackedPart, ...]
     sides: tuple[Side, ...]
     grain: tuple[int, ...]
 

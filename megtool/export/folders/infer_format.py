@@ -9,7 +9,7 @@ from megtool.checkpoint.formats.header_reader import read_exact
 from megtool.checkpoint.formats.quantized_parts import Folded, Stored
 from megtool.errors import FormatError
 from megtool.number_formats.decode import DIVISOR, SCALE, SCALE_2
-from megtool.number_formats.packed_parts import WHOLE, Part
+from megtool.number_formats.packed_parts import WHOLE, PackedPart
 from megtool.quant.qparams import PACKINGS
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.modules import BLOCKS
@@ -67,7 +67,7 @@ class Found:
         return "mxfp8" if name == "fp8" and self.scale.dtype == _POWERS else name
 
     @property
-    def scale(self) -> Part:
+    def scale(self) -> PackedPart:
         """The scale beside the codes."""
         return next(p for p, _ in self.folded.parts if p.role == SCALE)
 

@@ -9,7 +9,7 @@ from megtool.errors import FormatError
 from megtool.export.folders.infer_format import DECODE, Found, group_for, packing_for
 from megtool.export.quantized_module import Coded
 from megtool.number_formats.decode import SCALE_2
-from megtool.number_formats.packed_parts import WHOLE, Part, Span
+from megtool.number_formats.packed_parts import WHOLE, PackedPart, PartSpan
 from megtool.quant.packed_tensors.modelopt_tensors import INPUT_SCALE, NAMES, SECONDS
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.verification.metadata_checks import check_agreement
@@ -82,8 +82,8 @@ def read_module(found: Found, said: Declared) -> Coded:
         if not second:
             raise _missing(found, NAMES[SCALE_2], algo)
         t = found.stored.catalogue[second]
-        spans = tuple(Span(WHOLE) for _ in t.shape)
-        part = Part(role=SCALE_2, dtype=t.dtype.name, shape=t.shape, spans=spans)
+        spans = tuple(PartSpan(WHOLE) for _ in t.shape)
+        part = PackedPart(role=SCALE_2, dtype=t.dtype.name, shape=t.shape, spans=spans)
         parts.append((part, second))
     inputs = found.single(INPUT_SCALE)
     if number.calibrates and not inputs:

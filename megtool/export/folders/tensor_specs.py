@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megtool.dtypes import dtype as named_dtype
 from megtool.export.quantized_module import Coded, CodedFolder
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.quant.packed_tensors.modelopt_tensors import stored_type
 from megtool.tensors.sharded import GlobalTensor
 
@@ -24,7 +24,7 @@ class Written:
 
     coded: Coded
     packing: str
-    held: tuple[tuple[Part, GlobalTensor], ...]
+    held: tuple[tuple[PackedPart, GlobalTensor], ...]
     inputs: GlobalTensor | None = None
     divides: bool = False
     values: tuple[tuple[GlobalTensor, NDArray[Any]], ...] = ()

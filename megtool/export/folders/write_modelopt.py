@@ -10,7 +10,7 @@ from megtool.export.folders.tensor_specs import Written, tensor
 from megtool.export.quantized_module import Coded, CodedFolder
 from megtool.number_formats.decode import COLUMNS, SCALE_2
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.quant.packed_tensors.hf_config import Layer, hf_quant_config, inline, quantization
 from megtool.quant.packed_tensors.modelopt_tensors import COLUMNS_SCALE, INPUT_SCALE, NAMES, SECONDS
 from megtool.quant.qparams import PACKINGS
@@ -36,11 +36,11 @@ class ModelOptForm:
     def written(self, coded: Coded) -> Written:
         """See `Form`."""
         packing = PACKINGS[coded.algo].format(group=coded.group_size)
-        held: list[tuple[Part, GlobalTensor]] = []
+        held: list[tuple[PackedPart, GlobalTensor]] = []
         for part in layout(packing, coded.shape):
             held.append((part, tensor(f"{coded.name}.{NAMES[part.role]}", part.shape, part.dtype)))
         if coded.algo in SECONDS and all(p.role != SCALE_2 for p, _ in held):
-            second = Part(role=SCALE_2, dtype="float32", shape=(), spans=())
+            second = PackedPart(role=SCALE_2, dtype="float32", shape=(), spans=())
             held.append((second, tensor(f"{coded.name}.{NAMES[SCALE_2]}", (), "float32")))
         if (columns := coded.part(COLUMNS)) is not None:
             part, _ = columns

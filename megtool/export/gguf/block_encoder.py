@@ -16,7 +16,7 @@ from megtool.dtypes import DType
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.gguf import encode
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.constant_feeds import bits_of, hash_of, whole
+from megtool.reshard.constant_feed import bits_of, hash_of, whole
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

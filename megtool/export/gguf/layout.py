@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from megtool.checkpoint.computed_tensors import Feed
 from megtool.config import ModelConfig
-from megtool.convert.binding import Binding, Written, summarize
-from megtool.convert.canonical import VOCABULARY, Model
+from megtool.convert.binding import Binding, WrittenBinding, summarize
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
 from megtool.convert.families import Family
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
@@ -17,7 +17,7 @@ from megtool.export.gguf.block_encoder import PlusOne, encoded
 from megtool.export.gguf.header import Typed
 from megtool.export.gguf.rope_scaling import Factors
 from megtool.export.gguf.tensor_types import PLAIN, fits, type_of
-from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.reshard.constant_feed import Given
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -86,13 +86,13 @@ def _named(
     config: ModelConfig,
     family: Family,
     architecture: Architecture,
-) -> Written:
+) -> WrittenBinding:
     """The tensors under GGUF's names.
 
     Raises:
         MappingError: some have none.
     """
-    model = Model(config, {**VOCABULARY, **family.vocabulary})
+    model = CanonicalModel(config, {**VOCABULARY, **family.vocabulary})
     out = Binding(architecture.table, model).write(canonical)
     if out.unplaced:
         raise MappingError(

@@ -28,12 +28,12 @@ from megtool.export.gguf.rope_scaling import factor_tensors
 from megtool.export.gguf.tensor_types import kind_of
 from megtool.export.gguf.tokenizer import tokenizer_keys
 from megtool.export.report import ExportReport
-from megtool.reshard.auxiliary_files import saved_tokenizer
-from megtool.reshard.duplicate_check import no_copies
 from megtool.reshard.execute import expected_digests, peak_rss_bytes, places_of
+from megtool.reshard.open_source import CheckpointSource, open_model, unknown_model
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import CheckpointSource, open_model, unknown_model
+from megtool.reshard.source import saved_tokenizer
 from megtool.reshard.staged_write import write_staged
+from megtool.reshard.target import no_copies
 
 _LOG = logging.getLogger(__name__)
 _FILES = (

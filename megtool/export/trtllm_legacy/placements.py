@@ -21,7 +21,7 @@ from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.export.trtllm_legacy.ranks import Box
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.constant_feeds import hash_of
+from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.box import Boxes, numel
 from megtool.tensors.placement import Placement, narrow, pieces, refine
 from megtool.tensors.sharded import GlobalTensor

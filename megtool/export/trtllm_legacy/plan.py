@@ -23,7 +23,7 @@ from megtool.export.trtllm_legacy.quantized_tensors import coded_tensors
 from megtool.export.trtllm_legacy.quantized_weights import CodedWeights
 from megtool.export.trtllm_legacy.rank_files import Filed, lay_out
 from megtool.export.trtllm_legacy.ranks import Cut, RankTensor, rank_tensors
-from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.reshard.constant_feed import Given
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

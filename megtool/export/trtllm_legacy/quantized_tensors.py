@@ -20,8 +20,8 @@ from megtool.export.trtllm_legacy.rank_files import Filed
 from megtool.export.trtllm_legacy.ranks import Box, RankTensor
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part
-from megtool.quant.packed_tensors.constant_feeds import Given
+from megtool.number_formats.packed_parts import PackedPart
+from megtool.reshard.constant_feed import Given
 from megtool.tensors.sharded import GlobalTensor
 
 _F32 = named_dtype("float32")
@@ -61,7 +61,7 @@ class _Making:
     def made(self) -> CodedTensors:
         """All of it."""
         rows, width = self.tensor.shape
-        held: list[tuple[Part, GlobalTensor]] = []
+        held: list[tuple[PackedPart, GlobalTensor]] = []
         for part in layout(self.packing, (rows, width)):
             # Single scales are given: an expert's is one element of a tensor of all experts'.
             single = GlobalTensor(name="", shape=(), dtype=_F32)
@@ -97,7 +97,7 @@ class _Making:
         down, along = box.at
         return Slice(held.coded, (held.row + first, held.row + end), (left, right), (down, along))
 
-    def _computed(self, part: Part) -> GlobalTensor:
+    def _computed(self, part: PackedPart) -> GlobalTensor:
         """Codes, or scales of rows or groups."""
         kind = named_dtype(part.dtype)
         name = "weight"

@@ -27,11 +27,11 @@ from megtool.export.small_tensors import Values
 from megtool.export.trtllm_legacy.layout import check_family
 from megtool.export.trtllm_legacy.plan import LegacyPlan, Model, plan_legacy
 from megtool.export.trtllm_legacy.quantized_weights import CodedWeights, coded_weights
-from megtool.reshard.duplicate_check import no_copies
 from megtool.reshard.execute import peak_rss_bytes, places_of
+from megtool.reshard.open_source import CheckpointSource, open_model, unknown_model
 from megtool.reshard.parse_size import parse_size
-from megtool.reshard.source import CheckpointSource, open_model, unknown_model
 from megtool.reshard.staged_write import write_staged, written_files
+from megtool.reshard.target import no_copies
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32"}
 _ENGINE_MAKES = "W8A16"

@@ -15,7 +15,7 @@ from megtool.number_formats.delayed_scaling import KINDS
 from megtool.optim.fp8.settings import Fp8Settings
 from megtool.optim.segments import copy_parts
 from megtool.parallel.collectives import all_max
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 _MOST = torch.finfo(torch.float32).max
 
@@ -46,7 +46,7 @@ class Histories:
         seen = self.history[direction][0, module, column]
         torch.maximum(seen, amax, out=seen)
 
-    def end_step(self, groups: Groups) -> None:
+    def end_step(self, groups: ProcessGroups) -> None:
         """The step is over: magnitudes of all ranks become scales, and histories move on.
 
         Every rank that has these modules calls it: those of the tp group and all replicas.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megtool.errors import UsageError
-from megtool.kernels.dispatch import asked, use
+from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8 import Quantized, dequantize
 from megtool.optim.fp8.scaling import Scaling
 
@@ -61,7 +61,7 @@ class _Product(torch.autograd.Function):
             kept[2:] = rows.columns.data, rows.columns.scale_inv
         ctx.save_for_backward(*kept)
         ctx.blocks = weight.columns.block, rows.columns.block
-        ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_OI.dtype, asked()
+        ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_OI.dtype, requested_implementation()
         y = multiply(rows.rows, weight.rows, x.dtype, fast=True)
         return y.view(*x.shape[:-1], weight_OI.shape[0])
 

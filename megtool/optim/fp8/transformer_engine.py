@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import amax, scale_from_amax
-from megtool.kernels.te_linear import Region, TeLinear
+from megtool.kernels.te_linear import TeLinear, TERegion
 from megtool.kernels.transformer_engine import load
 from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 _CLASSES: dict[Recipe, str] = {
     "delayed": "DelayedScaling",
@@ -86,7 +86,7 @@ class TeHistories:
                 )
                 linear.scale("fwd")[WEIGHT].copy_(scale)
 
-    def end_step(self, groups: Groups) -> None:
+    def end_step(self, groups: ProcessGroups) -> None:
         """Nothing: every pass has ended its own."""
 
     def forget_pass(self) -> None:
@@ -124,7 +124,7 @@ class TeTraining:
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], settings: Fp8Settings, groups: Groups
+        self, weights: Sequence[nn.Parameter], settings: Fp8Settings, groups: ProcessGroups
     ) -> None:
         load()
         require_recipe(settings.recipe)
@@ -134,7 +134,7 @@ class TeTraining:
         import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
         # Without a group Transformer Engine would take the whole world, all stages of it.
         recipe = recipe_of(settings, recipes, reduce_amax=stage.size > 1)
-        self.region = Region(recipe, stage.handle)
+        self.region = TERegion(recipe, stage.handle)
         self.products = [TeLinear(weight, multiple_of(settings.recipe)) for weight in weights]
         with torch.no_grad(), self.region.entered():
             for linear in self.products:

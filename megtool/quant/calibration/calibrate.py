@@ -19,7 +19,7 @@ from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
 from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.calibration.calibration_file import Artefact
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
@@ -46,7 +46,7 @@ def calibrate(
     points: Sequence[Point],
     batches: Sequence[Batch],
     *,
-    groups: Groups | None = None,
+    groups: ProcessGroups | None = None,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     resident: bool = False,
@@ -78,7 +78,7 @@ def calibrate(
         raise UsageError(
             "activations have nowhere to go", hint="--work FOLDER says where they are spilled to"
         )
-    groups = Groups.alone(device) if groups is None else groups
+    groups = ProcessGroups.alone(device) if groups is None else groups
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
     decided = {d.module.name: d for d in decisions}

@@ -17,7 +17,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.shard_locator import cut_dims
 from megtool.config import ModelConfig
-from megtool.convert.dialects import Side
+from megtool.convert.dialects import CanonicalView
 from megtool.errors import FormatError
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
@@ -57,7 +57,7 @@ class Fingerprint:
 
 def fingerprint_of(
     catalogue: Catalogue,
-    side: Side,
+    side: CanonicalView,
     recipe: Recipe,
     decisions: Iterable[Decision],
     batches: Sequence[Batch] = (),
@@ -73,7 +73,7 @@ def fingerprint_of(
     )
 
 
-def of_model(catalogue: Catalogue, side: Side) -> str:
+def of_model(catalogue: Catalogue, side: CanonicalView) -> str:
     """Of how the model computes, and of names, shapes, types and bytes of all canonical tensors,
     optimizer state left out.
 

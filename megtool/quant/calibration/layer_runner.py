@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.layer_streaming import on_demand_of
-from megtool.kernels.cuda_graphs import Function, Graphs, graphed
-from megtool.model.batch import Batch, Frame
+from megtool.kernels.cuda_graphs import CudaGraphs, Function, graphed
+from megtool.model.batch import Batch, ForwardContext
 from megtool.model.decoder import Decoder
 from megtool.model.moe import MoeMlp
 from megtool.quant.calibration.micro_batches import Piece, moved
@@ -36,7 +36,7 @@ class Layers:
         self.decoder, self.device = decoder, decoder.groups.device
         self.pieces = [moved(p, self.device) for p in pieces]
         self.num_replays = 0
-        self._frames: dict[tuple[int, int], Frame] = {}
+        self._frames: dict[tuple[int, int], ForwardContext] = {}
         self._graphs_serve = self.device.type == "cuda" or rehearsed
         self._pool: object = None
         self._keeper = on_demand_of(decoder)
@@ -106,7 +106,7 @@ class Layers:
         often = {s for s, n in shapes.items() if n >= FEWEST_REPEATS}
         return Replayed(self, layer, often, state) if often else None
 
-    def graphs(self, function: Function, state: Sequence[Tensor]) -> Graphs:
+    def graphs(self, function: Function, state: Sequence[Tensor]) -> CudaGraphs:
         """Graphs of a function; all of them take turns in one pool of memory."""
         more = {} if self._pool is None else {"pool": self._pool}
         made = graphed(function, self.device, state=state, copies=True, **more)
@@ -114,7 +114,7 @@ class Layers:
             self._pool = made.pool
         return made
 
-    def _frame(self, piece: Piece) -> Frame:
+    def _frame(self, piece: Piece) -> ForwardContext:
         """Positions and masks of a piece: the same ones for all plain pieces of a shape."""
         if not piece.is_plain:
             return self.decoder.frame(piece.batch)
@@ -136,7 +136,7 @@ class Replayed:
     ) -> None:
         self._layers, self._layer, self._state = layers, layer, list(state)
         self._shapes = shapes
-        self._graphs: dict[tuple[int, int], Graphs] = {}
+        self._graphs: dict[tuple[int, int], CudaGraphs] = {}
 
     def __call__(self, number: int, x_TH: Tensor) -> Tensor:
         """What the layer makes of a piece."""

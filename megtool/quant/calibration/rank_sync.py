@@ -10,14 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megtool.errors import MegtoolError
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
     """What the ranks of a calibration tell each other."""
 
-    groups: Groups
+    groups: ProcessGroups
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from megtool.errors import CalibrationError, UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import Place, places
+from megtool.model.hooks import HookLocation, places
 from megtool.model.moe import MoeMlp
 from megtool.parallel.collectives import all_max, gather_columns
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.calibration.reduce_statistics import reduced
 from megtool.quant.calibration.running_statistics import NO_FAULT, Tally
@@ -28,7 +28,7 @@ class _Watched:
     """A point, where it is, and what was seen there so far (None: others hold the expert)."""
 
     point: Point
-    place: Place
+    place: HookLocation
     tally: Tally | None
 
 
@@ -49,7 +49,7 @@ class Recorder:
         decoder: Decoder,
         points: Iterable[Point],
         *,
-        groups: Groups | None = None,
+        groups: ProcessGroups | None = None,
         gram: Collection[str] = (),
         even: Collection[str] = (),
         sample: Collection[str] = (),
@@ -148,7 +148,7 @@ class Recorder:
             self._mixture.labels_R = None
             self._mixture = None
 
-    def _tally(self, point: Point, place: Place) -> Tally:
+    def _tally(self, point: Point, place: HookLocation) -> Tally:
         columns = place.columns.size
         return Tally(
             point.width * place.repeats // columns,

@@ -6,18 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.model.hooks import Place
+from megtool.model.hooks import HookLocation
 from megtool.parallel.collectives import all_max, all_sum, gather_columns, gather_rows
-from megtool.parallel.process_groups import Group, Groups
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.calibration.running_statistics import Tally
 from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics, thinned
 
 
 def reduced(
     tally: Tally | None,
-    place: Place,
+    place: HookLocation,
     width: int,
-    groups: Groups,
+    groups: ProcessGroups,
     *,
     gram: bool = False,
     sample: bool = False,
@@ -78,7 +78,7 @@ class _Sums:
         )
 
 
-def _own(tally: Tally | None, place: Place, width: int, device: torch.device) -> _Sums:
+def _own(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> _Sums:
     """This rank's rows, all columns. Counts below 2^53 are whole in float64."""
     if tally is None:
         sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
@@ -91,7 +91,7 @@ def _own(tally: Tally | None, place: Place, width: int, device: torch.device) ->
     return _Sums(sums, columns[2].float())
 
 
-def _side_by_side(x: Tensor, place: Place) -> Tensor:
+def _side_by_side(x: Tensor, place: HookLocation) -> Tensor:
     """`[..., this rank's columns]` as `[..., all columns]`."""
     if place.columns.size == 1:
         return x
@@ -100,13 +100,13 @@ def _side_by_side(x: Tensor, place: Place) -> Tensor:
     return every[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
 
 
-def _gram(tally: Tally | None, place: Place, width: int, device: torch.device) -> Tensor:
+def _gram(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
     if tally is None or tally.gram is None:
         return torch.zeros(width, width, device=device)
     return gather_rows(tally.gram, place.columns)
 
 
-def _rows(tally: Tally | None, place: Place, width: int, device: torch.device) -> Tensor:
+def _rows(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
     """All columns of the rows this rank has kept, the same of which other columns' ranks have."""
     sampled = None if tally is None else tally.sampled
     if sampled is None:

@@ -18,7 +18,7 @@ from megtool.inference.load import load
 from megtool.inference.rank_weights import Source
 from megtool.model.decoder import Decoder
 from megtool.parallel.pipeline_split import Pipeline
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
@@ -139,7 +139,7 @@ class _Steps:
         self.stages.append(split.loss[0])
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> ProcessGroups:
         """This process' groups."""
         return self.run.ranks.groups
 

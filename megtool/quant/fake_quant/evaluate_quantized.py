@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megtool.inference.compare import Comparison, compare
 from megtool.inference.forward import Forward
-from megtool.inference.windows import Document
+from megtool.inference.windows import TokenDocument
 from megtool.quant.fake_quant.fake_quant_model import Simulation
 
 
@@ -38,7 +38,7 @@ class Quality:
         return cls(
             num_tokens=comparison.ours.num_tokens,
             perplexity_before=comparison.ours.perplexity,
-            perplexity_after=comparison.theirs.perplexity,
+            perplexity_after=comparison.reference.perplexity,
             kl_mean=comparison.kl_mean,
             kl_max=comparison.kl_max,
             agreement=comparison.agreement,
@@ -50,7 +50,7 @@ def compare_quantized(
     source: Forward,
     quantized: Forward,
     simulation: Simulation | None,
-    documents: Sequence[Document],
+    documents: Sequence[TokenDocument],
     *,
     window: int,
     stride: int,

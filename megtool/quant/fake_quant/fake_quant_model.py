@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megtool.errors import UsageError
 from megtool.inference.layer_streaming import on_demand_of, replaced, restored
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import Place, places
+from megtool.model.hooks import HookLocation, places
 from megtool.parallel.collectives import all_max
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.fake_quant.fake_quantize import (
@@ -85,8 +85,8 @@ class Simulation:
         here = [
             p for p in points if (p.layer in stage.layers if p.layer is not None else stage.head)
         ]
-        self._taps: list[tuple[Place, Callable[..., Any]]] = []
-        self._before: list[tuple[Place, Any]] = []
+        self._taps: list[tuple[HookLocation, Callable[..., Any]]] = []
+        self._before: list[tuple[HookLocation, Any]] = []
         self._hooks: list[RemovableHandle] = []
         self._made: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._asked: Callable[[], None] | None = None
@@ -183,7 +183,7 @@ class Simulation:
             self._made[name] = decoder.get_parameter(name), own[name]
 
     @property
-    def taps(self) -> Sequence[tuple[Place, Callable[..., Any]]]:
+    def taps(self) -> Sequence[tuple[HookLocation, Callable[..., Any]]]:
         """What rounds inputs and caches, and where."""
         return self._taps
 
@@ -236,7 +236,7 @@ class Simulation:
         return self._views.read(module) if has else None
 
     def _find_taps(self, points: Sequence[Point]) -> None:
-        inputs: dict[tuple[int, str], list[tuple[Place, Rounding]]] = defaultdict(list)
+        inputs: dict[tuple[int, str], list[tuple[HookLocation, Rounding]]] = defaultdict(list)
         for point in points:
             if point.what == "kv_cache":
                 for cache in (self._settlement.caches.get(m) for m in point.modules):
@@ -263,7 +263,7 @@ class Simulation:
                 tap = _input_tap(self._own(rounding, place), place)
             self._taps.append((place, tap))
 
-    def _places(self, point: Point) -> tuple[Place, ...]:
+    def _places(self, point: Point) -> tuple[HookLocation, ...]:
         return places(self._decoder, point.name)
 
     def _rounding(self, point: Point) -> Rounding | None:
@@ -295,7 +295,7 @@ class Simulation:
             return None
         return torch.from_numpy(np.array(treatment.columns, np.float32))
 
-    def _own(self, rounding: Rounding, place: Place) -> Rounding:
+    def _own(self, rounding: Rounding, place: HookLocation) -> Rounding:
         """For this rank's columns, on its device."""
         columns, group = rounding.columns, place.columns
         if columns is not None:
@@ -308,7 +308,7 @@ def _cache_tap(cache: Cache) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
     return lambda key, value: fake_cache(key, value, cache)
 
 
-def _input_tap(rounding: Rounding, place: Place) -> Callable[[Tensor], Tensor]:
+def _input_tap(rounding: Rounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
     group = place.columns
 
     def tap(x_TI: Tensor) -> Tensor:
@@ -324,7 +324,7 @@ def _input_tap(rounding: Rounding, place: Place) -> Callable[[Tensor], Tensor]:
 
 
 def _expert_tap(
-    by_expert: Mapping[int, Rounding], num_experts: int, place: Place, device: torch.device
+    by_expert: Mapping[int, Rounding], num_experts: int, place: HookLocation, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Rows sorted by expert, each as its expert has it, without a loop over experts.
 

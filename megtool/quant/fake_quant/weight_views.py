@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megtool.config import ModelConfig
-from megtool.convert.canonical import VOCABULARY, Model
-from megtool.convert.canonical_view import Side
+from megtool.convert.canonical import VOCABULARY, CanonicalModel
+from megtool.convert.canonical_view import CanonicalView
 from megtool.convert.dialects import write_side
 from megtool.convert.rank_parameters import rank_parameters
-from megtool.convert.rank_tensors import Seat, local_side, local_tensors
+from megtool.convert.rank_tensors import RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype as named
 from megtool.errors import MappingError
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
@@ -67,7 +67,7 @@ class WeightViews:
             per_layer=True,
             divisible_by=VOCAB_MULTIPLE,
         )
-        seat = Seat(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
+        seat = RankCoordinates(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
         ranks = rank_parameters(target.tensors, config, groups.parallel)
         stored = {n: target.placements[n].stored for n in wanted}
         fused = set(stored.values())
@@ -127,10 +127,10 @@ def _layer(name: str) -> str:
     return parts[1] if parts[0] == "layers" else ""
 
 
-def canonical_side(config: ModelConfig, layers: Collection[str]) -> Side:
+def canonical_side(config: ModelConfig, layers: Collection[str]) -> CanonicalView:
     """The canonical tensors of some layers (`""`: those outside of them), each stored as it is."""
     config = replace(config, num_mtp_layers=0)
-    model = Model(config, VOCABULARY)
+    model = CanonicalModel(config, VOCABULARY)
     kind = named("float32")
     canonical = {
         name: GlobalTensor(name=name, shape=tuple(model.shape(pattern)), dtype=kind)
@@ -139,7 +139,7 @@ def canonical_side(config: ModelConfig, layers: Collection[str]) -> Side:
         for name in model.names(pattern)
         if _layer(name) in layers
     }
-    return Side(
+    return CanonicalView(
         dialect="hf",
         tensors=tuple(canonical.values()),
         placements={n: Placement.identity(n, t.shape) for n, t in canonical.items()},

@@ -16,7 +16,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.hooks import places
 from megtool.parallel.collectives import all_sum
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.micro_batches import Piece, moved, num_valid, rows_of, share
 from megtool.quant.calibration.rank_sync import Ranks
 from megtool.quant.mixed_precision.candidates import Passes, Run, Survey
@@ -90,7 +90,7 @@ def by_gradient(
     return {key: x / tokens for key, x in _added(sums, groups).items()}
 
 
-def _added(sums: Mapping[Key, float], groups: Groups) -> dict[Key, float]:
+def _added(sums: Mapping[Key, float], groups: ProcessGroups) -> dict[Key, float]:
     """The sums over all data-parallel ranks."""
     own = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
     return dict(zip(sums, all_sum(own, groups.dp).tolist(), strict=True))

@@ -16,7 +16,7 @@ from megtool.errors import UsageError
 from megtool.inference.load import load
 from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.fingerprint import Fingerprint
@@ -71,7 +71,7 @@ def measure(
     batches: Sequence[Batch],
     *,
     group_size: int = 0,
-    groups: Groups | None = None,
+    groups: ProcessGroups | None = None,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     resident: bool = False,
@@ -97,7 +97,7 @@ def measure(
             another measurement.
         RecipeError: what engines run as one is not left to one choice.
     """
-    groups = Groups.alone(device) if groups is None else groups
+    groups = ProcessGroups.alone(device) if groups is None else groups
     check_layout(recipe, groups.parallel)
     ranks = Ranks(groups=groups)
     units = list_units(decisions, recipe, group_size=group_size)

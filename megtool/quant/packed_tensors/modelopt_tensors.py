@@ -19,7 +19,7 @@ from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import modelopt_scale, modelopt_second
 from megtool.quant.qparams import INPUTS, Cache, Floats, Treatment, packing_of
 from megtool.quant.recipes.formats import Format
@@ -43,7 +43,7 @@ class Held:
     it is the codes or scales that come of the weight (`part`)."""
 
     tensor: GlobalTensor
-    part: Part | None = None
+    part: PackedPart | None = None
     value: NDArray[np.generic] | None = None
 
 

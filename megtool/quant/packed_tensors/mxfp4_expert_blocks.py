@@ -15,9 +15,9 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
 from megtool.number_formats.decode import CODES, SCALE
 from megtool.number_formats.layout import MX_BLOCK, check_divides
-from megtool.quant.packed_tensors.constant_feeds import hash_of
 from megtool.quant.packed_tensors.pack import Packed, Weight, feeds_of
 from megtool.quant.recipes.modules import BLOCKS
+from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

@@ -23,12 +23,12 @@ from megtool.number_formats.amax import amax as amax_of
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, E4M3, single
-from megtool.quant.packed_tensors.constant_feeds import bits_of, hash_of
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale
 from megtool.quant.qparams import Treatment, packing_of
+from megtool.reshard.constant_feed import bits_of, hash_of
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -172,18 +172,18 @@ class Packed:
         return {r: np.concatenate(a, axis=along[r]) for r, a in made.items() if along[r] >= 0}
 
     @property
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, PackedPart]:
         form = self.weight.treatment.format
         return {p.role: p for p in layout(packing_of(form), self.weight.shape)}
 
-    def _window(self, part: Part) -> tuple[Index, Index]:
+    def _window(self, part: PackedPart) -> tuple[Index, Index]:
         return part.window((self.first, 0), (self.end, self.weight.shape[1]))
 
 
 class _Known:
     """Encodes boxes of one weight by what is known of it as a whole."""
 
-    def __init__(self, weight: Weight, parts: dict[str, Part], amax: float) -> None:
+    def __init__(self, weight: Weight, parts: dict[str, PackedPart], amax: float) -> None:
         treatment = weight.treatment
         self.parts = tuple(parts.values())
         self._treatment, self._dtype = treatment, weight.dtype.name
@@ -204,7 +204,7 @@ class _Known:
             values = single(values, dtype) * self._columns[lo[1] : hi[1]]
             dtype = "float32"
         if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
-            whole = Part(role=SCALE, dtype="float32", shape=(), spans=())
+            whole = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
             if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
                 raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
         given = {r: self._cut(r, lo, hi) for r in self._scales}
@@ -249,7 +249,7 @@ class _Known:
         return self._scales[role][index] if index else self._scales[role]
 
 
-def scales_of(treatment: Treatment, parts: dict[str, Part], amax: float) -> dict[str, NDArray[Any]]:
+def scales_of(treatment: Treatment, parts: dict[str, PackedPart], amax: float) -> dict[str, NDArray[Any]]:
     """The scales that are known before a weight is read, as they are stored, by role.
 
     `amax` is that of the whole weight. What is not among them comes of the weight, box by box.
@@ -326,12 +326,12 @@ def _columns_of(weight: Weight, rows: int, tile_bytes: int) -> int:
     return max(grain, tile_bytes // (rows * weight.dtype.itemsize) // grain * grain)
 
 
-def _rows_per(part: Part) -> int:
+def _rows_per(part: PackedPart) -> int:
     """Rows of the weight under one of a part."""
     return next((s.per for s in part.spans if s.dim == 0), 1)
 
 
-def _columns_axis(part: Part) -> int:
+def _columns_axis(part: PackedPart) -> int:
     return next((axis for axis, s in enumerate(part.spans) if s.dim == 1), -1)
 
 

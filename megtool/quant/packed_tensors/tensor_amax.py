@@ -18,7 +18,7 @@ from megtool.checkpoint.transport.tile import COMPUTED_BYTES
 from megtool.errors import FormatError
 from megtool.number_formats.amax import amax as amax_of
 from megtool.number_formats.decode import SCALE
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
 from megtool.quant.packed_tensors.pack import Weight
 
@@ -40,7 +40,7 @@ def find_amaxes(
         FormatError: a weight holds NaN or infinity.
         SourceChangedError: a source file changed meanwhile.
     """
-    part = Part(role=SCALE, dtype="float32", shape=(), spans=())
+    part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
     jobs: list[tuple[int, int, int]] = []
     for number, weight in enumerate(weights):
         rows = max(1, SWEPT_BYTES // weight.row_bytes)

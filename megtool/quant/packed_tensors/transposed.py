@@ -14,8 +14,8 @@ import numpy as np
 from megtool.checkpoint.computed_tensors import Region, Taking
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.quant.packed_tensors.constant_feeds import hash_of
 from megtool.quant.packed_tensors.pack import Packed
+from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.placement import Placement
 
 TURNED = ("FP8",)

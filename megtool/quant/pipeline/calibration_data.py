@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from megtool.data.tokenize_documents import Encoded
+    from megtool.data.tokenize_documents import EncodedDocument
     from megtool.data.tokenizer import Tokenizer
     from megtool.model.batch import Batch
 
@@ -180,14 +180,14 @@ def _rows(wanted: Wanted, tokenizer: Tokenizer, length: int) -> Iterator[tuple[I
         yield rows.tokens_BS[0], rows.positions_BS[0], numbered
 
 
-def _documents(wanted: Wanted, tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _documents(wanted: Wanted, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
     from megtool.data.documents import documents
     from megtool.data.indexed import IndexedDataset
-    from megtool.data.tokenize_documents import Encoded, encode
+    from megtool.data.tokenize_documents import EncodedDocument, encode
 
     if wanted.data is None:
         text = files("megtool.data") / "founding_documents.txt"
-        yield Encoded(ids=np.asarray(tokenizer.encode(text.read_text()), np.int32))
+        yield EncodedDocument(ids=np.asarray(tokenizer.encode(text.read_text()), np.int32))
     elif Path(wanted.data).suffix in (".bin", ".idx"):
         dataset = IndexedDataset(wanted.data)
         for number in range(dataset.num_documents):
@@ -198,7 +198,7 @@ def _documents(wanted: Wanted, tokenizer: Tokenizer) -> Iterator[Encoded]:
                     f"{tokenizer.vocab_size}",
                     hint="it was made with another tokenizer: tokenize the text again",
                 )
-            yield Encoded(ids=ids)
+            yield EncodedDocument(ids=ids)
     else:
         found = documents(wanted.data, field=wanted.field, split=wanted.split)
         yield from encode(found, tokenizer, append_eos=False, answers_only=False)

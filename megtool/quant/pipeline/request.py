@@ -17,7 +17,7 @@ from megtool.quant.resolve import Decided
 
 if TYPE_CHECKING:
     from megtool.inference.rank_weights import Source
-    from megtool.inference.windows import Document
+    from megtool.inference.windows import TokenDocument
     from megtool.quant.calibration.calibration_file import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.calibration.sensitivities import Sensitivities
@@ -173,7 +173,7 @@ class Job:
         return merged([Artefact.load(path) for path in given]) if given else None
 
     @cached_property
-    def evaluation(self) -> list[Document]:
+    def evaluation(self) -> list[TokenDocument]:
         """What both models are measured on; empty where that is not asked for."""
         from megtool.commands.evaluate import read_texts
 

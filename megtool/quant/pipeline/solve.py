@@ -179,7 +179,7 @@ def check_modelopt(job: Job) -> None:
     from megtool.quant.backend_modelopt import modelopt_config
     from megtool.quant.mixed_precision.decision_units import format_of
     from megtool.quant.modelopt_model import check_quantizers
-    from megtool.reshard.auxiliary_files import hugging_face_files
+    from megtool.reshard.source import hugging_face_files
 
     world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1:

@@ -11,7 +11,6 @@ import numpy as np
 
 from megtool.checkpoint.computed_tensors import Feed
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.quant.packed_tensors.constant_feeds import Folded, Given
 from megtool.quant.packed_tensors.hf_config import Layer, quantization
 from megtool.quant.packed_tensors.interleaved import woven
 from megtool.quant.packed_tensors.modelopt_tensors import Held, caches_of, held_of, input_scale
@@ -22,7 +21,8 @@ from megtool.quant.pipeline.weight_layout import Lie, check_blocks, lie_of, misp
 from megtool.quant.qparams import Floats, Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.constant_feed import Folded, Given
+from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.target import Target
 from megtool.tensors.sharded import GlobalTensor
 

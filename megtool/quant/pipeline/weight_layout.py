@@ -10,7 +10,7 @@ from megtool.errors import MappingError
 from megtool.quant.packed_tensors.transposed import TURNED
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.target import Request, Target, make_target
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor

@@ -26,7 +26,6 @@ from megtool.checkpoint.planner import build
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.errors import MegtoolError
-from megtool.quant.packed_tensors.constant_feeds import Given
 from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
 from megtool.quant.packed_tensors.modelopt_tensors import needs_amax
 from megtool.quant.packed_tensors.tensor_amax import find_amaxes
@@ -46,6 +45,7 @@ from megtool.quant.pipeline.weight_layout import check_places, target_of
 from megtool.quant.qparams import Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
+from megtool.reshard.constant_feed import Given
 from megtool.reshard.execute import (
     expected_digests,
     peak_rss_bytes,
@@ -53,7 +53,7 @@ from megtool.reshard.execute import (
     places_of,
     write_digests,
 )
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.reshard.staged_write import write_staged, written_files
 from megtool.reshard.target import Request, Target
 from megtool.tensors.sharded import GlobalTensor

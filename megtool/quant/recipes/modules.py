@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from megtool.config import ModelConfig
-from megtool.convert.dialects import Side, write_side
+from megtool.convert.dialects import CanonicalView, write_side
 from megtool.errors import MappingError
 
 Kind = Literal["linear", "embedding", "norm", "kv_cache"]
@@ -85,7 +85,7 @@ class Modules:
     schemes: tuple[str, ...]
 
 
-def list_modules(side: Side) -> Modules:
+def list_modules(side: CanonicalView) -> Modules:
     """The modules of a model that was read as canonical tensors, optimizer state left out.
 
     Raises:
@@ -215,7 +215,7 @@ def _layer(module: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _stored_names(side: Side, dialect: str) -> dict[str, str]:
+def _stored_names(side: CanonicalView, dialect: str) -> dict[str, str]:
     """Stored names by canonical ones in a dialect; nothing where the family has none in it."""
     if dialect == "hf" and side.family is None:
         return {}

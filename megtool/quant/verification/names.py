@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megtool.convert.dialects import Side
+from megtool.convert.dialects import CanonicalView
 from megtool.dtypes import dtype
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
@@ -13,7 +13,7 @@ from megtool.quant.verification.stored_folder import COMPANIONS, Folder
 from megtool.tensors.box import numel
 
 
-def stored_names(decisions: Sequence[Decision], side: Side | None) -> dict[str, str]:
+def stored_names(decisions: Sequence[Decision], side: CanonicalView | None) -> dict[str, str]:
     """The stored names of modules by canonical ones: as found, else as they should be."""
     out = {}
     for d in decisions:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
-from megtool.convert.dialects import Side
+from megtool.convert.dialects import CanonicalView
 from megtool.errors import MappingError
 from megtool.number_formats.rounding import rounded
 from megtool.quant.calibration.activation_sites import Point, list_points
@@ -136,7 +136,7 @@ def closeness(
     )
 
 
-def points_of(side: Side) -> tuple[Point, ...]:
+def points_of(side: CanonicalView) -> tuple[Point, ...]:
     """The inputs that follow a norm, with what reads them; none where the model is not known."""
     if side.config is None or side.dialect == "identity":
         return ()
@@ -157,7 +157,7 @@ class Norm:
 
 
 def changed_norms(
-    points: Collection[Point], mine: Side, theirs: Side, a: Reader, b: Reader
+    points: Collection[Point], mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader
 ) -> dict[str, Norm]:
     """Norms whose weights differ by more than a cast, by canonical name."""
     out: dict[str, Norm] = {}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megtool.checkpoint.catalogue import Catalogue, StoredPart
 from megtool.dtypes import dtype
 from megtool.number_formats.decode import CODES, COLUMNS, DIVISOR, SCALE, SCALE_2, ZEROS
-from megtool.number_formats.packed_parts import WHOLE, Part, factors
+from megtool.number_formats.packed_parts import WHOLE, PackedPart, factors
 from megtool.number_formats.small_floats import single
 from megtool.tensors.box import numel, strides
 from megtool.tensors.placement import Placement
@@ -67,7 +67,7 @@ class Lines:
         return None if rows.keys() & columns.keys() else cls(place.base, rows, columns)
 
     def pick(
-        self, mapped: NDArray[Any], part: Part, first: int, end: int, *, each: bool
+        self, mapped: NDArray[Any], part: PackedPart, first: int, end: int, *, each: bool
     ) -> NDArray[Any] | None:
         """The numbers of a part for rows `first:end`, `[rows or 1, columns or 1]`: one for every
         element, or, without `each`, one for all elements under it."""
@@ -153,7 +153,7 @@ class Steps:
         return out
 
     def _values(
-        self, part: Part, mapped: NDArray[Any], first: int, end: int, columns: int
+        self, part: PackedPart, mapped: NDArray[Any], first: int, end: int, columns: int
     ) -> Floats | None:
         if not self.is_plain:
             found = self.lines.pick(mapped, part, first, end, each=True)

@@ -15,7 +15,7 @@ from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.parallel_scan import each
 from megtool.checkpoint.read import Reader, TensorView
 from megtool.checkpoint.transport.strided import Array
-from megtool.convert.dialects import Side
+from megtool.convert.dialects import CanonicalView
 from megtool.number_formats.rounding import rounded
 from megtool.quant.qparams import Settlement
 from megtool.quant.verification.findings import Finding, error
@@ -29,7 +29,7 @@ _FOLDED = 2.0**-7  # a norm that is off by more was not only cast to another typ
 
 
 def compare_kept(
-    mine: Side, theirs: Side, a: Reader, b: Reader, names: Sequence[str], *, threads: int
+    mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader, names: Sequence[str], *, threads: int
 ) -> list[Finding]:
     """Those of `names` that are not bit for bit the source's, or its cast to another float, and
     those that hold what is no number, whether the source does or not."""
@@ -123,7 +123,7 @@ class Gammas:
 
 
 def recovered(
-    mine: Side, theirs: Side, a: Reader, b: Reader, names: Collection[str], settlement: Settlement
+    mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader, names: Collection[str], settlement: Settlement
 ) -> Gammas:
     """The factors of the norms `names` (their weights and biases), from the two checkpoints, and
     whether they are those of the settlement."""

@@ -18,7 +18,7 @@ from megtool.checkpoint.parallel_scan import usual_threads
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
-from megtool.convert.dialects import Side, read_side
+from megtool.convert.dialects import CanonicalView, read_side
 from megtool.convert.families import detect_family
 from megtool.errors import MegtoolError
 from megtool.quant.calibration.activation_sites import list_points, readers_of
@@ -56,7 +56,7 @@ class Opened(Protocol):
         """What is stored."""
 
     @property
-    def side(self) -> Side:
+    def side(self) -> CanonicalView:
         """Which canonical tensors lie in it."""
 
 
@@ -175,7 +175,7 @@ def _unreadable(path: Path, e: MegtoolError) -> Finding:
 
 def _opened(
     source: Opened, destination: Path, folder: Folder, findings: list[Finding]
-) -> tuple[Catalogue, Side] | None:
+) -> tuple[Catalogue, CanonicalView] | None:
     """The folder through the reader of quantized folders; None where that cannot be."""
     try:
         catalogue = open_checkpoint(destination)
@@ -207,7 +207,7 @@ class _Proof:
         self,
         source: Opened,
         catalogue: Catalogue,
-        side: Side,
+        side: CanonicalView,
         decisions: Sequence[Decision],
         settlement: Settlement,
         seconds: Mapping[str, float],

@@ -11,7 +11,7 @@ import numpy as np
 from megtool.checkpoint.containers.te_extra_state import ExtraState
 from megtool.number_formats import delayed_scaling
 from megtool.number_formats.delayed_scaling import WEIGHT, Array, kinds_of
-from megtool.reshard.megatron.amax import is_unseen
+from megtool.reshard.fp8_state.transfer import is_unseen
 from megtool.reshard.megatron.fp8_faults import as_finding, faults_of, layout_of
 
 SLACK = 1 / 16

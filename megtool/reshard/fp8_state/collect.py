@@ -10,10 +10,9 @@ from megtool.checkpoint.megatron_metadata import object_value
 from megtool.errors import CalibrationError, UsageError
 from megtool.reshard.fp8_state.modelopt_amax import Buffer, read_buffers
 from megtool.reshard.megatron.amax_report import AmaxFinding
-from megtool.reshard.megatron.expert_extra_state import expert_states
 from megtool.reshard.megatron.extra_state_names import Site, holds_nothing, is_extra_state, site_of
-from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.megatron.rank_extra_state import expert_states, merged_of
+from megtool.reshard.open_source import CheckpointSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

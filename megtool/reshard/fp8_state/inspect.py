@@ -23,7 +23,7 @@ from megtool.reshard.fp8_state.weight_amax import num_bytes, weight_amaxes
 from megtool.reshard.megatron.extra_state_names import Site
 from megtool.reshard.megatron.fp8_faults import layout_of
 from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import CheckpointSource, open_model
+from megtool.reshard.open_source import CheckpointSource, open_model
 
 _NAMES = {"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")}
 

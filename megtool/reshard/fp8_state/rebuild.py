@@ -23,7 +23,7 @@ from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import Site
 
 if TYPE_CHECKING:
-    from megtool.reshard.source import CheckpointSource
+    from megtool.reshard.open_source import CheckpointSource
 
 STALE = ("uncovered", "stale", "zeros")
 

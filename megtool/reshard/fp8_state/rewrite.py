@@ -21,9 +21,9 @@ from megtool.reshard.fp8_state.modelopt_amax import Array, rebuilt_buffers
 from megtool.reshard.fp8_state.weight_amax import weight_amaxes
 from megtool.reshard.megatron.amax_report import AmaxFinding, AmaxHow, AmaxReport, AmaxWish
 from megtool.reshard.megatron.optimizer import sharding_type
+from megtool.reshard.open_source import CheckpointSource, open_model
 from megtool.reshard.parse_size import parse_size
 from megtool.reshard.report import ReshardReport
-from megtool.reshard.source import CheckpointSource, open_model
 from megtool.reshard.target import Request
 
 FORMATS = ("torch_dist", "megatron")

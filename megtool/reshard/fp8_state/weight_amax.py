@@ -23,14 +23,14 @@ from megtool.convert.megatron import split_state
 from megtool.dtypes import DType
 from megtool.number_formats.amax import amax
 from megtool.number_formats.decode import SCALE
-from megtool.number_formats.packed_parts import Part
+from megtool.number_formats.packed_parts import PackedPart
 from megtool.reshard.megatron.extra_state_names import SUFFIX, Site, site_of
 from megtool.tensors.placement import Placement, narrow
 from megtool.tensors.sharded import GlobalTensor
 
 WEIGHT = ".weight"
 
-_WHOLE = Part(role=SCALE, dtype="float32", shape=(), spans=())
+_WHOLE = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
 _STACKED = ("decoder.layers.", "encoder.layers.")
 _DIRECT = ("float32", "float16", "bfloat16")
 

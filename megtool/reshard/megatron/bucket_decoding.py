@@ -20,7 +20,7 @@ from megtool.convert.megatron import MAIN, split_state
 from megtool.convert.rank_parameters import Parameter
 from megtool.errors import FormatError, MappingError
 from megtool.reshard.megatron.box_runs import Collected, boxes_of
-from megtool.reshard.megatron.bucket_order_check import Mismatch, disproof
+from megtool.reshard.megatron.master_weight_check import Mismatch, disproof
 from megtool.tensors import buckets
 from megtool.tensors.buckets import Slot
 from megtool.tensors.registration_order import ORDERS, Order, likely_orders, registered

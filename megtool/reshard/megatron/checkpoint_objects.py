@@ -40,7 +40,7 @@ from megtool.reshard.megatron.extra_state_names import (
 )
 from megtool.reshard.megatron.model_space import saved_layout
 from megtool.reshard.megatron.rank_objects import is_of_rank
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 _IN_COMMON = ("args", "checkpoint_version", "iteration", "num_floating", "opt_param_scheduler.")

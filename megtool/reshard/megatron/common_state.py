@@ -20,7 +20,7 @@ from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import layout_args, layout_fields
 from megtool.dtypes import DType
 from megtool.reshard.megatron.rank_objects import MODELOPT
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -59,7 +59,7 @@ def common_state(
             parallel,
             dtype=name,
             divisible_by=divisible_by(source.catalogue),
-            known={} if dtype is not None and not known else known,
+            base_args={} if dtype is not None and not known else known,
         )
         if not known or dtype is not None:
             args["params_dtype"] = inert_global("torch", name)

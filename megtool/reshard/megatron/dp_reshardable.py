@@ -14,10 +14,10 @@ from megtool.checkpoint.megatron_metadata import args_of, object_value
 from megtool.checkpoint.param_groups import OBJECT
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron import split_state
-from megtool.convert.rank_parameters import Parameter, Place, of_tensor_rank, rank_parameters
+from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
 from megtool.errors import FormatError
 from megtool.reshard.megatron.bucket_decoding import Bucket, Holder, decode
-from megtool.reshard.megatron.bucket_order_check import check_copies
+from megtool.reshard.megatron.master_weight_check import check_copies
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.sharded import GlobalTensor
 
@@ -170,7 +170,7 @@ def is_buffer(name: str) -> bool:
 
 def _holders(
     found: Mapping[Buffer, list[Bucket]],
-    ranks: Mapping[Place, list[Parameter]],
+    ranks: Mapping[RankPlace, list[Parameter]],
     parallel: ParallelConfig,
     catalogue: Catalogue,
 ) -> Iterator[Holder]:
@@ -210,7 +210,7 @@ def _holders(
 
 def _check_groups(
     per_group: Mapping[tuple[int, int], Sequence[Buffer]],
-    ranks: Mapping[Place, list[Parameter]],
+    ranks: Mapping[RankPlace, list[Parameter]],
     parallel: ParallelConfig,
     has_own: bool,
     catalogue: Catalogue,
@@ -278,7 +278,7 @@ def bucket_sizes(catalogue: Catalogue) -> tuple[int | None, ...]:
 
 
 def _members(
-    ranks: Mapping[Place, list[Parameter]],
+    ranks: Mapping[RankPlace, list[Parameter]],
     parallel: ParallelConfig,
     chain: int,
     group: int,
@@ -292,7 +292,7 @@ def _members(
     if has_own and chain:
         stage, rest = divmod(group, parallel.ep * parallel.etp)
         ep, tp = divmod(rest, parallel.etp)
-        return [p for p in ranks.get(Place(stage, chunk, ep, tp), []) if p.is_expert]
+        return [p for p in ranks.get(RankPlace(stage, chunk, ep, tp), []) if p.is_expert]
     stage, tp = divmod(group, parallel.tp)
     out = of_tensor_rank(ranks, parallel, stage, chunk, tp)
     return [p for p in out if not (p.is_expert and has_own)]

@@ -13,7 +13,7 @@ from typing import Any
 from megtool.checkpoint.containers.pickle_reader import inert_global
 from megtool.checkpoint.rechunk import Regrouping
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.rank_parameters import Parameter, Place, of_tensor_rank, rank_parameters
+from megtool.convert.rank_parameters import Parameter, RankPlace, of_tensor_rank, rank_parameters
 from megtool.dtypes import DType
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
@@ -109,9 +109,9 @@ def lay_out_buckets(
 
 
 def _at(
-    ranks: Mapping[Place, list[Parameter]], stage: int, chunk: int, ep: int, tp: int
+    ranks: Mapping[RankPlace, list[Parameter]], stage: int, chunk: int, ep: int, tp: int
 ) -> list[Parameter]:
-    return ranks.get(Place(stage, chunk, ep, tp), [])
+    return ranks.get(RankPlace(stage, chunk, ep, tp), [])
 
 
 def _replicas(parallel: ParallelConfig) -> int:

@@ -6,7 +6,13 @@ The same words serve a reshard's report, `amax inspect`, and what ranks disagree
 from __future__ import annotations
 
 from megtool.checkpoint.containers.te_extra_state import ExtraState
-from megtool.number_formats.delayed_scaling import Columns, Fault, faults, kinds_of, num_gemms
+from megtool.number_formats.delayed_scaling import (
+    Columns,
+    ScalingFault,
+    faults,
+    kinds_of,
+    num_gemms,
+)
 from megtool.reshard.megatron.amax_report import AmaxFinding
 from megtool.reshard.megatron.extra_state_names import site_of
 
@@ -36,7 +42,7 @@ def label(name: str) -> str:
     return site.module if site.expert is None else f"{site.module} of expert {site.expert}"
 
 
-def faults_of(name: str, state: ExtraState) -> list[Fault]:
+def faults_of(name: str, state: ExtraState) -> list[ScalingFault]:
     """What is wrong with the numbers of a state, by the name of its object."""
     site = site_of(name)
     last = (site.module if site else name).rpartition(".")[2]
@@ -44,7 +50,7 @@ def faults_of(name: str, state: ExtraState) -> list[Fault]:
     return faults(state.tensors, linear=linear, columns=layout_of(state))
 
 
-def as_finding(where: str, fault: Fault, state: ExtraState) -> AmaxFinding:
+def as_finding(where: str, fault: ScalingFault, state: ExtraState) -> AmaxFinding:
     """A fault in words."""
     direction, layout = fault.array[-3:], layout_of(state)
     if layout is None:

@@ -16,7 +16,7 @@ from megtool.checkpoint.rechunk import regroup
 from megtool.convert.rank_parameters import Parameter
 from megtool.errors import FormatError
 from megtool.reshard.megatron.box_runs import Collected, boxes_of
-from megtool.reshard.megatron.bucket_order_check import disproof
+from megtool.reshard.megatron.master_weight_check import disproof
 from megtool.tensors.sharded import GlobalTensor
 
 NUMBERED = re.compile(

@@ -10,12 +10,12 @@ from megtool.checkpoint.formats import CUT_BY_RANKS
 from megtool.checkpoint.megatron_metadata import args_of
 from megtool.checkpoint.param_groups import BY_DP, FULLY
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import Side, TargetSide, is_optimizer_state
+from megtool.convert.dialects import CanonicalView, TargetView, is_optimizer_state
 from megtool.convert.megatron import MAIN, split_state
 from megtool.dtypes import DType
 from megtool.errors import MappingError, UsageError
 from megtool.reshard.megatron.dp_reshardable_writer import Run
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
 from megtool.tensors.buckets import default_bucket_size
 from megtool.tensors.registration_order import Order, likely_orders
 from megtool.tensors.sharded import GlobalTensor
@@ -26,7 +26,7 @@ KINDS = (FULLY, BY_DP, LEGACY, NONE)
 _FORMATS = {FULLY: "torch_dist", BY_DP: "torch_dist", LEGACY: "megatron"}
 
 
-def choose_optimizer(asked: str | None, source: Catalogue, side: Side, to: str) -> str | None:
+def choose_optimizer(asked: str | None, source: Catalogue, side: CanonicalView, to: str) -> str | None:
     """The format of the optimizer state to write; None where it stays as it is spelled.
 
     Raises:
@@ -84,7 +84,7 @@ def sharding_type(source: Catalogue) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def states_of(side: TargetSide) -> dict[str, DType]:
+def states_of(side: TargetView) -> dict[str, DType]:
     """The optimizer states among stored tensors, as they are spelled, and their dtypes."""
     out: dict[str, DType] = {}
     for t in side.tensors:
@@ -94,7 +94,7 @@ def states_of(side: TargetSide) -> dict[str, DType]:
     return out
 
 
-def require_states(side: TargetSide, wanted: Iterable[str]) -> None:
+def require_states(side: TargetView, wanted: Iterable[str]) -> None:
     """Demand the state tensors that flat buffers are filled with, one of each state a parameter.
 
     Raises:

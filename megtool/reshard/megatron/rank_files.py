@@ -15,9 +15,9 @@ from megtool.errors import FormatError, LayoutError
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.reshard.megatron.box_runs import Collected, boxes_of
 from megtool.reshard.megatron.bucket_decoding import Bucket, Holder, decode
-from megtool.reshard.megatron.bucket_order_check import check_copies
 from megtool.reshard.megatron.dp_reshardable import bucket_sizes
 from megtool.reshard.megatron.local_names import to_global
+from megtool.reshard.megatron.master_weight_check import check_copies
 from megtool.reshard.megatron.non_distributed_optimizer import from_groups, has_numbered
 from megtool.reshard.megatron.rank_extra_state import remember
 from megtool.reshard.megatron.rank_objects import rank_objects

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from megtool.checkpoint.catalogue import Catalogue, StoredObject
-from megtool.checkpoint.formats.megatron_legacy_tree import MODEL_KEY, entries
+from megtool.checkpoint.formats.megatron_legacy_file import MODEL_KEY, entries
 from megtool.checkpoint.random_state import RNG, rng_name
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.parallel.pipeline_split import Pipeline

@@ -8,10 +8,10 @@ from megtool.checkpoint.param_groups import is_group_object
 from megtool.checkpoint.plan import Dropped
 from megtool.checkpoint.random_state import is_rerun, is_rerun_idle
 from megtool.dtypes import DType
-from megtool.reshard.auxiliary_files import hugging_face_files, saved_tokenizer
 from megtool.reshard.megatron.common_state import account_for_common
 from megtool.reshard.megatron.extra_state_names import EMPTY, is_empty_state
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import hugging_face_files, saved_tokenizer
 from megtool.reshard.writers.target_spec import Request, Target
 
 

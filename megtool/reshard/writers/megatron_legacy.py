@@ -18,13 +18,12 @@ from megtool.checkpoint.rechunk import regroup
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.megatron import is_encoder_decoder, split_state
-from megtool.convert.rank_parameters import Parameter, Place, rank_parameters
+from megtool.convert.rank_parameters import Parameter, RankPlace, rank_parameters
 from megtool.convert.sharding import rule_of
 from megtool.dtypes import DType
 from megtool.errors import LayoutError, MappingError
 from megtool.parallel.pipeline_split import Pipeline
-from megtool.reshard.auxiliary_files import files_beside_ranks
-from megtool.reshard.megatron.amax import States
+from megtool.reshard.fp8_state.transfer import States
 from megtool.reshard.megatron.box_runs import Collected, boxes_of
 from megtool.reshard.megatron.checkpoint_objects import (
     Carried,
@@ -39,7 +38,8 @@ from megtool.reshard.megatron.local_names import module_to_local, to_local
 from megtool.reshard.megatron.optimizer import require_states, run_of, states_of, warn_of_order
 from megtool.reshard.megatron.rank_files import expert_rank
 from megtool.reshard.megatron.rank_objects import of_chunk, own_state
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import files_beside_ranks
 from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors import buckets
 from megtool.tensors.registration_order import registered
@@ -160,9 +160,9 @@ class _Writer:
 
     def _members(self, stage: int, chunk: int, tp: int, ep: int) -> list[Parameter]:
         """A chunk's parameters as they are registered: dense ones, and the rank's experts."""
-        at = Place(stage, chunk, 0, tp)
+        at = RankPlace(stage, chunk, 0, tp)
         dense = [p for p in self.ranks.get(at, []) if not p.is_expert]
-        at = Place(stage, chunk, ep, expert_rank(tp, ep, self.parallel))
+        at = RankPlace(stage, chunk, ep, expert_rank(tp, ep, self.parallel))
         experts = [p for p in self.ranks.get(at, []) if p.is_expert]
         found = [*dense, *experts]
         try:

@@ -11,7 +11,7 @@ from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.plan import Dropped, Fill
 from megtool.config import ParallelConfig
-from megtool.convert.dialects import TargetSide
+from megtool.convert.dialects import TargetView
 from megtool.dtypes import DType
 from megtool.reshard.megatron.amax_report import AmaxReport, AmaxWish
 
@@ -53,7 +53,7 @@ class Target:
     format: str
     dialect: str
     parallel: ParallelConfig | None
-    side: TargetSide
+    side: TargetView
     destination: Destination
     fills: list[Fill]
     copies: dict[str, str] = field(default_factory=dict)

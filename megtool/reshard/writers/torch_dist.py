@@ -18,8 +18,7 @@ from megtool.convert.dialects import is_optimizer_state
 from megtool.convert.sharding import shard
 from megtool.dtypes import DType
 from megtool.errors import MappingError
-from megtool.reshard.auxiliary_files import files_beside_ranks
-from megtool.reshard.megatron.amax import States
+from megtool.reshard.fp8_state.transfer import States
 from megtool.reshard.megatron.bridge_files import at_layout, bridge_files
 from megtool.reshard.megatron.checkpoint_objects import carried_objects, written_objects
 from megtool.reshard.megatron.common_state import (
@@ -41,7 +40,8 @@ from megtool.reshard.megatron.optimizer import (
     states_of,
     warn_of_order,
 )
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import files_beside_ranks
 from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 

@@ -11,10 +11,10 @@ from megtool.checkpoint.formats.zarr_compression import compress
 from megtool.checkpoint.formats.zarr_layout import DEFAULT_SHARD_BYTES
 from megtool.checkpoint.formats.zarr_layout import lay_out as lay_out_arrays
 from megtool.dtypes import DType
-from megtool.reshard.auxiliary_files import files_beside_ranks
 from megtool.reshard.megatron.checkpoint_objects import item_of
 from megtool.reshard.megatron.common_state import account_for_common
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import files_beside_ranks
 from megtool.reshard.writers.target_spec import Request, Target
 
 

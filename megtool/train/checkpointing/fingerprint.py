@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.convert.canonical_view import Side
+from megtool.convert.canonical_view import CanonicalView
 from megtool.quant.calibration.fingerprint import of_model
 
 _TENSORS = 2000
 
 
-def fingerprint(catalogue: Catalogue, side: Side) -> str:
+def fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
     """A digest of how the model computes and of names, shapes, types and some rows of its canonical
     weights; of very many, of some of them, the same for every checkpoint of the model.
 

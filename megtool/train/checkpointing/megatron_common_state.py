@@ -26,7 +26,7 @@ from megtool.checkpoint.param_groups import (
 from megtool.checkpoint.random_state import RNG
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.checkpointing.save_metadata import Extras
 from megtool.train.checkpointing.save_template import Template
 
@@ -142,7 +142,7 @@ def _inert_tensor(value: torch.Tensor) -> Any:
     return node
 
 
-def random_name(groups: Groups) -> str:
+def random_name(groups: ProcessGroups) -> str:
     """What the random state of this rank is called; with experts every replica has its own."""
     p = groups.parallel
     if p.ep > 1:
@@ -151,7 +151,7 @@ def random_name(groups: Groups) -> str:
     return f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
 
 
-def random_item(groups: Groups) -> bytes:
+def random_item(groups: ProcessGroups) -> bytes:
     """This process' random state as Megatron keeps it, a ready item.
 
     Where there is no GPU, its generators stand as Megatron's would after seeding with torch's seed.
@@ -181,7 +181,7 @@ def _seeded(seed: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
 
 
-def restore_random(value: Any, groups: Groups) -> bool:
+def restore_random(value: Any, groups: ProcessGroups) -> bool:
     """Set this process' random state from an object as `random_item` wrote it, as inert data.
 
     Returns whether it could be understood; nothing is set where not.

@@ -21,7 +21,7 @@ from megtool.dtypes import DType
 from megtool.reshard.megatron.common_state import saved_iteration
 from megtool.reshard.megatron.dp_reshardable_writer import Run, lay_out_buckets, objects_of
 from megtool.reshard.megatron.optimizer import NONE, run_of, warn_of_order
-from megtool.reshard.source import CheckpointSource, unknown_model
+from megtool.reshard.open_source import CheckpointSource, unknown_model
 from megtool.reshard.target import make_target
 from megtool.reshard.writers.target_spec import Request
 from megtool.tensors.sharded import GlobalTensor

@@ -21,7 +21,7 @@ from megtool.errors import MappingError
 from megtool.inference.layer_streaming import units_of
 from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import seat_of
 from megtool.train.checkpointing.megatron_common_state import joined, random_name, restore_random
 
@@ -120,7 +120,7 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _restore(catalogue: Catalogue, groups: Groups) -> bool:
+def _restore(catalogue: Catalogue, groups: ProcessGroups) -> bool:
     """Set the random state that was saved for this rank's place, if there is one."""
     p = groups.parallel
     shared = f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
@@ -141,7 +141,7 @@ class _States:
     def __init__(
         self,
         source: Source,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         threads: int | None,
         memory_bytes: int,

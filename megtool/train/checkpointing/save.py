@@ -22,7 +22,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.build_model import seat_of
 from megtool.train.checkpointing.background_task import Behind
 from megtool.train.checkpointing.host_snapshot import HostCopy, LiveRows, live
@@ -93,7 +93,7 @@ class Saver:
         self,
         folder: Path,
         template: Template,
-        groups: Groups,
+        groups: ProcessGroups,
         *,
         optimizer_format: str = FULLY,
         fsync: bool = True,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.convert.rank_parameters import Box, Parameter, Place, rank_parameters
-from megtool.convert.rank_tensors import Seat
+from megtool.convert.rank_parameters import Box, Parameter, RankPlace, rank_parameters
+from megtool.convert.rank_tensors import RankCoordinates
 from megtool.errors import MappingError
 from megtool.tensors.box import from_flat
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -51,7 +51,7 @@ class Run:
 class Report:
     """What one rank tells all others: where it sits, its tensors' types, and the runs it holds."""
 
-    seat: Seat
+    seat: RankCoordinates
     dtypes: Mapping[str, str]
     runs: tuple[Run, ...]
 
@@ -158,19 +158,19 @@ class Holders:
     ) -> None:
         self._ranks = rank_parameters(tensors, config, parallel)
         self._num_chunks = parallel.vpp
-        self._known: dict[Seat, list[Held]] = {}
+        self._known: dict[RankCoordinates, list[Held]] = {}
 
-    def of(self, seat: Seat) -> list[Held]:
+    def of(self, seat: RankCoordinates) -> list[Held]:
         """The parameters of a seat, experts one by one, under the names of its modules."""
         if seat not in self._known:
             self._known[seat] = list(self._find(seat))
         return self._known[seat]
 
-    def _find(self, seat: Seat) -> Iterator[Held]:
+    def _find(self, seat: RankCoordinates) -> Iterator[Held]:
         ends: dict[str, int] = {}
         for chunk in range(self._num_chunks):
-            dense = Place(seat.stage, chunk, 0, seat.tp)
-            experts = Place(seat.stage, chunk, seat.ep, seat.etp)
+            dense = RankPlace(seat.stage, chunk, 0, seat.tp)
+            experts = RankPlace(seat.stage, chunk, seat.ep, seat.etp)
             for place, is_expert in ((dense, False), (experts, True)):
                 for p in self._ranks.get(place, ()):
                     if p.is_expert == is_expert:

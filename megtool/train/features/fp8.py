@@ -35,14 +35,14 @@ from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mla import DownLinear
 from megtool.model.moe import ExpertLinear
 from megtool.model.pipeline import build_stages
-from megtool.number_formats.delayed_scaling import Rule
+from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.optim.fp8.amax_history import Histories
 from megtool.optim.fp8.fp8_param_gather import mark_for_gather
 from megtool.optim.fp8.linear import fp8_product, require_products
 from megtool.optim.fp8.scaling import Scaling, make_scalings
 from megtool.optim.fp8.settings import Fp8Settings
 from megtool.optim.fp8.transformer_engine import TeHistories, TeTraining, multiple_of
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Fp8Training:
             Transformer Engine cannot do the recipe, or alone can.
     """
 
-    def __init__(self, stages: Sequence[Decoder], settings: Fp8Settings, groups: Groups) -> None:
+    def __init__(self, stages: Sequence[Decoder], settings: Fp8Settings, groups: ProcessGroups) -> None:
         require_products(groups.device)
         first = stages[0]
         if first.dtype == torch.float16:
@@ -216,7 +216,7 @@ class Fp8Training:
     def _extra_state(self, arrays: Mapping[str, np.ndarray]) -> ExtraState:
         """A module's state as releases 2.x of Transformer Engine have it."""
         forward, backward = self.settings.largest
-        rule = Rule(
+        rule = ScalingRule(
             max_fwd=forward,
             max_bwd=backward,
             margin=self.settings.margin,
@@ -258,7 +258,7 @@ def check_te(settings: Fp8Settings, config: ModelConfig, tp: int) -> None:
         LayoutError: tp does not divide it.
     """
     left, multiple = layers_in_fp8(settings, config.num_layers), multiple_of(settings.recipe)
-    (whole,) = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    (whole,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
     for n in left:
         for name, module in _linears(whole.decoder.layers[str(n)]):
             out, inner = module.weight.shape

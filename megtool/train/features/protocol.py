@@ -25,7 +25,7 @@ from megtool.model.dropout import Dropout
 from megtool.model.lora import LoraSettings, add_adapters, check_experts, layers_for
 from megtool.model.moe_aux_loss import BalanceSettings
 from megtool.model.pipeline import Objective, build_stages
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.config import TrainSettings
 from megtool.train.config_checks import flag
 from megtool.train.features.fp8 import Fp8Training
@@ -77,7 +77,7 @@ class Further:
         cls,
         stages: Sequence[Decoder],
         settings: TrainSettings,
-        groups: Groups,
+        groups: ProcessGroups,
         beside: Beside | None = None,
     ) -> Further:
         """Change the stages as settings ask, before their optimizer is made; every rank calls it.
@@ -165,7 +165,7 @@ def check_lora(settings: TrainSettings, config: ModelConfig, family: Family | No
     check_experts(config, told)
     if family is None:
         raise no_names()
-    whole = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    whole = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
     PeftForm(config, family, [name for s in whole for name, _ in layers_for(s, told)])
 
 
@@ -180,7 +180,7 @@ def check_patterns(settings: TrainSettings, config: ModelConfig) -> None:
         rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
     if not rules:
         return
-    whole = build_stages(replace(config, num_mtp_layers=0), Groups.alone("meta"))
+    whole = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
     if (told := lora_settings(settings)) is not None:
         add_adapters(whole, told)
     names = [name for stage in whole for name, _ in stage.named_parameters()]
@@ -250,7 +250,7 @@ def _balancing(stages: Sequence[Decoder], beside: Beside) -> Balancing | None:
     return Balancing(stages, beside.balance, beside.num_microbatches)
 
 
-def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: Groups) -> Fp8Training | None:
+def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: ProcessGroups) -> Fp8Training | None:
     told = fp8_settings(settings)
     return None if told is None else Fp8Training(stages, told, groups)
 

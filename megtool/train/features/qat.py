@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import Place
+from megtool.model.hooks import HookLocation
 from megtool.quant.calibration.activation_sites import Point
 from megtool.quant.fake_quant.fake_quant_model import Simulation
 from megtool.quant.qparams import Settlement
@@ -74,7 +74,7 @@ class FakeQuantization:
     def around(self) -> Iterator[None]:
         """Compute as the engine will, until the end of the block; the weights are then the same."""
         own: list[tuple[Tensor, Tensor]] = []
-        before: list[tuple[Place, Any]] = []
+        before: list[tuple[HookLocation, Any]] = []
         try:
             with torch.no_grad():
                 for stage, simulation in self._stages:

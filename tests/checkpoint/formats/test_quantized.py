@@ -13,10 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint import plan_file
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.plan import Source
-from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MegtoolError
@@ -207,22 +204,6 @@ def test_one_file_is_read_as_it_is(tmp_path: Path) -> None:
     catalogue = open_checkpoint(next(folder.glob("*.safetensors")))
     assert catalogue["weight"].dtype.name == "float8_e4m3fn"
     assert "weight_scale_inv" in catalogue
-
-
-def test_a_plan_of_parts_survives_its_file(tmp_path: Path) -> None:
-    from megtool.checkpoint.formats.safetensors import lay_out
-
-    made = MAKERS["int4 uneven"](weight(64, 96))
-    stored = {f"x.{name}": t for name, t in made.stored.items()}
-    source = open_checkpoint(write(tmp_path / "hf", stored, made.config))
-    plain = [t for t in open_checkpoint(tmp_path / "hf").tensors]
-    target = lay_out([type(t)(name=t.name, shape=t.shape, dtype=t.dtype) for t in plain])
-    at = {t.name: Placement.identity(t.name, t.shape) for t in plain}
-    plan = build([Source(catalogue=source, placements=at)], target, at)
-    plan_file.save(plan, tmp_path / "plan.npz")
-    again = plan_file.load(tmp_path / "plan.npz")
-    assert again.fingerprint == plan.fingerprint
-    assert again.sources[0].packed == source.packed
 
 
 class Refused:

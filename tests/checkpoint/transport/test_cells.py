@@ -10,7 +10,6 @@ from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.plan import Source
-from megtool.checkpoint.plan_file import load, save
 from megtool.checkpoint.planner import build
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.rechunk import Regrouping, regroup
@@ -103,19 +102,6 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, saved):
     with pytest.raises(KeyboardInterrupt):
         run(stop)
     assert run().verified > 0
-    found = raw.read(job.target.catalogue, tmp_path / "out")
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_plan_loaded_from_a_file_finds_its_cells_again(raw, tmp_path, saved, threads):
-    root, wanted = saved
-    save(plan(raw, root, random.Random(5)), tmp_path / "plan.npz")
-    job = load(tmp_path / "plan.npz", reopen=open_checkpoint)
-    with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
-        copy.execute(job, stage, files=Files(), threads=threads)
-        stage.commit(fsync=False)
     found = raw.read(job.target.catalogue, tmp_path / "out")
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array)

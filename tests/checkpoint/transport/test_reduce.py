@@ -11,7 +11,6 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint import plan_file
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.digest import DigestMode
@@ -152,16 +151,6 @@ def mean(raw: Any, tmp_path: Any) -> Mean:
         rows=64,
         cols=48,
     )
-
-
-def test_a_saved_plan_does_the_same(mean: Mean, tmp_path: Any) -> None:
-    plan_file.save(mean.plan, tmp_path / "p")
-    found = plan_file.load(tmp_path / "p")
-    assert found.entries == mean.plan.entries
-    with mean.stage() as stage:
-        execute(found, stage, files=Files())
-        stage.commit(fsync=False)
-    mean.check(tmp_path / "out")
 
 
 @pytest.mark.parametrize("mode", DigestMode)

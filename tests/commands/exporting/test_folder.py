@@ -16,7 +16,7 @@ from megtool.commands.quantize import quantize
 from megtool.errors import DestinationError, FormatError, MappingError, UsageError
 from megtool.inference.load import Source, load
 from megtool.model.batch import Batch
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.inference import tiny_text
 from tests.quant.loaded import randomised
 

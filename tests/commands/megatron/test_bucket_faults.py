@@ -23,7 +23,7 @@ from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
 from megtool.reshard.megatron.dp_reshardable import BUCKET, buffers_of
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
 from tests.commands.megatron.old_formats import everything
 from tests.commands.megatron.test_proof import EXPERTS, save

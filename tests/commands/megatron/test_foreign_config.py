@@ -20,7 +20,7 @@ from megtool.convert.megatron_args import config_from_args
 from megtool.errors import FormatError, MissingPackageError
 from megtool.reshard.megatron.bridge_files import at_layout, bridge_files, run_config, train_state
 from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands.megatron.old_formats import Materialize, as_fragments, renamed
 from tests.commands.megatron.trained import config, write
 

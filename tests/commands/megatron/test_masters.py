@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, MappingError, UsageError
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.test_proof import FORMATS, edit, save
 from tests.commands.megatron.trained import config, write

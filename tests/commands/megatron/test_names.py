@@ -12,7 +12,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands.megatron.old_formats import Materialize, renamed
 from tests.commands.megatron.trained import config, write
 

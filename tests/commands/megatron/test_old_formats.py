@@ -18,7 +18,7 @@ from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
 from megtool.reshard.megatron.fully_sharded_model_space import from_fragments, has_fragments
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands.megatron.old_formats import as_fragments, as_gathered
 from tests.commands.megatron.trained import config, write
 

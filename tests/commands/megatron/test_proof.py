@@ -16,8 +16,8 @@ from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
 from megtool.reshard import target
-from megtool.reshard.megatron import bucket_order_check
-from megtool.reshard.source import open_model
+from megtool.reshard.megatron import master_weight_check
+from megtool.reshard.open_source import open_model
 from megtool.tensors.registration_order import ORDERS, Order
 from tests.commands.megatron.trained import config, to_bfloat16, write
 
@@ -288,15 +288,15 @@ def test_few_reads_for_many_copies(
 ) -> None:
     folder = save(tmp_path, materialize, "legacy", tp=4, model={"num_kv_heads": 4})
     seen: list[int] = []
-    kept = bucket_order_check.as_pair
+    kept = master_weight_check.as_pair
 
     def counted(catalogue: Any) -> Any:
         number = catalogue.shards.tensor[[r.shard for r in catalogue.replicas]]
         seen.append(int(np.bincount(number).max()))
         return kept(catalogue)
 
-    monkeypatch.setattr(bucket_order_check, "as_pair", counted)
-    monkeypatch.setattr(bucket_order_check, "MOST_COPIES", 2)
+    monkeypatch.setattr(master_weight_check, "as_pair", counted)
+    monkeypatch.setattr(master_weight_check, "MOST_COPIES", 2)
     open_model(folder)
     assert seen
     assert max(seen) <= 2

@@ -21,7 +21,7 @@ from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError
 from megtool.reshard.megatron.extra_state_names import Site, Spelling, site_of
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.commands import tiny_llama
 from tests.commands.megatron.trained import config, write
 

@@ -13,7 +13,7 @@ from megtool.checkpoint.containers.pickle_writer import namespace
 from megtool.checkpoint.formats.torch_dist_layout import lay_out
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
-from megtool.convert.canonical import Model
+from megtool.convert.canonical import CanonicalModel
 from megtool.convert.megatron import PER_LAYER, STACKED
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.sharding import shard
@@ -45,7 +45,7 @@ def config(**more: Any) -> ModelConfig:
 
 def canonical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical names and shapes of all tensors of a configuration."""
-    view = Model(model)
+    view = CanonicalModel(model)
     out = {}
     for pattern, entry in view.vocabulary.items():
         if entry.flag is not None and not view.value(entry.flag):
@@ -76,7 +76,7 @@ def write(
         n: GlobalTensor(name=n, shape=s, dtype=dtype("bfloat16")) for n, s in shapes.items()
     }
     table = STACKED if model.is_homogeneous else PER_LAYER
-    stored = Binding(table, Model(model)).write(canonical, pad_to=8 * parallel.tp).tensors
+    stored = Binding(table, CanonicalModel(model)).write(canonical, pad_to=8 * parallel.tp).tensors
     tensors: list[GlobalTensor] = []
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for t in stored:
@@ -100,7 +100,7 @@ def write(
         "make_vocab_size_divisible_by": 8,
         "params_dtype": inert_global("torch", "bfloat16"),
     }
-    known = args_from_config(model, parallel, divisible_by=8, known=more | (args or {}))
+    known = args_from_config(model, parallel, divisible_by=8, base_args=more | (args or {}))
     common = {
         "args": namespace(known),
         "checkpoint_version": 3.0,

@@ -31,7 +31,7 @@ from megtool.quant.pipeline import write as quantize_write
 from megtool.quant.pipeline.write import WriteReport, check_storable, write
 from megtool.quant.qparams import Cache, Settlement, Treatment
 from megtool.quant.resolve import Decided, decide
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.checkpoint.faulty_files import FaultyFiles, Killed
 from tests.commands.tiny_llama import contents, left_overs, state, tensors
 from tests.quant import tiny_models

@@ -18,7 +18,7 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
-from megtool.number_formats.delayed_scaling import Rule
+from megtool.number_formats.delayed_scaling import ScalingRule
 from megtool.reshard.fp8_state.checks import check
 from megtool.reshard.fp8_state.rebuild import rebuilt
 from megtool.reshard.megatron.extra_state_names import Site
@@ -198,7 +198,7 @@ def test_scales_follow_the_recipe(algorithm: str) -> None:
     history = np.array([[0, 0, 0], [4, 2, 0], [8, 1, 0], [2, 2, 0]], np.float32)
     tops = [8, 2] if algorithm == "max" else [2, 2]
     scale = np.array([448 / t / 4 for t in tops] + [1], np.float32)
-    rule = Rule(margin=2, algorithm=algorithm)
+    rule = ScalingRule(margin=2, algorithm=algorithm)
     held = ExtraState(
         tensors={"amax_history_fwd": history, "scale_fwd": scale},
         facts={"recipe": delayed_recipe(rule, 4)},

@@ -17,7 +17,7 @@ from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from megtool.number_formats.small_floats import single
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.export.legacy import models
 from tests.export.legacy.joined import config_of, joined, ranks_of
 from tests.quant.quantized_folder import quantize

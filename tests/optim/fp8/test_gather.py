@@ -13,7 +13,7 @@ from megtool.kernels.fp8 import dequantize, quantize_tensor
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.fp8.fp8_param_gather import forget, gathered, mark_for_gather
 from megtool.optim.settings import OptimizerSettings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 from tests.optim.small_models import Small, batches, train_step
@@ -59,7 +59,7 @@ def check(model: Small, optimizer: DistributedOptimizer) -> None:
 
 
 def on_ranks(rank: int, size: int, overlap: bool, bucket_size: int | None) -> None:
-    groups = start() if size > 1 else Groups.alone()
+    groups = start() if size > 1 else ProcessGroups.alone()
     model = marked()
     how = OptimizerSettings(
         **SETTINGS,
@@ -112,13 +112,13 @@ def test_it_is_refused_where_main_parameters_would_be_lost_or_nothing_gained() -
     ):
         how = OptimizerSettings(**SETTINGS, **settings)
         with pytest.raises(UsageError, match=message):
-            DistributedOptimizer(model.named_parameters(), how, Groups.alone(), chunks=[model])
+            DistributedOptimizer(model.named_parameters(), how, ProcessGroups.alone(), chunks=[model])
 
 
 def test_what_was_gathered_can_be_forgotten() -> None:
     model = marked()
     how = OptimizerSettings(**SETTINGS)
-    optimizer = DistributedOptimizer(model.named_parameters(), how, Groups.alone(), chunks=[model])
+    optimizer = DistributedOptimizer(model.named_parameters(), how, ProcessGroups.alone(), chunks=[model])
     x, y = next(batches(1))
     train_step(optimizer, model, x, y)
     assert gathered(model.fc1.weight) is not None

@@ -14,7 +14,7 @@ from megtool.errors import UsageError
 from megtool.number_formats import delayed_scaling
 from megtool.optim.fp8.amax_history import Histories, scales
 from megtool.optim.fp8.settings import Fp8Settings
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from tests.gloo_world import run_world
 from tests.optim.layouts import start
 
@@ -64,7 +64,7 @@ def test_a_run_of_steps(algorithm: Any, length: int, format: Any) -> None:
                 for part in (0.5, 1.0, 0.25):  # microbatches: the largest counts
                     amax = seen[step, module, column] * part
                     histories.record(module, direction, at, amax)
-        histories.end_step(Groups.alone())
+        histories.end_step(ProcessGroups.alone())
         history[0] = seen[step]
         amax = history.max(0).values if algorithm == "max" else history[0]
         fp8_max = torch.tensor([448.0] * 3 + [57344.0 if format == "hybrid" else 448.0] * 2)
@@ -83,7 +83,7 @@ def test_a_run_of_steps(algorithm: Any, length: int, format: Any) -> None:
 def test_what_no_pass_has_seen_keeps_its_scale() -> None:
     histories = Histories(1, Fp8Settings(amax_history_len=4))
     histories.record(0, "fwd", 0, torch.tensor(2.0))
-    histories.end_step(Groups.alone())
+    histories.end_step(ProcessGroups.alone())
     assert histories.scale["fwd"].tolist() == [[224.0, 1.0, 1.0]]
 
 
@@ -91,7 +91,7 @@ def test_a_state_goes_into_another_and_is_the_same() -> None:
     one, other = (Histories(2, Fp8Settings(amax_history_len=3)) for _ in range(2))
     for step in range(4):
         one.record(1, "fwd", 1, torch.tensor(1.0 + step))
-        one.end_step(Groups.alone())
+        one.end_step(ProcessGroups.alone())
     other.load(1, one.state(1))
     assert other.is_fresh == [True, False]
     for name, tensor in one.state(1).items():

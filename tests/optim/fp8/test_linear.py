@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megtool.kernels.dispatch import asked, use
+from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8 import Quantized
 from megtool.optim.fp8.linear import fp8_product, multiply
 from megtool.optim.fp8.scaling import Operand, Scaling, Tensorwise, make_scalings
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
 MOST = {"e4m3": (448.0, torch.float8_e4m3fn), "e5m2": (57344.0, torch.float8_e5m2)}
@@ -100,7 +100,7 @@ def test_all_three_products_are_the_recipes(
             )
         amaxes = [float(t.abs().max()) for t in (x, w, g)]
         if histories is not None:
-            histories.end_step(Groups.alone())
+            histories.end_step(ProcessGroups.alone())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -215,7 +215,7 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
 
         def gradient(self, g_TO: Tensor) -> Operand:
             """See `Scaling.gradient`."""
-            seen.append(asked())
+            seen.append(requested_implementation())
             return super().gradient(g_TO)
 
     x, w, _ = tensors(0, 16, 32, 16, torch.float32)

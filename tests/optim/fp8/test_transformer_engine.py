@@ -20,7 +20,7 @@ from megtool.kernels.transformer_engine import INSTALL
 from megtool.optim.fp8.scaling import make_scalings
 from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import multiple_of, recipe_of
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.fp8 import Fp8Training, check_te
 from tests.optim.layouts import MODELS, whole
 
@@ -83,7 +83,7 @@ def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
 def test_a_missing_package_is_named_before_anything_is_changed() -> None:
     stage = whole("tied")
     with pytest.raises(MissingPackageError, match="not installed") as caught, use("te"):
-        Fp8Training([stage], Fp8Settings(), Groups.alone())
+        Fp8Training([stage], Fp8Settings(), ProcessGroups.alone())
     assert caught.value.hint == INSTALL
     assert all(getattr(m, "product", None) is None for m in stage.modules())
     assert "run" not in vars(stage)
@@ -94,7 +94,7 @@ def test_mxfp8_is_transformer_engines_alone() -> None:
         make_scalings(1, Fp8Settings(recipe="mxfp8"), "cpu")
     assert "--kernels te" in str(caught.value)
     with pytest.raises(UsageError, match="mxfp8"):
-        Fp8Training([whole("tied")], Fp8Settings(recipe="mxfp8"), Groups.alone())
+        Fp8Training([whole("tied")], Fp8Settings(recipe="mxfp8"), ProcessGroups.alone())
 
 
 def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:

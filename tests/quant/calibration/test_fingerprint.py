@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megtool.commands.reshard import reshard
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.fingerprint import of_model
-from megtool.reshard.source import open_model
+from megtool.reshard.open_source import open_model
 from tests.quant import tiny_models
 from tests.quant.calibrated import case, random_moe, tokens
 

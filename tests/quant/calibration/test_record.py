@@ -12,7 +12,7 @@ from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, MappingError, UsageError
 from megtool.kernels.cuda_graphs import graphed
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.statistics import BINS
 from tests.gloo_world import run_world
@@ -150,7 +150,7 @@ def test_all_ranks_tell_of_what_one_has_seen() -> None:
 
 
 def poisoned(rank: int, size: int) -> str:
-    groups = Groups.start(ParallelConfig(dp=2))
+    groups = ProcessGroups.start(ParallelConfig(dp=2))
     decoder = whole("shared and gated")
     decoder.groups = groups
     recorder = Recorder(decoder, points_of(decoder.config), groups=groups)

@@ -12,7 +12,7 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.mixed_precision.sensitivity import measure
@@ -41,7 +41,7 @@ def on_rank(
     rank: int, size: int, folder: Path, method: str, layout: dict[str, int], more: dict[str, Any]
 ) -> Sensitivities:
     """What a rank finds. For `run_world`."""
-    groups = Groups.start(ParallelConfig(**layout))
+    groups = ProcessGroups.start(ParallelConfig(**layout))
     try:
         return measured(folder, method, groups=groups, **more)
     finally:
@@ -109,7 +109,7 @@ def test_work_is_shared_and_not_done_again(dense: Path, tmp_path: Path, method: 
 def test_layouts_that_do_not_serve(
     dense: Path, method: str, layout: dict[str, int], told: str
 ) -> None:
-    groups = replace(Groups.alone(), parallel=ParallelConfig(**layout))
+    groups = replace(ProcessGroups.alone(), parallel=ParallelConfig(**layout))
     with pytest.raises(UsageError, match=told) as caught:
         measured(dense, method, groups=groups)
     assert "share the data out" in (caught.value.hint or "")

@@ -17,10 +17,10 @@ from megtool.errors import UsageError
 from megtool.inference.forward import Forward
 from megtool.inference.layer_streaming import on_demand_of
 from megtool.inference.load import load
-from megtool.inference.windows import Document
+from megtool.inference.windows import TokenDocument
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
 from megtool.quant.fake_quant.fake_quant_model import Simulation
 from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
@@ -203,7 +203,7 @@ def on_rank(rank: int, size: int, folder: str, algo: str) -> np.ndarray:
     torch.set_num_threads(1)
     moe = "moe" in folder
     more = {"tp": 2, "ep": 2, "etp": 1} if moe else {"tp": 2}
-    groups = Groups.start(ParallelConfig(**more), device="cpu")
+    groups = ProcessGroups.start(ParallelConfig(**more), device="cpu")
     try:
         source, modules, points = opened(Path(folder))
         settlement = settled(modules, points, lambda name: algo, smooth=True, cache="FP8")
@@ -232,7 +232,7 @@ def test_two_ranks_compute_the_same(model: str, algo: str, request: pytest.Fixtu
 def test_quality(llama: Path) -> None:
     source, modules, points = opened(llama)
     before, after = load(source, dtype="float32"), load(source, dtype="float32", on_demand=True)
-    documents = [Document(tokens=[(7 * i * i + n) % 128 for i in range(40)]) for n in range(3)]
+    documents = [TokenDocument(tokens=[(7 * i * i + n) % 128 for i in range(40)]) for n in range(3)]
     found = []
     for algo in ("FP8", "NVFP4"):
         settlement = settled(modules, points, lambda name, algo=algo: algo)

@@ -10,7 +10,7 @@ import torch
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError
 from megtool.inference.load import load
-from megtool.parallel.process_groups import Groups
+from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.fake_quant.weight_views import WeightViews
 from tests.gloo_world import run_world
@@ -24,7 +24,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return randomised(made)
 
 
-def checked(folder: Path, groups: Groups, seen: list[str]) -> int:
+def checked(folder: Path, groups: ProcessGroups, seen: list[str]) -> int:
     """Every weight that is here is read as the file has it, and written."""
     source, _, _ = opened(folder)
     decoder = load(source, groups=groups, dtype="float32")
@@ -46,16 +46,16 @@ def checked(folder: Path, groups: Groups, seen: list[str]) -> int:
 
 def test_alone(folder: Path) -> None:
     linear = [m.name for m in opened(folder)[1] if m.kind == "linear"]
-    assert checked(folder, Groups.alone(), linear) == len(linear)
+    assert checked(folder, ProcessGroups.alone(), linear) == len(linear)
     some = [n for n in linear if n.startswith("layers.2.")]
-    assert checked(folder, Groups.alone(), some) == len(some)
-    assert checked(folder, Groups.alone(), ["head"]) == 1
-    assert checked(folder, Groups.alone(), []) == 0
+    assert checked(folder, ProcessGroups.alone(), some) == len(some)
+    assert checked(folder, ProcessGroups.alone(), ["head"]) == 1
+    assert checked(folder, ProcessGroups.alone(), []) == 0
 
 
 def on_rank(rank: int, size: int, folder: str, more: dict[str, int]) -> int:
     torch.set_num_threads(1)
-    groups = Groups.start(ParallelConfig(**more), device="cpu")
+    groups = ProcessGroups.start(ParallelConfig(**more), device="cpu")
     try:
         linear = [m.name for m in opened(Path(folder))[1] if m.kind == "linear"]
         return checked(Path(folder), groups, linear)

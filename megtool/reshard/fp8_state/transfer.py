@@ -33,7 +33,6 @@ from megtool.reshard.megatron.amax_report import (
     AmaxWish,
 )
 from megtool.reshard.megatron.checkpoint_objects import Carried
-from megtool.reshard.megatron.expert_extra_state import by_expert, expert_states
 from megtool.reshard.megatron.extra_state_names import (
     EMPTY,
     holds_nothing,
@@ -41,8 +40,8 @@ from megtool.reshard.megatron.extra_state_names import (
     site_of,
 )
 from megtool.reshard.megatron.fp8_faults import as_finding, faults_of, label
-from megtool.reshard.megatron.rank_extra_state import merged_of
-from megtool.reshard.source import CheckpointSource
+from megtool.reshard.megatron.rank_extra_state import by_expert, expert_states, merged_of
+from megtool.reshard.open_source import CheckpointSource
 
 LONGEST = 1 << 20
 """Steps of the longest history that is written."""
