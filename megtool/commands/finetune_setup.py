@@ -17,7 +17,7 @@ from megtool.train.config import TrainSettings
 
 if TYPE_CHECKING:
     from megtool.model.decoder import Decoder
-    from megtool.quant.pipeline.request import Job
+    from megtool.quant.pipeline.request import QuantizeRequest
     from megtool.train.features.protocol import Beside
     from megtool.train.run_plan import RunPlan
 
@@ -128,7 +128,7 @@ def check_beside(
     return weight_bytes_of(found.config, layout, dtype), copied
 
 
-def _job(runnable: Runnable, settings: TrainSettings) -> Job:
+def _job(runnable: Runnable, settings: TrainSettings) -> QuantizeRequest:
     """What quantization-aware training rounds, and by what, from headers alone."""
     from megtool.train.features.qat_setup import job_for_training
 

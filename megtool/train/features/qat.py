@@ -18,7 +18,7 @@ from torch import Tensor
 from megtool.model.decoder import Decoder
 from megtool.model.hooks import HookLocation
 from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.qparams import Settlement
 
 
@@ -55,7 +55,7 @@ class FakeQuantization:
         self._stages = [
             (
                 stage,
-                Simulation(
+                FakeQuantModel(
                     stage,
                     listed,
                     self._settlement,
@@ -96,7 +96,7 @@ class FakeQuantization:
                 for held, values in own:
                     held.copy_(values)
 
-    def _follow(self, simulation: Simulation) -> None:
+    def _follow(self, simulation: FakeQuantModel) -> None:
         """Let shared scales of whole tensors be those of the weights as they are now."""
         treatments = self._settlement.treatments
         for modules in self._shared:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megtool.console import Progress
 from megtool.errors import CalibrationError, UsageError
 from megtool.inference.runtime import Manner
-from megtool.quant.pipeline.calibration_data import Wanted
-from megtool.quant.pipeline.request import Calibrating, Job, Writing
-from megtool.quant.pipeline.solve import check_given, settled
+from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
+from megtool.quant.pipeline.request import CalibrationOptions, QuantizeRequest, QuantizeOutputOptions
+from megtool.quant.pipeline.solve import check_given, solve
 from megtool.quant.resolve import decide
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from megtool.quant.qparams import Settlement
 
 
-def settle_for_training(job: Job, progress: Progress) -> tuple[tuple[Point, ...], Settlement]:
+def settle_for_training(job: QuantizeRequest, progress: Progress) -> tuple[tuple[Point, ...], Settlement]:
     """The points of the model of a `job_for_training`, and what `megtool quantize` would do there.
 
     Raises:
         CalibrationError: nothing came of it.
     """
-    found = settled(job, None, progress)
+    found = solve(job, None, progress)
     if found is None:
         raise CalibrationError(f"recipe {job.decided.recipe.name} settled nothing")
     return job.points, found.settlement
@@ -39,7 +39,7 @@ def job_for_training(
     iteration: str | None,
     family: str | None,
     like: Path | None,
-) -> Job:
+) -> QuantizeRequest:
     """What `settle_for_training` settles, of the model in `source`, from headers alone.
 
     Raises:
@@ -48,7 +48,7 @@ def job_for_training(
         UsageError: it leaves formats to be chosen.
     """
     decided = decide(source, recipe, iteration=iteration, family=family, like=like)
-    job = Job(
+    job = QuantizeRequest(
         decided=decided,
         destination=source,
         recipe=recipe,
@@ -56,20 +56,20 @@ def job_for_training(
         group_size=0,
         began=time.monotonic(),
         manner=Manner(),
-        calibrating=Calibrating(
-            wanted=Wanted(),
+        calibrating=CalibrationOptions(
+            data_options=CalibrationDataOptions(),
             tokenizer=None,
             unseen=None,
             route_all=False,
             resident=False,
             spill=False,
             backend="megtool",
-            given=() if calibration is None else (calibration,),
+            files=() if calibration is None else (calibration,),
             keep=None,
             only=False,
             work=None,
         ),
-        writing=Writing(
+        writing=QuantizeOutputOptions(
             memory_bytes=0,
             max_shard_bytes=None,
             overwrite=False,
