@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
 
 MIB = 1 << 20
 FOLDER = Path("examples/benchmarks")

@@ -13,11 +13,9 @@ import pytest
 from megtool.commands.demo import demo_weights
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
-from tests.commands import tiny_llama
-from tests.commands.megatron import trained
-from tests.commands.scaling.fp8_trained import rank_files
-from tests.data import tiny_tokenizer
-from tests.inference import tiny_text
+from tests.support.checkpoints import trained
+from tests.support.checkpoints.fp8_trained import rank_files
+from tests.support.models import tiny_llama, tiny_text, tiny_tokenizer
 
 ARGUMENTS = {
     "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),

@@ -13,9 +13,9 @@ import pytest
 from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
-from tests.checkpoint.faulty_files import FaultyFiles, Killed
+from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 UNIT = 5000
 NAMES = ("a.bin", "deep/b.bin")
 CONTENT = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.finetune_runs import TEXT, save_lines
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
+from tests.support.runs.finetune_runs import TEXT, save_lines
 
 
 @pytest.fixture(scope="session")

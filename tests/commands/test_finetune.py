@@ -20,8 +20,8 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on, tune
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
+from tests.support.runs.finetune_runs import TEXT, curve, kill_and_go_on, tune
 
 
 def test_a_run_leaves_a_checkpoint_a_log_and_a_curve(model, data, tmp_path) -> None:

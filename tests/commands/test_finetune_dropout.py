@@ -13,9 +13,9 @@ import torch
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import curve, kill_and_go_on
-from tests.commands.finetune_runs import tune as any_run
-from tests.gloo_world import run_world
+from tests.support.runs.finetune_runs import curve, kill_and_go_on
+from tests.support.runs.finetune_runs import tune as any_run
+from tests.support.worlds.gloo_world import run_world
 
 BOTH = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 SHORT = {"exit_duration_in_mins": 1e-9}

@@ -13,12 +13,12 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import curve, tune
 from tests.commands.test_generate import torchrun
-from tests.gloo_world import run_world
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
+from tests.support.runs.finetune_runs import curve, tune
+from tests.support.worlds.gloo_world import run_world
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ LONG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.model import moe_models
+    from tests.support.models import moe_models
 
     folder = tmp_path_factory.mktemp("made") / "model"
     _, name, extra = moe_models.CASES["deepseek_v3"]
@@ -67,7 +67,7 @@ def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp
     lines = [x for x in read_log(out / "log.jsonl") if "loss" in x]
     assert all(x["seq_aux_loss"] > 0.9 and x["z_loss"] > 0 for x in lines)
     assert all(0 <= x["idlest_expert"] <= 1 <= x["busiest_expert"] for x in lines)
-    opened = open_model(out)
+    opened = open_source(out)
     kept = args_of(opened.catalogue)
     assert {n: kept[n] for n in BALANCED if n.startswith("moe")} == {
         n: value for n, value in BALANCED.items() if n.startswith("moe")

@@ -13,7 +13,7 @@ from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
 
 
@@ -44,7 +44,7 @@ def test_a_run_in_fp8_that_was_stopped_is_the_one_that_was_not(
     seen = inspect_amax(tmp_path / "whole")
     assert seen.lines_of
     assert seen.exit_status == 0, list(seen.lines())
-    args = args_of(open_model(tmp_path / "whole").catalogue)
+    args = args_of(open_source(tmp_path / "whole").catalogue)
     assert (args["fp8"], args["fp8_recipe"]) == ("hybrid", "delayed")
     assert args["fp8_amax_history_len"] == 1024
 

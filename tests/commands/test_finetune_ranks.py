@@ -13,10 +13,10 @@ from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
 from megtool.errors import MegtoolError
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
-from tests.gloo_world import run_world
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
+from tests.support.worlds.gloo_world import run_world
 
 STEPS = 20
 
@@ -136,7 +136,7 @@ def test_a_run_with_context_parallelism_goes_on_at_another_layout(
 ) -> None:
     model, data, ref = made
     out = shutil.copytree(shared_out, tmp_path / "out")
-    args = args_of(open_model(out).catalogue)
+    args = args_of(open_source(out).catalogue)
     assert (args["context_parallel_size"], args["data_parallel_size"]) == (2, 2)
     run_world(on_rank, 2 if layout else 1, model, str(out), data, layout)
     assert curve(out) == pytest.approx(curve(ref), abs=1e-5)

@@ -19,9 +19,9 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, TrainingError, UsageError
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import TEXT, curve, kill_and_go_on
-from tests.commands.finetune_runs import tune as any_run
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
+from tests.support.runs.finetune_runs import TEXT, curve, kill_and_go_on
+from tests.support.runs.finetune_runs import tune as any_run
 
 SHORT = {"exit_duration_in_mins": 1e-9}
 """Ends a run after its first step."""
@@ -289,13 +289,14 @@ def test_every_row_that_is_held_out_of_a_blend_is_measured_once(model, data, tmp
 def mean_held_out(model: Path, files: list[str]) -> float:
     """The mean loss of what is held out of files, each measured on its own."""
     from megtool.data.dataset import open_dataset
-    from megtool.inference.rank_weights import Source as Stored
-    from megtool.inference.runtime import Source, open_runnable
     from megtool.parallel.process_groups import ProcessGroups
+    from megtool.reshard.open_source import open_decoder
+    from megtool.reshard.source import CheckpointSource as Stored
+    from megtool.reshard.source import SourceOptions
     from megtool.train.build_model import load_for_training
     from megtool.train.evaluation import evaluate
 
-    runnable = open_runnable(Source(path=model))
+    runnable = open_decoder(SourceOptions(path=model))
     opened = runnable.opened
     stored = Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
     stages = load_for_training(stored, ProcessGroups.alone(), dtype="float32", threads=1)

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megtool.errors import MappingError, UsageError
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import tune as any_run
-from tests.gloo_world import run_world
+from tests.support.runs.finetune_runs import tune as any_run
+from tests.support.worlds.gloo_world import run_world
 
 SCALE = 2.0**14
 FP16 = {"fp16": True, "initial_loss_scale": SCALE, "micro_batch_size": 1}

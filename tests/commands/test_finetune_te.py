@@ -14,7 +14,6 @@ from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
 from megtool.errors import MissingPackageError, UsageError
-from megtool.inference.rank_weights import Source
 from megtool.kernels.dispatch import use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
@@ -23,7 +22,8 @@ from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import TeHistories
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
 from megtool.train.features.fp8 import Fp8Training
 from megtool.train.run_log import read_log
@@ -139,9 +139,11 @@ class Passed:
 
 def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Passed:
     """Three passes there and back over 21 tokens each, with evaluations between or not."""
-    opened, groups = open_model(folder), ProcessGroups.alone("cuda")
+    opened, groups = open_source(folder), ProcessGroups.alone("cuda")
     assert opened.model is not None
-    source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
+    source = CheckpointSource(
+        catalogue=opened.catalogue, side=opened.side, config=opened.model.config
+    )
     (stage,) = load_for_training(source, groups, dtype="bfloat16")
     if again:
         recompute(stage, "full")

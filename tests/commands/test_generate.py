@@ -21,8 +21,7 @@ from megtool.commands.reshard import reshard
 from megtool.console import printable
 from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
 from megtool.inference.runtime import Manner, on_ranks
-from tests.commands import tiny_llama
-from tests.inference import tiny_text
+from tests.support.models import tiny_llama, tiny_text
 
 torch = pytest.importorskip("torch")
 

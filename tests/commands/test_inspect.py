@@ -17,7 +17,7 @@ from megtool.cli.app import main
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.errors import FormatError, MappingError
-from tests.commands import tiny_llama
+from tests.support.models import tiny_llama
 
 SHAPES = tiny_llama.shapes(tiny_llama.config())
 PARAMETERS = sum(int(np.prod(s)) for s in SHAPES.values())

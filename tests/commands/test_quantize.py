@@ -29,9 +29,8 @@ from megtool.errors import (
 from megtool.quant.pipeline.plan import QuantizePlan
 from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import recipe_names
-from tests.inference import tiny_text
-from tests.quant import tiny_models
-from tests.quant.calibrated import random_moe
+from tests.support.models import tiny_models, tiny_text
+from tests.support.quant.calibrated import random_moe
 
 SIZES = {
     "hidden_size": 128,

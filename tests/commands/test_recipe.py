@@ -14,8 +14,7 @@ from megtool.cli.app import main
 from megtool.commands.recipe import explain_recipe, list_recipes, show_recipe
 from megtool.commands.reshard import reshard
 from megtool.errors import LayoutError, MappingError, RecipeError
-from tests.commands import tiny_llama
-from tests.quant import tiny_models
+from tests.support.models import tiny_llama, tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from megtool.errors import (
     MappingError,
     UsageError,
 )
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import contents, left_overs, state, tensors
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import contents, left_overs, state, tensors
 
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {},

@@ -13,8 +13,8 @@ from megtool.commands.reshard import ReshardReport, reshard
 from megtool.errors import (
     DigestError,
 )
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import tensors
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import tensors
 
 
 def one_dtype(report: ReshardReport) -> set[str]:

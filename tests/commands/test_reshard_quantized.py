@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError
-from tests.checkpoint.formats.quantized_weights import MAKERS, gpt_oss
-from tests.checkpoint.formats.quantized_weights import write as write_folder
-from tests.commands import tiny_llama
+from tests.support.checkpoints.quantized_weights import MAKERS, gpt_oss
+from tests.support.checkpoints.quantized_weights import write as write_folder
+from tests.support.models import tiny_llama
 
 KINDS = [
     "deepseek",

@@ -22,8 +22,7 @@ from megtool.commands.reshard import reshard
 from megtool.commands.tokenize import tokenize
 from megtool.data.indexed import IndexedDataset
 from megtool.errors import DestinationError, FormatError, StorageError, UsageError
-from tests.commands import tiny_llama
-from tests.data import tiny_tokenizer
+from tests.support.models import tiny_llama, tiny_tokenizer
 
 WORDS = tiny_tokenizer.WORDS.split()
 

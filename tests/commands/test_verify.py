@@ -22,7 +22,7 @@ from megtool.cli.app import main
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import CheckpointError, MappingError
-from tests.commands import tiny_llama
+from tests.support.models import tiny_llama
 
 SHAPES = tiny_llama.shapes(tiny_llama.config())
 Q = "layers.1.attn.q.weight"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
-from tests.commands import tiny_llama
+from tests.support.models import tiny_llama
 
 
 def test_files_are_held_against_integrity_json(tmp_path: Path) -> None:

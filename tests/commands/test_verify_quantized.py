@@ -21,9 +21,9 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import MappingError, UsageError
 from megtool.quant.recipes.dialects import recipe_names
-from tests.export.lint.compressed_folder import compress, deepseek
-from tests.quant import tiny_models
-from tests.quant.quantized_folder import quantize, randomised
+from tests.support.checkpoints.compressed_folder import compress, deepseek
+from tests.support.checkpoints.quantized_folder import quantize, randomised
+from tests.support.models import tiny_models
 
 DOWN = "model.layers.2.mlp.down_proj"
 KINDS = ("fp8", "nvfp4", "awq", "mixed", "ct int4", "ct nvfp4", "deepseek")
@@ -412,7 +412,7 @@ OF_THE_FOLDER = frozenset(
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     from tests.commands.test_quantize import SIZES
-    from tests.inference import tiny_text
+    from tests.support.models import tiny_text
 
     sizes = SIZES | {"num_hidden_layers": 6}  # the first and the last two are kept by some
     return tiny_text.save(tmp_path_factory.mktemp("text") / "hf", dtype="bfloat16", **sizes)

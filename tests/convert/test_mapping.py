@@ -73,7 +73,11 @@ def put(stored: np.ndarray, p: Placement, value: np.ndarray) -> None:
 
 
 def build(
-    w: WordLike, model: CanonicalModel, arrays: dict[str, np.ndarray], stored: str = "s", pad_to: int = 1
+    w: WordLike,
+    model: CanonicalModel,
+    arrays: dict[str, np.ndarray],
+    stored: str = "s",
+    pad_to: int = 1,
 ) -> np.ndarray:
     """The stored array that a word makes of canonical ones; the padding stays NaN."""
     binding = Binding((Row(stored, w),), model)

@@ -22,10 +22,9 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
-from tests.converters.saved_folder import config_of, stored
-from tests.tiny_families import (
+from tests.support.models.dense_families import (
     BIASED,
     GEMMA,
     GEMMA2,
@@ -44,6 +43,7 @@ from tests.tiny_families import (
     TIED,
     UNTIED,
 )
+from tests.support.saved_folder import config_of, stored
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -129,7 +129,7 @@ def save(case: Case, folder: Path) -> Any:
 def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None:
     save(case, tmp_path / "hf")
     before = stored(tmp_path / "hf")
-    opened = open_model(tmp_path / "hf")
+    opened = open_source(tmp_path / "hf")
     assert opened.model is not None
     assert opened.model.family is not None
     assert opened.model.family.name == case.family
@@ -197,14 +197,14 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     """Megatron's tensors fit the configuration that their args alone give."""
     save(case, tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
-    config = open_model(tmp_path / "hf").side.config
+    config = open_source(tmp_path / "hf").side.config
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2)))
     for name in SHAPES:
         assert getattr(said, name) == getattr(config, name), name
     if config.mlp_bias and not config.qkv_bias:
         return  # Megatron has no word for that, and a warning says so
-    meg = open_model(tmp_path / "meg")
+    meg = open_source(tmp_path / "meg")
     kind = family(case.family)
     said_all = ModelConfig(
         **{f.name: getattr(said, f.name) for f in fields(said) if f.name != "extra"},

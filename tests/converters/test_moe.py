@@ -20,9 +20,9 @@ from megtool.convert.families import detect_family, family
 from megtool.convert.megatron_args import args_from_config, config_from_args, megatron_limits
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor
-from tests.converters.saved_folder import Stored, config_of, stored
+from tests.support.saved_folder import Stored, config_of, stored
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ LAYOUTS: list[dict[str, int]] = [
 def test_weights_come_back_to_the_same_bytes(case: Case, tmp_path: Path) -> None:
     save(case, tmp_path / "hf")
     before = stored(tmp_path / "hf")
-    opened = open_model(tmp_path / "hf")
+    opened = open_source(tmp_path / "hf")
     assert opened.model is not None
     assert opened.model.family is not None
     assert opened.model.family.name == case[0]
@@ -168,7 +168,7 @@ def test_args_say_what_the_configuration_does(case: Case, tmp_path: Path) -> Non
     """Megatron's tensors are whole and the same by what their args alone say."""
     save(case, tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "meg", to="torch_dist", fsync=False)
-    meg = open_model(tmp_path / "meg")
+    meg = open_source(tmp_path / "meg")
     config = meg.side.config
     assert config is not None
     said = config_from_args(args_from_config(config, ParallelConfig(tp=2, ep=2)))
@@ -313,10 +313,10 @@ def test_one_layer_too_many_is_named(tmp_path: Path) -> None:
     with_mtp(tmp_path / "hf")
     change_config(tmp_path / "hf", num_nextn_predict_layers=1)
     with pytest.raises(MappingError, match=r"model\.layers\.5\..*num_layers is 4"):
-        open_model(tmp_path / "hf")
+        open_source(tmp_path / "hf")
     change_config(tmp_path / "hf", num_nextn_predict_layers=3)
     with pytest.raises(MappingError, match=r"missing: 'mtp\.2\.attn_norm"):
-        open_model(tmp_path / "hf")
+        open_source(tmp_path / "hf")
 
 
 # ---- Megatron's other spellings
@@ -385,7 +385,7 @@ def test_every_spelling_of_megatron_is_read(
         with_mtp(tmp_path)
     else:
         save(FIRST[name], tmp_path)
-    opened = open_model(tmp_path)
+    opened = open_source(tmp_path)
     rng = np.random.default_rng(0)
     arrays = {t.name: rng.random(t.shape).astype(np.float32) for t in opened.catalogue.tensors}
     tensors = [

@@ -17,7 +17,7 @@ from megtool.commands.demo import demo_weights
 from megtool.data.tokenizer import Tokenizer
 from megtool.errors import FormatError, MappingError, MissingPackageError
 from megtool.reshard.find_tokenizer import find_tokenizer
-from tests.data import tiny_tokenizer
+from tests.support.models import tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "the text"}, {"role": "assistant", "content": "it reads"}]
 

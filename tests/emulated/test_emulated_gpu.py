@@ -1,6 +1,6 @@
 """What runs on a GPU runs on an emulated one: placement, waiting, captures, layouts of operands.
 
-`tests/emulated/device.py` says what the emulation is, and what it cannot show.
+`tests/support/emulated/device.py` says what the emulation is, and what it cannot show.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 
 from megtool.commands.verify import verify
 from megtool.train.run_log import read_log
-from tests.commands.finetune_runs import curve, save_lines
-from tests.emulated.device import build
-from tests.inference import tiny_text
+from tests.support.emulated.device import build
+from tests.support.models import tiny_text
+from tests.support.runs.finetune_runs import curve, save_lines
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -32,9 +32,9 @@ ON_GPU = (
     "tests/optim",
     "tests/inference/test_generate.py",
     "tests/inference/test_load.py",
-    "tests/quant/simulation",
+    "tests/quant/fake_quant",
 )
-GRAPHED = ("tests/train/test_graphed.py", "tests/commands/test_finetune_graphed.py")
+GRAPHED = ("tests/train/test_cuda_graph.py", "tests/commands/test_finetune_cuda_graph.py")
 COMMANDS = (
     "tests/commands/test_finetune.py::test_the_same_command_goes_on_with_the_same_bits",
     "tests/commands/test_finetune_fp8.py",
@@ -45,7 +45,7 @@ COMMANDS = (
 REFUSED = """
 import sys
 from pathlib import Path
-from tests.emulated.device import start
+from tests.support.emulated.device import start
 start(Path(sys.argv[1]))
 import pytest
 import torch
@@ -117,7 +117,7 @@ def run(checkout: Path, *arguments: str) -> str:
 
 
 def families(checkout: Path, library: Path, *arguments: str) -> list[dict[str, Any]]:
-    told = run(checkout, "-m", "tests.emulated.families", str(library), *arguments)
+    told = run(checkout, "-m", "tests.support.emulated.families", str(library), *arguments)
     rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     wrong = [row for row in rows if row["error"]]
     assert not wrong, "\n".join(f"{row['name']} {row['dtype']}: {row['error']}" for row in wrong)
@@ -149,7 +149,15 @@ def test_all_families_run_there(kernels: str, library: Path, checkout: Path) -> 
 def run_tests(checkout: Path, library: Path, kernels: str, marked: str, *names: str) -> str:
     """Run tests of this checkout in one process with a GPU."""
     return run(
-        checkout, "-m", "tests.emulated.device", str(library), kernels, "-q", "-m", marked, *names
+        checkout,
+        "-m",
+        "tests.support.emulated.device",
+        str(library),
+        kernels,
+        "-q",
+        "-m",
+        marked,
+        *names,
     )
 
 
@@ -176,7 +184,9 @@ def test_a_killed_run_of_graphs_goes_on_there(
     model = tiny_text.save(tmp_path / "model")
     told = f"finetune {model} DST --data {save_lines(tmp_path)} --seq-length 32 --train-iters 9"
     told += " --global-batch-size 4 --save-interval 2 --lr 1e-3 --kernels torch --threads 1 -q"
-    program = "import sys; from pathlib import Path; from tests.emulated.device import start; "
+    program = (
+        "import sys; from pathlib import Path; from tests.support.emulated.device import start; "
+    )
     program += "start(Path(sys.argv.pop(1))); from megtool.cli.app import main; main(sys.argv[1:])"
 
     def command(folder: str, graphs: str) -> list[str]:
@@ -204,7 +214,7 @@ def test_a_killed_run_of_graphs_goes_on_there(
 @pytest.mark.peers
 def test_megatron_core_learns_the_same_there(library: Path, checkout: Path) -> None:
     pytest.importorskip("megatron.core.models.gpt")
-    told = run(checkout, "-m", "tests.emulated.rivals", str(library))
+    told = run(checkout, "-m", "tests.support.emulated.rivals", str(library))
     rows = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
     assert [row["dtype"] for row in rows] == ["torch.float32", "torch.bfloat16"]
     for row in rows:

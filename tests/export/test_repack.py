@@ -22,8 +22,8 @@ from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.quant.recipes.formats import FORMATS
 from megtool.tensors.sharded import GlobalTensor
-from tests.checkpoint.faulty_files import FaultyFiles, Killed
-from tests.export.coded_folders import (
+from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.checkpoints.module_folders import (
     KINDS,
     Held,
     Wanted,
@@ -125,7 +125,7 @@ def _decoded_parts(
     folder: Path, coded: Coded, shape: tuple[int, int]
 ) -> list[np.ndarray[Any, Any]]:
     from megtool.number_formats.decode import decode
-    from tests.export.coded_folders import NAMES
+    from tests.support.checkpoints.module_folders import NAMES
 
     held, out = tensors_in(folder), []
     parts = layout(coded.packing, shape)
@@ -199,7 +199,7 @@ def test_siblings_are_brought_to_one_scale(tmp_path: Path, algo: str) -> None:
 
 def _decode_all(held: dict[str, torch.Tensor], packing: str) -> np.ndarray[Any, Any]:
     from megtool.number_formats.decode import decode
-    from tests.export.coded_folders import NAMES
+    from tests.support.checkpoints.module_folders import NAMES
 
     parts = layout(packing, (192, 64))
     windows = {

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megtool.commands.reshard import reshard
-from tests.commands import tiny_llama
-from tests.faults.damage import FORMATS, SMALL, save_gguf
+from tests.support.checkpoints.damage import FORMATS, SMALL, save_gguf
+from tests.support.models import tiny_llama
 
 
 @pytest.fixture(scope="session")

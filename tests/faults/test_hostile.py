@@ -19,9 +19,9 @@ from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError, MappingError
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import contents, left_overs, tensors
-from tests.faults.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, put
+from tests.support.checkpoints.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, put
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import contents, left_overs, tensors
 
 # ---- R6, R7, R8: hostile headers, pickles and zips
 

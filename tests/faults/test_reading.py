@@ -21,9 +21,18 @@ from megtool.errors import (
     DigestError,
     FormatError,
 )
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import tensors
-from tests.faults.damage import DIGESTED, FORMATS, SMALL, attempt, files_of, payload, put, result
+from tests.support.checkpoints.damage import (
+    DIGESTED,
+    FORMATS,
+    SMALL,
+    attempt,
+    files_of,
+    payload,
+    put,
+    result,
+)
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import tensors
 
 # ---- R1: flipped bits
 

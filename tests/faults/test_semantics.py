@@ -19,8 +19,8 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import LayoutError
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import contents, state, tensors
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import contents, state, tensors
 
 models = st.fixed_dictionaries(
     {

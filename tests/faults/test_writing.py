@@ -30,11 +30,11 @@ from megtool.errors import (
     SourceChangedError,
     StorageError,
 )
-from tests.checkpoint.faulty_files import FaultyFiles, Killed
-from tests.commands import tiny_llama
-from tests.commands.tiny_llama import contents, left_overs, state
+from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
+from tests.support.models import tiny_llama
+from tests.support.models.tiny_llama import contents, left_overs, state
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_hidden_layers": 1, "vocab_size": 5}
 OLD = {"old.bin": b"old", "deep/older.bin": b"older"}
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, "short", "kill", "torn"]

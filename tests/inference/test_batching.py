@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.errors import UsageError
-from megtool.inference.batching import InOrder, GenerateRequest, BatchScheduler, left_padded
+from megtool.inference.batching import BatchScheduler, GenerateRequest, InOrder, left_padded
 from megtool.inference.stop_strings import Stops
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=20)
@@ -23,7 +23,9 @@ def test_every_request_runs_once_within_slots_and_pages(
     ]
     needs = [-(-r.num_positions // page_size) for r in requests]
     num_pages = data.draw(st.integers(max(needs), sum(needs)))
-    schedule = BatchScheduler(requests, num_slots=num_slots, num_pages=num_pages, page_size=page_size)
+    schedule = BatchScheduler(
+        requests, num_slots=num_slots, num_pages=num_pages, page_size=page_size
+    )
     entered: list[int] = []
     while schedule.is_busy:
         entered += [one.request.number for one in schedule.enter(most_tokens=40)]

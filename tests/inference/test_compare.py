@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.compare import compare, differences, percentiles
-from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.inference.runtime import Manner, load_forward, on_ranks
 from megtool.inference.windows import TokenDocument
-from tests.inference import tiny_text
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import SourceOptions
+from tests.support.models import tiny_text
 
 
 def test_differences_are_what_torch_computes() -> None:
@@ -38,13 +40,16 @@ def test_percentiles_are_values_that_are_there() -> None:
 
 def test_models_are_compared_where_they_differ(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    texts = [TokenDocument(tokens=[(7 * n) % 256 for n in range(60)]), TokenDocument(tokens=[3, 4, 5])]
+    texts = [
+        TokenDocument(tokens=[(7 * n) % 256 for n in range(60)]),
+        TokenDocument(tokens=[3, 4, 5]),
+    ]
     forwards = []
     manner = Manner(device="cpu")
     for number, seed in enumerate((0, 0, 1)):
         folder = tiny_text.save(tmp_path / f"hf{number}", seed=seed)
         with on_ranks(manner) as groups:
-            runnable = open_runnable(Source(path=folder))
+            runnable = open_decoder(SourceOptions(path=folder))
             forwards.append(load_forward(runnable, manner, groups, silent))
     same = compare(forwards[0], forwards[1], texts, window=32, stride=16, batch_size=2)
     assert (same.kl_max, same.agreement, same.worst) == (0.0, 1.0, ())

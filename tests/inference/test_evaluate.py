@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.evaluate import evaluate
-from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.inference.runtime import Manner, load_forward, on_ranks
 from megtool.inference.windows import TokenDocument, num_counted, windows
-from tests.inference import tiny_text
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import SourceOptions
+from tests.support.models import tiny_text
 
 
 @given(st.integers(0, 200), st.integers(1, 40), st.data())
@@ -41,7 +43,8 @@ def documents() -> list[TokenDocument]:
     generator = torch.Generator().manual_seed(2)
     sizes = (90, 2, 33, 1)
     made = [
-        TokenDocument(tokens=torch.randint(0, 256, (n,), generator=generator).tolist()) for n in sizes
+        TokenDocument(tokens=torch.randint(0, 256, (n,), generator=generator).tolist())
+        for n in sizes
     ]
     some = [n % 3 == 0 for n in range(33)]
     made[2] = TokenDocument(tokens=made[2].tokens, counted=some)
@@ -77,7 +80,7 @@ def test_losses_are_those_of_transformers(
     folder: Path, window: int, stride: int, rows: int
 ) -> None:
     manner = Manner(device="cpu")
-    runnable = open_runnable(Source(path=folder))
+    runnable = open_decoder(SourceOptions(path=folder))
     seen: list[int] = []
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
@@ -93,7 +96,7 @@ def test_losses_are_those_of_transformers(
 
 def test_data_without_a_token_to_predict_is_refused(folder: Path) -> None:
     manner = Manner(device="cpu")
-    runnable = open_runnable(Source(path=folder))
+    runnable = open_decoder(SourceOptions(path=folder))
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         with pytest.raises(UsageError, match="no token to predict"):

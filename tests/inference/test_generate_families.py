@@ -11,8 +11,10 @@ import torch
 from megtool.console import silent
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.generate import generate
-from megtool.inference.runtime import Manner, Source, load_forward, on_ranks, open_runnable
+from megtool.inference.runtime import Manner, load_forward, on_ranks
 from megtool.inference.sampling import Sampling
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import SourceOptions
 
 COMMON = {
     "vocab_size": 120,
@@ -95,7 +97,7 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
         GenerateRequest(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
     ]
     manner = Manner(device="cpu", dtype="float32")
-    runnable = open_runnable(Source(path=tmp_path))
+    runnable = open_decoder(SourceOptions(path=tmp_path))
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         for slots, graphed in ((2, False), (9, False), (9, True)):

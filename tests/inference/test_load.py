@@ -24,16 +24,17 @@ from megtool.errors import (
 from megtool.inference import load as loading
 from megtool.inference.forward import Forward
 from megtool.inference.layer_streaming import on_demand_of
-from megtool.inference.load import Source, check_finite, find_nan, load, named_weights
+from megtool.inference.load import check_finite, find_nan, load, named_weights
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import Group, ProcessGroups
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.registration_order import Order
 from megtool.train.build_model import load_for_training
-from tests.commands import tiny_llama
 from tests.converters import test_dense, test_moe
-from tests.inference.loading import source_of
+from tests.support.models import tiny_llama
+from tests.support.runs.loading import source_of
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def test_a_rank_of_a_layout_has_its_part(folder: Path) -> None:
 # ---- what is said
 
 
-def refused(source: Source, error: type[Exception], said: str, **how: Any) -> None:
+def refused(source: CheckpointSource, error: type[Exception], said: str, **how: Any) -> None:
     with pytest.raises(error, match=said):
         load(source, **how)
 
@@ -358,8 +359,10 @@ def test_optimizer_state_is_left_alone(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     save_file(state, tmp_path / "optimizer.safetensors")
-    opened = open_model(tmp_path)
+    opened = open_source(tmp_path)
     assert any(":" in n for n in opened.side.canonical)
     assert opened.model is not None
-    source = Source(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
+    source = CheckpointSource(
+        catalogue=opened.catalogue, side=opened.side, config=opened.model.config
+    )
     assert logits(load(source)).equal(logits(load(source_of(folder))))

@@ -18,9 +18,9 @@ from megtool.model.batch import Batch
 from megtool.model.pipeline import hidden_of_stages
 from megtool.parallel.mesh import MEGATRON_ORDER, PIPELINE_BEFORE_DATA
 from megtool.parallel.process_groups import ProcessGroups
-from tests.commands import tiny_llama
-from tests.gloo_world import run_world
-from tests.inference.loading import source_of
+from tests.support.models import tiny_llama
+from tests.support.runs.loading import source_of
+from tests.support.worlds.gloo_world import run_world
 
 TOKENS = torch.randint(0, 101, (2, 8), generator=torch.Generator().manual_seed(1))
 

@@ -21,7 +21,7 @@ from megtool.kernels.token_statistics import (
     log_softmax_block,
     token_log_probs,
 )
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 T, H, V, PADDED = 13, 8, 37, 48
 

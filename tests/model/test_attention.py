@@ -22,8 +22,8 @@ from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.model.masks import Masks  # noqa: E402
 from megtool.model.param_attributes import finish_gradients  # noqa: E402
 from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
-from tests.gloo_world import run_world  # noqa: E402
-from tests.model.moe_layouts import part  # noqa: E402
+from tests.support.worlds.gloo_world import run_world  # noqa: E402
+from tests.support.worlds.moe_layouts import part  # noqa: E402
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,

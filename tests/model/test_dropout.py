@@ -19,13 +19,13 @@ from megtool.model.attention import attend
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
-from megtool.model.dropout import DropoutSpec, Draws, Dropout
+from megtool.model.dropout import Draws, Dropout, DropoutSpec
 from megtool.model.linear import RowLinear
 from megtool.model.masks import Mask
 from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.model.recompute import recompute
 from megtool.parallel.process_groups import ALONE, ProcessGroups
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 PLAIN = ModelConfig(
     num_layers=4,

@@ -20,7 +20,7 @@ from megtool.model.norm import NormSpec
 from megtool.model.param_attributes import finish_gradients, is_marked, mark, sum_over_replicas
 from megtool.parallel.collectives import reduce_from, scatter_rows
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 V, H, FFN = 48, 16, 32
 

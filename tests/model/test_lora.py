@@ -26,7 +26,7 @@ from megtool.model.param_attributes import finish_gradients
 from megtool.model.recompute import recompute
 from megtool.parallel.collectives import gather_rows, scatter_rows
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 CONFIG = ModelConfig(
     num_layers=2,

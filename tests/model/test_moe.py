@@ -14,8 +14,8 @@ from megtool.errors import LayoutError
 from megtool.kernels.activation import activate, gated
 from megtool.model.moe import Experts, MoeMlp
 from megtool.parallel.process_groups import Group, ProcessGroups
-from tests.gloo_world import run_world
-from tests.model.moe_layouts import MODELS, SIZES, compare, config_of
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.moe_layouts import MODELS, SIZES, compare, config_of
 
 ALONE = ProcessGroups.alone()
 

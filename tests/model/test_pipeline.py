@@ -16,7 +16,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import finish_gradients, is_marked, sum_over_replicas
 from megtool.model.pipeline import PipelineSchedule, build_stages, forward_stages, stream_hidden
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 SMALL: dict[str, Any] = {
     "num_layers": 4,

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,10 @@ from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.param_groups import Facts, facts_of
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.process_groups import Group, ProcessGroups
-from tests.optim.layouts import MODELS, named, stages_of, whole
+from tests.support.paths import PEERS
+from tests.support.worlds.optimizer_layouts import MODELS, named, stages_of, whole
 
-BUCKET_WORLD = Path(__file__).parents[1] / "peers" / "bucket_world.py"
+BUCKET_WORLD = PEERS / "bucket_world.py"
 FLAT = Kind(chunk=0, is_expert=False, dtype=torch.float32, grad_dtype=torch.float32)
 
 
@@ -124,7 +124,9 @@ def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
     settings = OptimizerSettings(bucket_size=500, overlap_grad_reduce=True)
     chunks = [whole("biases"), whole("tied")]
     pairs = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
-    first, second = DistributedOptimizer(pairs, settings, ProcessGroups.alone(), chunks=chunks).buffers
+    first, second = DistributedOptimizer(
+        pairs, settings, ProcessGroups.alone(), chunks=chunks
+    ).buffers
     assert (first.kind.chunk, second.kind.chunk) == (0, 1)
     assert len(first.buckets) > 2
     assert len(second.buckets) == 1

@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
-from tests.model.moe_layouts import part
-from tests.optim.layouts import CLIPPED, MODELS, Curve, start, torch_training, training
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.optimizer_layouts import (
+    CLIPPED,
+    MODELS,
+    Curve,
+    start,
+    torch_training,
+    training,
+)
 
 STEPS = 20
 

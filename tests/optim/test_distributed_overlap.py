@@ -13,8 +13,8 @@ from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
-from tests.optim.layouts import PLAIN, start, training
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.optimizer_layouts import PLAIN, start, training
 
 # Buckets of a few parameters each.
 SMALL = replace(PLAIN, bucket_size=500)

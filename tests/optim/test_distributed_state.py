@@ -12,8 +12,8 @@ from megtool.model.batch import Batch
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.settings import OptimizerSettings
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
-from tests.optim.layouts import (
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.optimizer_layouts import (
     CLIPPED,
     DECAY,
     LR,
@@ -70,7 +70,9 @@ def test_a_rank_holds_its_share(
 def half(rank: int, size: int) -> None:
     """bf16 parameters: fp32 sums and main parameters, whatever is sent."""
     groups = start()
-    alone, _ = training("biases", ProcessGroups.alone(), steps=5, microbatches=size, dtype=torch.bfloat16)
+    alone, _ = training(
+        "biases", ProcessGroups.alone(), steps=5, microbatches=size, dtype=torch.bfloat16
+    )
     got, _ = training("biases", groups, steps=5, dtype=torch.bfloat16)
     for key, value in alone.parameters.items():
         assert value.dtype == torch.bfloat16

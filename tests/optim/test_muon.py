@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megtool.optim.replicated import PlainOptimizer
 from megtool.parallel.process_groups import ProcessGroups
-from tests.gloo_world import run_world
-from tests.model.moe_layouts import part
-from tests.optim.layouts import MODELS, PLAIN, named, stages_of, start, training
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.moe_layouts import part
+from tests.support.worlds.optimizer_layouts import MODELS, PLAIN, named, stages_of, start, training
 
 MUON = replace(PLAIN, optimizer="muon")
 QKV, DENSE = "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"

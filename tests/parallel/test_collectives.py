@@ -22,7 +22,7 @@ from megtool.parallel.collectives import (
     scatter_rows,
 )
 from megtool.parallel.process_groups import ALONE, ProcessGroups
-from tests.gloo_world import run_world
+from tests.support.worlds.gloo_world import run_world
 
 Whole = Callable[[list[Tensor]], list[Tensor]]
 

@@ -7,17 +7,17 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megtool.tensors.buckets import fit, lay_out, padded
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("bucket_world.py")
+SCRIPT = PEERS / "bucket_world.py"
 
 
 def random_case(rng: random.Random) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
+from tests.support.paths import ROOT
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +24,6 @@ pytestmark = [
         importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
     ),
 ]
-ROOT = Path(__file__).parents[2]
 
 
 def _python(*args: object) -> None:
@@ -46,7 +46,7 @@ def test_real_deepspeed(tmp_path: Path, ranks: int, stage: int, dtype: str) -> N
     from safetensors.torch import load_file
 
     saved, fp32 = tmp_path / "saved", tmp_path / "fp32"
-    _python("-m", "tests.peers.deepspeed_world", ranks, stage, dtype, saved)
+    _python("-m", "tests.support.peers.deepspeed_world", ranks, stage, dtype, saved)
     _python("-m", "deepspeed.utils.zero_to_fp32", "--safe_serialization", saved, fp32)
     step = saved / "global_step2"
     universal = saved / "global_step2_universal"

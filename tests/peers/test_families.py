@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from megtool.commands.reshard import reshard
+from tests.support.paths import PEERS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("family_world.py")
+SCRIPT = PEERS / "family_world.py"
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

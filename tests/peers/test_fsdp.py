@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megtool.commands.reshard import reshard
+from tests.support.paths import PEERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers]
-WORLD = Path(__file__).with_name("fsdp_world.py")
+WORLD = PEERS / "fsdp_world.py"
 
 
 def _world(*args: object) -> None:

@@ -17,11 +17,12 @@ from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.torch_dist import lay_out, open_checkpoint
 from megtool.tensors.box import split
 from megtool.tensors.sharded import Shards, widest
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.peers
 
-SCRIPT = Path(__file__).with_name("megatron_world.py")
+SCRIPT = PEERS / "megatron_world.py"
 
 
 def run_world(action: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -12,13 +12,14 @@ import pytest
 
 from megtool.commands.reshard import reshard
 from tests.converters.test_moe import DEEPSEEK, EIGHT, QWEN, YARN, Case, made, with_mtp
+from tests.support.paths import PEERS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("moe_world.py")
+SCRIPT = PEERS / "moe_world.py"
 SHARED = {"shared_expert_intermediate_size": 48}
 LIMITED = {
     "topk_method": "group_limited_greedy",

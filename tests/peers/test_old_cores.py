@@ -22,12 +22,13 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.convert.megatron import split_state
 from megtool.reshard.megatron.fully_sharded_model_space import has_fragments
-from megtool.reshard.open_source import open_model
+from megtool.reshard.open_source import open_source
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("old_core_world.py")
+SCRIPT = PEERS / "old_core_world.py"
 OLD_CORES = [p for p in os.environ.get("MEGTOOL_OLD_CORE", "").split(os.pathsep) if p]
 OLD, ZERO = "fully_sharded_model_space", "dp_zero_gather_scatter"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,9 @@ def run(core: str | None, folder: Path, **options: Any) -> str:
 
 def check_states(folder: Path) -> int:
     """Every state is what the world filled in: their number."""
-    from tests.peers.old_core_world import LAYERS, state_of
+    from tests.support.peers.old_core_world import LAYERS, state_of
 
-    opened = open_model(folder, prove_all=True)
+    opened = open_source(folder, prove_all=True)
     opened.catalogue.check()
     count = 0
     with Reader(opened.catalogue, Files()) as reader:

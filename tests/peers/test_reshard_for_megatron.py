@@ -15,11 +15,12 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import LayoutError
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.peers
 
-SCRIPT = Path(__file__).with_name("megatron_world.py")
+SCRIPT = PEERS / "megatron_world.py"
 
 
 def run_world(action: str, folder: Path, **options: Any) -> str:

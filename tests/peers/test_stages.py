@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,12 @@ from megtool.dtypes import dtype
 from megtool.parallel.mesh import Mesh
 from megtool.parallel.pipeline_split import Pipeline
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("megatron_stages.py")
+SCRIPT = PEERS / "megatron_stages.py"
 MODELS: list[tuple[int, int, dict[str, Any]]] = [
     (6, 0, {"pp": 3}),
     (8, 0, {"pp": 2, "vpp": 2}),

@@ -15,11 +15,12 @@ import torch
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError
+from tests.support.paths import PEERS
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("trained_world.py")
+SCRIPT = PEERS / "trained_world.py"
 ITERATION = "iter_0000007"
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megtool.commands.verify import verify
-from tests.gloo_world import run_world
-from tests.train.runs import Trained
+from tests.support.paths import PEERS
+from tests.support.runs.train_runs import Trained
+from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("trained_world.py")
+SCRIPT = PEERS / "trained_world.py"
 KINDS = ("fully_reshardable", "dp_reshardable", "legacy")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quant import tiny_models
+from tests.support.models import tiny_models
 
 
 @pytest.fixture(scope="session")

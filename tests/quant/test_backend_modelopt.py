@@ -23,9 +23,8 @@ from megtool.quant.qparams import Settlement
 from megtool.quant.resolve import Decided, decide
 from megtool.quant.solve_qparams import settle
 from megtool.quant.verification.verify_folder import prove
-from tests.commands.quantizing import family_models
-from tests.quant import tiny_models
-from tests.quant.loaded import points_of, source_of
+from tests.support.models import family_models, tiny_models
+from tests.support.quant.loaded import points_of, source_of
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ import torch
 
 from megtool.data.packing import PackedRows
 from megtool.errors import LayoutError, TrainingError, UsageError
-from megtool.inference.rank_weights import Source as Stored
-from megtool.inference.runtime import Source, open_runnable
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import CheckpointSource as Stored
+from megtool.reshard.source import SourceOptions
 from megtool.train.build_model import load_for_training
 from megtool.train.collate import batch_of
 from megtool.train.config import TrainSettings
@@ -27,7 +28,7 @@ from megtool.train.features.protocol import Further
 from megtool.train.loop import Job, Outcome, Standing, is_tired, train
 from megtool.train.run_log import RunLog
 from megtool.train.run_plan import RunPlan, freeze, make_optimizer, plan_of, schedule_of
-from tests.inference import tiny_text
+from tests.support.models import tiny_text
 
 LENGTH, VOCABULARY = 16, 262
 
@@ -62,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model: Path, dtype: str = "float32") -> list[Decoder]:
     torch.set_num_threads(1)
-    opened = open_runnable(Source(path=model)).opened
+    opened = open_decoder(SourceOptions(path=model)).opened
     stored = Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
     return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import detect_format, open_checkpoint
 from megtool.errors import FormatError
-from tests.checkpoint.formats import zero_folders as saved
-from tests.checkpoint.reads import contents
+from tests.support.checkpoints import zero_folders as saved
+from tests.support.checkpoints.reads import contents
 
 SHAPES = {"emb.weight": (7, 3), "a.weight": (3, 5), "a.bias": (5,), "n.weight": (1,), "b.w": (2, 3)}
 

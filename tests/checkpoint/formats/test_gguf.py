@@ -17,7 +17,7 @@ from megtool.checkpoint.formats.gguf_header import read_header
 from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.gguf import decode
-from tests.checkpoint.reads import read_so_far
+from tests.support.checkpoints.reads import read_so_far
 
 
 @pytest.fixture(scope="module")

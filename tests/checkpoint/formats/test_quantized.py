@@ -18,7 +18,7 @@ from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MegtoolError
 from megtool.tensors.placement import Placement
-from tests.checkpoint.formats.quantized_weights import MAKERS, gpt_oss, write
+from tests.support.checkpoints.quantized_weights import MAKERS, gpt_oss, write
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

@@ -20,7 +20,7 @@ from megtool.checkpoint.formats.safetensors import INDEX, lay_out, open_checkpoi
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor
-from tests.checkpoint.reads import read_so_far
+from tests.support.checkpoints.reads import read_so_far
 
 
 def contents(catalogue):

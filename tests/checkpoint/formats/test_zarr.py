@@ -18,7 +18,7 @@ from megtool.checkpoint.formats.zarr_layout import TRUE_DTYPE
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.encoded_chunks import Readers
 from megtool.errors import CheckpointError, FormatError, SourceChangedError
-from tests.checkpoint.reads import contents
+from tests.support.checkpoints.reads import contents
 
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("numcodecs")

@@ -15,7 +15,7 @@ import pytest
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
 from megtool.errors import FormatError, StorageError
-from tests.checkpoint.faulty_files import FaultyFiles
+from tests.support.checkpoints.faulty_files import FaultyFiles
 
 DATA = np.random.default_rng(0).bytes((1 << 20) + 12345)
 

@@ -15,7 +15,8 @@ from megtool.checkpoint.commit import Stage
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.lock import Lock
 from megtool.errors import DestinationError
-from tests.checkpoint.faulty_files import FaultyFiles
+from tests.support.checkpoints.faulty_files import FaultyFiles
+from tests.support.paths import ROOT
 
 
 def no_folder() -> None:
@@ -46,7 +47,7 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
     path = tmp_path / "lock"
     with subprocess.Popen(
         [sys.executable, "-c", script, str(path)],
-        cwd=Path(__file__).resolve().parents[3],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:

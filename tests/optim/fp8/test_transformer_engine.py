@@ -22,7 +22,7 @@ from megtool.optim.fp8.settings import Fp8Settings, Recipe
 from megtool.optim.fp8.transformer_engine import multiple_of, recipe_of
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.train.features.fp8 import Fp8Training, check_te
-from tests.optim.layouts import MODELS, whole
+from tests.support.worlds.optimizer_layouts import MODELS, whole
 
 CLASSES: tuple[tuple[Recipe, str], ...] = (
     ("delayed", "DelayedScaling"),

@@ -12,7 +12,7 @@ from megtool.errors import CalibrationError
 from megtool.quant.algorithms import gptq
 from megtool.quant.algorithms.weight_grid import grid_of
 from megtool.quant.recipes.formats import Format
-from tests.quant.algorithms import inputs
+from tests.support.quant import algorithm_inputs
 
 INT4 = grid_of(Format(name="f", algo="W4A16_AWQ", group_size=32))
 INT8 = grid_of(Format(name="f", algo="W8A8_SQ_PER_CHANNEL"))
@@ -32,7 +32,7 @@ def lost(weight: Tensor, codes: Tensor, gram: Tensor, amax: Tensor) -> float:
 
 @pytest.mark.parametrize("descending", [True, False])
 def test_independent_inputs_leave_nothing_to_make_up_for(descending: bool) -> None:
-    weight = inputs.weight(24, 128)
+    weight = algorithm_inputs.weight(24, 128)
     gram = torch.diag(torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.1)
     codes = chosen(weight, gram, descending=descending)
     nearest = INT4.integers(weight / INT4.spread(INT4.scale(INT4.amax(weight))))
@@ -42,7 +42,7 @@ def test_independent_inputs_leave_nothing_to_make_up_for(descending: bool) -> No
 
 def test_columns_are_made_up_for_one_by_one() -> None:
     """The textbook's recursion: H^-1 without the columns that are done."""
-    weight, x = inputs.weight(8, 64), inputs.rows(200, 64)
+    weight, x = algorithm_inputs.weight(8, 64), algorithm_inputs.rows(200, 64)
     gram = gptq.damped(x.T @ x / 200, 0.01).double()
     amax = INT4.amax(weight)
     scale = INT4.spread(INT4.scale(amax)).double()
@@ -61,7 +61,10 @@ def test_columns_are_made_up_for_one_by_one() -> None:
 @given(seed=st.integers(0, 1000), groups=st.integers(1, 4), out=st.integers(1, 9))
 def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
     width = 32 * groups
-    weight, x = inputs.weight(out, width, seed=seed), inputs.rows(3 * width, width, seed=seed)
+    weight, x = (
+        algorithm_inputs.weight(out, width, seed=seed),
+        algorithm_inputs.rows(3 * width, width, seed=seed),
+    )
     gram = gptq.damped(x.T @ x / len(x), 0.01)
     amax = INT4.amax(weight)
     codes = chosen(weight, gram)
@@ -75,7 +78,7 @@ def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
 
 @pytest.mark.parametrize("grid", [INT4, INT8, W4A8], ids=["int4", "int8", "w4a8"])
 def test_the_output_is_nearer_than_rounded_to_nearest(grid: object) -> None:
-    weight, x = inputs.weight(32, 128), inputs.rows(400, 128)
+    weight, x = algorithm_inputs.weight(32, 128), algorithm_inputs.rows(400, 128)
     gram = gptq.damped(x.T @ x / len(x), 0.01)
     second = float(weight.abs().max())
     amax = grid.amax(weight)  # type: ignore[attr-defined]
@@ -87,9 +90,9 @@ def test_the_output_is_nearer_than_rounded_to_nearest(grid: object) -> None:
 
 
 def test_a_column_that_is_always_zero_is_harmless() -> None:
-    x = inputs.rows(100, 64)
+    x = algorithm_inputs.rows(100, 64)
     x[:, 5] = 0
-    weight = inputs.weight(8, 64)
+    weight = algorithm_inputs.weight(8, 64)
     codes = chosen(weight, gptq.damped(x.T @ x, 0.0001))
     assert bool(torch.isfinite(codes).all())
 

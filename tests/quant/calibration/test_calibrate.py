@@ -25,7 +25,7 @@ from megtool.quant.calibration import resume_folder as work_room
 from megtool.quant.calibration import sequential
 from megtool.quant.calibration.calibrate import settled_anew
 from megtool.quant.calibration.micro_batches import cut, share
-from tests.quant.calibrated import case, killed_behind, random_moe, saved, tokens
+from tests.support.quant.calibrated import case, killed_behind, random_moe, saved, tokens
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_killed_behind_every_layer_and_resumed(llama: Path, recipe: str, tmp_pat
     wanted = saved(case(llama, recipe).run(), tmp_path / "whole")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["megtool.quant.calibration.calibrate", "tests.quant.calibrated"]
+        ["megtool.quant.calibration.calibrate", "tests.support.quant.calibrated"]
     )
     for unit in range(5):
         work = tmp_path / f"work-{unit}"

@@ -11,8 +11,8 @@ import pytest
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.calibration_file import Artefact
 from megtool.quant.calibration.statistics import Statistics
-from tests.gloo_world import run_world
-from tests.quant.calibrated import case, on_rank, random_moe
+from tests.support.quant.calibrated import case, on_rank, random_moe
+from tests.support.worlds.gloo_world import run_world
 
 
 @pytest.fixture(scope="module")

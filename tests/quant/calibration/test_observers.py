@@ -18,7 +18,7 @@ from megtool.quant.calibration.observers import (
     linear_counts,
 )
 from megtool.quant.calibration.statistics import BINS, Statistics
-from tests.quant.seen import seen
+from tests.support.quant.seen import seen
 
 BIN = 1 / 32  # a bin's width, at most, of what is in it
 

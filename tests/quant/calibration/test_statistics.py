@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megtool.errors import CalibrationError
 from megtool.quant.calibration.running_statistics import Tally
 from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics
-from tests.quant.seen import seen
+from tests.support.quant.seen import seen
 
 
 @given(

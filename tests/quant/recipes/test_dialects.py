@@ -11,7 +11,7 @@ from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, recipe_from
 from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.rules import Problems
-from tests.quant import tiny_models
+from tests.support.models import tiny_models
 
 TE = "transformer_engine_config_type"
 

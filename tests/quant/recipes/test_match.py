@@ -12,7 +12,7 @@ from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.match import Matched, match
 from megtool.quant.recipes.rules import Problems
-from tests.quant import tiny_models
+from tests.support.models import tiny_models
 
 
 def against(text: str, path: Path, **options: int) -> Matched:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megtool.quant.recipes.located_yaml import from_plain
 from megtool.quant.recipes.modules import Module
 from megtool.quant.recipes.rules import Problems, read_condition
-from tests.quant import tiny_models
+from tests.support.models import tiny_models
 
 
 def condition(match: object) -> tuple[object, Problems]:

@@ -1,0 +1,85 @@
+"""Which tokens a context-parallel rank has: Megatron's, and all ranks' together are the row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megtool.config import ParallelConfig  # noqa: E402
+from megtool.errors import LayoutError  # noqa: E402
+from megtool.parallel.context_parallel import (  # noqa: E402
+    chunk_size,
+    gather_tokens,
+    own_tokens,
+    whole_tokens,
+)
+from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
+from tests.support.worlds.gloo_world import run_world  # noqa: E402
+
+
+def group(size: int, rank: int) -> Group:
+    return Group(ranks=tuple(range(size)), rank=rank)
+
+
+def test_a_rank_has_one_chunk_from_either_end() -> None:
+    row = torch.arange(16)[None]
+    assert [own_tokens(row, group(4, n)).tolist()[0] for n in range(4)] == [
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
+    assert own_tokens(row, group(1, 0)) is row
+
+
+def megatron(rank: int, size: int) -> tuple[list[Any], list[Any]]:
+    """This rank's tokens, Megatron's and ours."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
+    tokens = torch.arange(3 * 24).view(3, 24)
+    theirs = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=groups.cp.handle)["tokens"]
+    ours = own_tokens(tokens, groups.cp)
+    groups.stop()
+    return theirs.tolist(), ours.tolist()
+
+
+@pytest.mark.peers
+def test_the_tokens_are_those_that_megatron_gives() -> None:
+    pytest.importorskip("megatron.core")
+    for theirs, ours in run_world(megatron, 2):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(18, "16 or 20"), (3, "4")])
+def test_rows_that_do_not_go_evenly_are_refused(tokens, fits) -> None:
+    with pytest.raises(LayoutError, match=f"{tokens} tokens do not go evenly") as e:
+        chunk_size(tokens, 2)
+    assert (e.value.hint or "").endswith(f": {fits}")
+
+
+def together(rank: int, size: int) -> Any:
+    """Rows put together from all ranks' parts, and the gradients of the parts."""
+    groups = ProcessGroups.start(ParallelConfig(cp=size))
+    rows = torch.arange(2 * 8 * 3.0).view(2, 8, 3)
+    others = -rows[..., :1]
+    mine = [own_tokens(x, groups.cp).requires_grad_() for x in (rows, others)]
+    got = gather_tokens(mine, groups.cp)
+    ((got[0] * rows).sum() + got[1].sum()).backward()
+    same = whole_tokens(once := mine[0].detach().requires_grad_(), groups.cp)
+    (same * rows).sum().backward()
+    found = [t.detach() for t in (*got, same)]
+    own = own_tokens(rows, groups.cp)
+    sums = mine[0].grad.equal(own * size), mine[1].grad.eq(size).all(), once.grad.equal(own)
+    groups.stop()
+    return [t.tolist() for t in found], [bool(x) for x in sums]
+
+
+def test_all_parts_together_are_the_rows() -> None:
+    rows = torch.arange(2 * 8 * 3.0).view(2, 8, 3)
+    for found, sums in run_world(together, 2):
+        assert found == [rows.tolist(), (-rows[..., :1]).tolist(), rows.tolist()]
+        assert sums == [True, True, True]

@@ -1,0 +1,80 @@
+"""Points: every one is one input, fed to what multiplies it, and to be found in the decoder."""
+
+from __future__ import annotations
+
+import pytest
+
+from megtool.config import ModelConfig
+from megtool.convert.dialects import read_side
+from megtool.dtypes import dtype
+from megtool.model.decoder import Decoder
+from megtool.model.hooks import places
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.recipes.modules import list_modules
+from megtool.tensors.sharded import GlobalTensor
+from tests.support.worlds.moe_layouts import MODELS, SIZES
+
+DIRECT = MODELS["latent"] | {"q_lora_rank": 0}
+CASES = MODELS | {
+    "direct queries": DIRECT,
+    "gates": dict(attn_output_gate=True, num_experts=0, num_experts_per_token=0),
+}
+
+
+def points_and_decoder(name: str) -> tuple[tuple[Point, ...], Decoder]:
+    config = ModelConfig(**SIZES | CASES[name])
+    decoder = Decoder(config)
+    tensors = [
+        GlobalTensor(name=n, shape=tuple(t.shape), dtype=dtype("float32"))
+        for n, t in decoder.state_dict().items()
+    ]
+    side = read_side(tensors, config=config)
+    return list_points(list_modules(side).modules, config), decoder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_point_is_in_the_decoder_and_as_wide(name: str) -> None:
+    points, decoder = points_and_decoder(name)
+    assert len({p.name for p in points}) == len(points)
+    fed = [m for p in points for m in p.modules]
+    assert len(set(fed)) == len(fed)
+    norms = [p.norm for p in points if p.norm]
+    assert len(set(norms)) == len(norms)
+    for point in points:
+        for place in places(decoder, point.name):
+            weight = getattr(place.module, "weight", None)
+            if weight is not None:
+                assert weight.shape[-1] == point.width, point.name
+            assert hasattr(place.module, place.attribute)
+            assert place.is_here
+
+
+def test_latent_attention_reads_one_input() -> None:
+    for name, first in (("latent", "q_down"), ("direct queries", "q")):
+        points = {p.name: p for p in points_and_decoder(name)[0]}
+        down = points["layers.1.attn.down"]
+        assert [m.rpartition(".")[2] for m in down.modules] == [first, "kv_down"]
+        assert down.norm == "layers.1.attn_norm"
+        assert "layers.1.attn.qkv" not in points
+        assert points["layers.1.attn.kv"].width == 14
+        assert points["layers.1.attn.kv_up"].norm == "layers.1.attn.kv_down_norm"
+
+
+def test_gates_of_attention_read_what_queries_do() -> None:
+    points = {p.name: p for p in points_and_decoder("gates")[0]}
+    last = [m.rpartition(".")[2] for m in points["layers.0.attn.qkv"].modules]
+    assert sorted(last) == ["gate", "k", "q", "v"]
+
+
+def test_of_a_mixture() -> None:
+    points = {p.name: p for p in points_and_decoder("shared and gated")[0]}
+    assert points["layers.1.mlp.experts.5.fc1"].expert == 5
+    assert points["layers.1.mlp.experts.5.fc1"].modules == (
+        "layers.1.mlp.experts.5.gate",
+        "layers.1.mlp.experts.5.up",
+    )
+    assert points["layers.1.mlp.experts.5.fc1"].norm == ""
+    assert points["layers.1.mlp.shared.fc1"].norm == ""
+    assert points["layers.0.mlp.fc1"].norm == "layers.0.mlp_norm"
+    assert points["head"].norm == "norm"
+    assert "layers.1.mlp.router" in points

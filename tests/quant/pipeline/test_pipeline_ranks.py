@@ -1,0 +1,71 @@
+"""`quantize` under torchrun: what the processes share, what the first does, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.commands.quantize import quantize
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.pipeline.report import QuantizeReport
+from tests.commands.test_generate import torchrun
+from tests.support.models import tiny_text
+
+pytestmark = pytest.mark.slow
+TOLD = ("--samples", "5", "--length", "24", "--device", "cpu", "-q", "--json", "--no-fsync")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    folder = tiny_text.save_wide(tmp_path_factory.mktemp("ranks") / "hf", num_layers=2)
+    (folder.parent / "text.txt").write_text("The rain fell in torrents, except at intervals. " * 8)
+    return folder
+
+
+def ran(source: Path, at: Path, *more: str) -> dict[str, Any]:
+    done = torchrun(2, "quantize", str(source), str(at), *more, *TOLD)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.parametrize("axes", [[], ["--tp", "2"]], ids=str)
+def test_formats_are_chosen_and_measured(folder: Path, tmp_path: Path, axes: list[str]) -> None:
+    recipe = ("--recipe", "auto_nvfp4_fp8", "--bits", "7")
+    text, kept = str(folder.parent / "text.txt"), tmp_path / "kept"
+    evaluated = ("--evaluate", text, "--evaluate-tokens", "64", "--save-calibration", str(kept))
+    found = ran(folder, tmp_path / "out", *recipe, *evaluated, *axes)
+    alone = quantize(
+        *(folder, tmp_path / "alone"),
+        **{"recipe": "auto_nvfp4_fp8", "bits": 7, "samples": 5, "length": 24, "device": "cpu"},
+        **{"evaluate": text, "evaluate_tokens": 64, "fsync": False},
+    )
+    assert isinstance(alone, QuantizeReport)
+    wanted = alone.to_json()
+    assert [f["modules"] for f in found["formats"]] == [f["modules"] for f in wanted["formats"]]
+    assert found["auto"]["chosen"] == pytest.approx(wanted["auto"]["chosen"], rel=1e-3)
+    after = found["evaluation"]["perplexity_after"]
+    assert after == pytest.approx(wanted["evaluation"]["perplexity_after"], rel=1e-3)
+    assert Artefact.load(kept).sensitivities is not None
+    assert not list(tmp_path.glob(".out*")), "nothing of the work is left"
+
+
+def test_processes_with_nothing_to_share_are_refused(folder: Path, tmp_path: Path) -> None:
+    line = ["quantize", str(folder), str(tmp_path / "out"), "--recipe", "fp8_per_channel", "-q"]
+    done = torchrun(2, *line)
+    assert done.returncode
+    assert done.stderr.count("2 processes, and the recipe needs no data") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_are_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
+    line = ["quantize", str(folder), str(tmp_path / "out"), "--recipe", "auto_nvfp4_fp8"]
+    for more in ([], ["--dry-run"]):
+        done = torchrun(2, *line, "--pp", "2", "-q", *more)
+        assert done.returncode
+        assert done.stderr.count("--pp 2, and what formats cost by kl_div") == 1
+        assert not list(tmp_path.iterdir())

@@ -1,0 +1,347 @@
+"""What a run of `megtool quantize` would refuse in the end is refused before any work."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.commands.quantize import quantize
+from megtool.commands.reshard import reshard
+from megtool.errors import (
+    CalibrationError,
+    DestinationError,
+    MegtoolError,
+    MissingPackageError,
+    RecipeError,
+    UsageError,
+)
+from megtool.quant.pipeline.plan import QuantizePlan
+from tests.support.models import tiny_text
+from tests.support.quant.calibrated import random_moe
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2}
+SMALL: dict[str, Any] = {"samples": 2, "length": 32, "device": "cpu", "threads": 1}
+KEPT: dict[str, Any] = {"threads": 1}
+"""What goes with a calibration."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    return tiny_text.save(tmp_path_factory.mktemp("before") / "hf", dtype="bfloat16", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def kept(folder: Path) -> Path:
+    """What the folder was calibrated by."""
+    out = folder.parent / "kept.safetensors"
+    quantize(folder, out, recipe="fp8", calibrate_only=True, **SMALL)
+    return out
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path) -> Path:
+    """A model that it was not."""
+    return tiny_text.save(folder.parent / "stranger", dtype="bfloat16", seed=9, **SIZES)
+
+
+class Unmoved:
+    """A progress that nothing may be told."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        raise AssertionError(f"{stage} has begun")
+
+
+def refused(source: Path, at: Path, **options: Any) -> MegtoolError:
+    """The error of a run, which is that of a dry run too."""
+    errors = []
+    options = (KEPT if "calibration" in options else SMALL) | options
+    for dry_run in (True, False):
+        with pytest.raises(MegtoolError) as caught:
+            quantize(source, at / "out", dry_run=dry_run, progress=Unmoved(), **options)
+        errors.append(caught.value)
+    assert type(errors[0]) is type(errors[1])
+    assert str(errors[0]) == str(errors[1])
+    assert not list(at.iterdir())
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "told"),
+    [
+        ("auto_nvfp4_fp8", RecipeError, "ModelOpt is not asked for 'kl_div'"),
+        ("int4_gptq", RecipeError, "ModelOpt is not asked for 'gptq'"),
+        ("nvfp4_awq", UsageError, "on a GPU alone"),
+    ],
+)
+def test_what_modelopt_cannot_do(
+    folder: Path, tmp_path: Path, recipe: str, error: type[MegtoolError], told: str
+) -> None:
+    group = 32 if recipe == "int4_gptq" else None
+    found = refused(folder, tmp_path, recipe=recipe, backend="modelopt", group_size=group)
+    assert isinstance(found, error)
+    assert told in str(found)
+
+
+@pytest.mark.slow
+def test_experts_that_modelopt_has_no_quantizers_for(tmp_path: Path) -> None:
+    pytest.importorskip("modelopt")
+    moe = random_moe(tmp_path / "moe")
+    dist = tmp_path / "dist"
+    reshard(moe, dist, to="torch_dist", ep=2)
+    (tmp_path / "at").mkdir()
+    for source in (moe, dist):
+        given: dict[str, Any] = {"backend": "modelopt", "synthetic": True}
+        found = refused(source, tmp_path / "at", recipe="fp8", **given)
+        assert isinstance(found, RecipeError)
+        assert "no quantizer for model.layers.1.mlp.experts.0." in found.message
+        plan = quantize(source, tmp_path / "out", recipe="kv_fp8", **given, **SMALL, dry_run=True)
+        assert isinstance(plan, QuantizePlan)
+
+
+def test_a_missing_package_before_the_source_is_resharded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, temporary = folder.parent / "dist", tmp_path / "temporary"
+    reshard(folder, source, to="torch_dist", tp=2)
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.quantization", None)
+    (tmp_path / "at").mkdir()
+    found = refused(source, tmp_path / "at", recipe="fp8", backend="modelopt")
+    assert isinstance(found, MissingPackageError)
+    assert "nvidia-modelopt" in str(found)
+    assert not list(temporary.iterdir())
+
+
+def test_modelopt_in_several_processes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "2 processes" in str(refused(folder, tmp_path, recipe="fp8", backend="modelopt", tp=2))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "3 processes" in str(refused(folder, tmp_path, recipe="fp8", backend="modelopt"))
+
+
+def test_options_that_modelopt_does_not_heed(folder: Path, kept: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "--calibration": {"calibration": [kept]},
+        "--route-all": {"route_all": True},
+        "--unseen-experts": {"unseen": "share"},
+        "--resident": {"resident": True},
+        "--spill": {"spill": True},
+        "--work": {"work": tmp_path / "work"},
+    }
+    for name, given in options.items():
+        found = refused(folder, tmp_path, recipe="fp8", backend="modelopt", **given)
+        assert isinstance(found, UsageError)
+        assert f"{name} with --backend modelopt" in str(found)
+        assert f"--backend megtool has {name}" in str(found)
+    every = {key: value for given in options.values() for key, value in given.items()}
+    told = str(refused(folder, tmp_path, recipe="fp8", backend="modelopt", **every))
+    assert all(name in told for name in options)
+
+
+def test_modelopt_that_nothing_asks_for_is_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize(folder, tmp_path / "out", recipe="mxfp8", backend="modelopt", dry_run=True, **SMALL)
+    assert "ModelOpt is not run" in caplog.text
+
+
+def told_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Options by their names on the command line, as `quantize` takes them."""
+    names = {"--unseen-experts": "unseen", "--report": "page", "--no-fsync": "fsync"}
+    return {names.get(n, n[2:].replace("-", "_")): value for n, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("beside", "why", "idle"),
+    [
+        (
+            {"recipe": "fp8", "calibration": ["KEPT"]},
+            "with --calibration",
+            {
+                **{"--data": "x.txt", "--field": "text", "--split": "train", "--samples": 3},
+                **{"--length": 16, "--seed": 4, "--synthetic": True, "--calibrate-only": True},
+                **{"--spill": True, "--work": "work", "--tokenizer": ".", "--device": "cpu"},
+                **{"--dtype": "float32", "--kernels": "torch", "--resident": True, "--tp": 1},
+                **{"--pp": 1, "--ep": 1, "--etp": 1},
+            },
+        ),
+        (
+            {"recipe": "fp8", "calibrate_only": True},
+            "with --calibrate-only, which quantizes nothing",
+            {
+                **{"--evaluate": "x.txt", "--evaluate-tokens": 9, "--report": "x.html"},
+                **{"--max-shard-size": "1GiB", "--memory": "1GiB", "--no-fsync": False},
+            },
+        ),
+        (
+            {"recipe": "fp8", "backend": "modelopt"},
+            "with --backend modelopt",
+            {"--kernels": "torch", "--save-calibration": "x", "--calibrate-only": True},
+        ),
+        (
+            {"recipe": "fp8", "synthetic": True},
+            "with --synthetic",
+            {"--data": "x.txt", "--field": "text", "--split": "train", "--tokenizer": "."},
+        ),
+        ({"recipe": "fp8"}, "without --data", {"--field": "text", "--split": "train"}),
+        ({"recipe": "fp8"}, "without --evaluate", {"--evaluate-tokens": 100}),
+        ({"recipe": "fp8", "data": "x.bin"}, "Megatron's", {"--field": "a", "--split": "train"}),
+        ({"recipe": "fp8", "data": "TEXT.txt"}, "no fields", {"--field": "text"}),
+        ({"recipe": "fp8", "data": "TEXT.txt"}, "no splits", {"--split": "train"}),
+        ({"recipe": "fp8", "data": "TEXT.jsonl"}, "no splits", {"--split": "train"}),
+        ({"recipe": "fp8"}, "chooses no format", {"--bits": 5.0}),
+        ({"recipe": "mxfp8"}, "needs no data", {"--save-calibration": "x"}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_an_option_that_could_have_no_effect(
+    folder: Path,
+    kept: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    beside: dict[str, Any],
+    why: str,
+    idle: dict[str, Any],
+) -> None:
+    given = dict(beside)
+    if "calibration" in given:
+        given["calibration"] = [kept]
+    if "TEXT" in str(given.get("data")):
+        text = tmp_path_factory.mktemp("text") / str(given["data"])
+        text.write_text('{"text": "a"}\n')
+        given["data"] = text
+    for name, value in idle.items():
+        found = refused(folder, tmp_path, **given, **told_of({name: value}))
+        assert isinstance(found, UsageError)
+        assert name in found.message
+        assert why in found.message
+        assert found.hint
+    told = refused(folder, tmp_path, **given, **told_of(idle)).message
+    assert sum(name in told for name in idle) == len(idle), "all of them at once"
+
+
+def test_what_a_measurement_uses_is_no_idle_option(
+    folder: Path, kept: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night.")
+    plan = quantize(
+        *(folder, tmp_path / "out"),
+        **{"recipe": "fp8", "calibration": [kept], "evaluate": tmp_path / "text.txt"},
+        **{"device": "cpu", "dtype": "float32", "kernels": "torch", "resident": True},
+        **{"tokenizer": folder, "evaluate_tokens": 16, "dry_run": True},
+    )
+    assert isinstance(plan, QuantizePlan)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told", "unheeded"),
+    [
+        ("mxfp8", "recipe mxfp8 needs no data", ["--samples", "--length", "--device", "--work"]),
+        ("fp8", "the model has no experts", ["--route-all", "--unseen-experts"]),
+    ],
+)
+def test_what_a_recipe_or_model_has_no_use_for_is_said(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recipe: str,
+    told: str,
+    unheeded: list[str],
+) -> None:
+    given: dict[str, Any] = {"recipe": recipe, "dry_run": True, **SMALL}
+    quantize(folder, tmp_path / "out", **given, route_all=True, unseen="none", work=tmp_path / "w")
+    (line,) = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+    assert all(name in line for name in unheeded)
+    assert "not used" in line
+    assert "--threads" not in line
+
+
+@pytest.mark.parametrize("given", [{"recipe": "mxfp8"}, {"recipe": "fp8", "calibration": ["KEPT"]}])
+def test_processes_that_share_nothing_out(
+    folder: Path,
+    kept: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+) -> None:
+    if "calibration" in given:
+        given = given | {"calibration": [kept]}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = refused(folder, tmp_path, **given)
+    assert isinstance(found, UsageError)
+    assert "2 processes" in found.message
+    assert "no torchrun" in (found.hint or "")
+
+
+def test_a_calibration_that_does_not_fit(
+    folder: Path, stranger: Path, kept: Path, tmp_path: Path
+) -> None:
+    found = refused(stranger, tmp_path, recipe="fp8", calibration=[kept])
+    assert isinstance(found, CalibrationError)
+    assert "another model" in str(found)
+    found = refused(folder, tmp_path, recipe="int4_awq", group_size=32, calibration=[kept])
+    assert "awq needs the inputs" in str(found)
+
+
+def test_a_choice_needs_what_formats_cost(folder: Path, kept: Path, tmp_path: Path) -> None:
+    found = refused(folder, tmp_path, recipe="auto_nvfp4_fp8", calibration=[kept])
+    assert isinstance(found, CalibrationError)
+    assert "does not hold what formats cost by kl_div" in found.message
+    assert "without --calibration" in (found.hint or "")
+
+
+def test_a_plan_with_a_calibration_runs_nothing(folder: Path, kept: Path, tmp_path: Path) -> None:
+    plan = quantize(
+        folder, tmp_path / "out", recipe="fp8", calibration=[kept], dry_run=True, **KEPT
+    )
+    assert isinstance(plan, QuantizePlan)
+    assert (plan.num_samples, plan.num_tokens) == (2, 64)
+    assert plan.calibrate_seconds == 0
+    told = "\n".join(plan.lines())
+    assert f"calibration 2 samples, 64 tokens: read from {kept}" in told
+    assert "(writing and proof" in told
+    assert plan.to_json()["is_given"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "told"),
+    [
+        ("save_calibration", "out", "DST and --save-calibration are one place"),
+        ("save_calibration", "out/c", "--save-calibration inside of DST"),
+        ("save_calibration", "hf/config.json", "--save-calibration would replace a file of the s"),
+        ("page", "hf/model.safetensors", "--report would replace a file of the source"),
+        ("work", "out", "DST and --work are one place"),
+        ("work", "out/w", "--work inside of DST"),
+    ],
+)
+def test_files_that_would_be_lost(
+    folder: Path, tmp_path: Path, option: str, place: str, told: str
+) -> None:
+    at = folder.parent if place.startswith("hf") else tmp_path
+    found = refused(folder, tmp_path, recipe="fp8", **{option: at / place})
+    assert isinstance(found, DestinationError)
+    assert told in str(found)
+    assert found.hint
+    both = {"save_calibration": tmp_path / "c", "page": tmp_path / "c"}
+    assert "--report are one place" in str(refused(folder, tmp_path, recipe="fp8", **both))
+
+
+def test_a_calibration_is_not_lost_in_what_is_replaced(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DestinationError, match="inside of DST"):
+        quantize(
+            folder,
+            tmp_path / "out",
+            recipe="fp8",
+            overwrite=True,
+            save_calibration=tmp_path / "out" / "c",
+            **SMALL,
+        )

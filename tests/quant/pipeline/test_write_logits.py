@@ -1,0 +1,68 @@
+"""The written checkpoint, decoded, gives the logits of the model that was simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megtool.commands.quantize import quantize
+from megtool.inference.load import load
+from megtool.model.batch import Batch
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.qparams import Settlement
+from tests.support.models import tiny_text
+from tests.support.quant.loaded import opened, randomised
+
+TOKENS = torch.arange(48).view(2, 24) * 37 % 128
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("same") / "llama"
+    return randomised(tiny_text.save(folder, dtype="bfloat16", **SIZES))
+
+
+def simulated(folder: Path, settlement: Settlement, *, weights: bool) -> Tensor:
+    source, _, points = opened(folder)
+    decoder = load(source, dtype="float32")
+    with (
+        FakeQuantModel(decoder, points, settlement, weights=weights, dtype="bfloat16"),
+        torch.inference_mode(),
+    ):
+        return decoder(Batch(tokens_BS=TOKENS))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "int8_sq", "int4_awq", "int4_gptq", "w4a8_awq", "nvfp4", "nvfp4_awq"]
+)
+def test_as_simulated(llama: Path, tmp_path: Path, recipe: str) -> None:
+    out, kept = tmp_path / "out", tmp_path / "kept.safetensors"
+    quantize(
+        llama,
+        out,
+        recipe=recipe,
+        samples=4,
+        length=32,
+        save_calibration=kept,
+        fsync=False,
+        threads=1,
+        device="cpu",
+    )
+    settlement = Artefact.load(kept).settlement
+    want = simulated(llama, settlement, weights=True)
+    got = simulated(out, settlement, weights=False)
+    error = float((got - want).norm() / want.norm())
+    assert error < 2e-5, error

@@ -1,0 +1,198 @@
+"""What engines can run: the table, its versions, and what is told about the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megtool.commands.recipe import explain_recipe
+from megtool.errors import RecipeError, UsageError
+from megtool.quant.algorithms.algorithm_config import method_of
+from megtool.quant.recipes.dialects import load_recipe
+from megtool.quant.recipes.engine_support import TABLE, check_target, permitted, read_target
+from megtool.quant.recipes.formats import FORMATS, KV_BITS
+from megtool.quant.recipes.match import match
+from megtool.quant.recipes.modules import Module
+from megtool.quant.recipes.rules import Problems
+from megtool.quant.resolve import decide
+from tests.support.models import tiny_models
+
+
+def test_the_table_names_known_formats_and_a_source_each() -> None:
+    for line in TABLE:
+        assert set(line.algos) <= set(KV_BITS if line.what == "kv" else FORMATS)
+        assert line.source
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target"),
+    [
+        ("fp8", "vllm@0.9.0"),
+        ("fp8_per_channel", "vllm@0.15.0"),
+        ("mxfp8", "vllm@0.16.1"),
+        ("mixed_nvfp4_fp8", "vllm"),
+        ("mixed_nvfp4_fp8", "trtllm"),
+        ("auto_nvfp4_fp8", "vllm@main"),
+        ("auto_nvfp4_fp8", "vllm@0.19.0"),  # mixes nothing, so one format is chosen beside keep
+        ("fp8_kv_fp8", "trtllm@1.3.0rc27"),
+        ("int4_awq", "trtllm"),
+        ("nvfp4", "sglang"),
+    ],
+)
+def test_engines_that_can(recipe: str, target: str, llama: Path) -> None:
+    assert explain_recipe(llama, recipe, target=target).target is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "told"),
+    [
+        ("fp8_per_channel", "vllm@0.13.0", "0.15.0 does, by docs.vllm.ai"),
+        ("mxfp8", "vllm@0.15.1", "vllm 0.15.1 does not load MXFP8"),
+        ("int4_awq", "vllm", "vllm does not load W4A16_AWQ"),
+        ("mixed_nvfp4_fp8", "sglang", "it mixes no formats"),
+        ("kv_nvfp4", "vllm@0.16.0", "no KV cache in NVFP4"),
+        ("mxfp4", "trtllm", "trtllm does not load MXFP4"),
+        ("kv_fp8", "vllm", "tell the engine --kv-cache-dtype fp8"),
+        ("kv_fp8", "sglang", "nothing but the KV cache is quantized"),
+        ("kv_nvfp4", "trtllm@1.3.0rc27", "Pre-quantized checkpoint must have quant_algo"),
+    ],
+)
+def test_engines_that_cannot(recipe: str, target: str, told: str, llama: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        explain_recipe(llama, recipe, target=target)
+    assert told in str(caught.value)
+
+
+ROWS, BLOCKS = "stay where they are", "scales of blocks of rows, which cannot change places"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "told"),
+    [
+        ("fp8_block128", "vllm", BLOCKS),
+        ("nvfp4", "sglang", ROWS),
+        ("nvfp4_awq", "sglang", ROWS),
+        ("fp8_per_channel", "vllm@0.15.0", "stay where they are before 0.16.0"),
+        ("fp8_per_channel", "vllm", ""),
+        ("nvfp4", "vllm@0.15.0", ""),
+        ("fp8", "sglang", ""),
+    ],
+)
+def test_scales_of_heads_that_are_turned(recipe: str, target: str, told: str, moe: Path) -> None:
+    """The fact that lint's rule `llama4-rotary` goes by, before any work."""
+    modules, problems = tiny_models.modules(moe), Problems("x")
+    loaded = load_recipe(recipe)
+    decisions = match(loaded, modules, Problems("x")).decisions
+    engine = read_target(target)
+    check_target(engine, loaded, decisions, problems, architecture="LlamaForCausalLM")
+    assert problems.found == []
+    check_target(engine, loaded, decisions, problems, architecture="Llama4ForCausalLM")
+    assert len(problems.found) == bool(told)
+    assert not told or told in problems.found[0][1]
+
+
+def test_turned_heads_limit_a_choice() -> None:
+    sglang, both = read_target("sglang"), ("FP8", "NVFP4")
+    assert permitted(sglang, (), both) == [{"FP8"}, {"NVFP4"}]
+    assert permitted(sglang, (), both, turned=True) == [{"FP8"}]
+
+
+def test_a_model_that_is_not_on_the_engines_list(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.models import family_models
+
+    source = family_models.save("gpt2", tmp_path / "gpt2")
+    report = explain_recipe(source, "fp8", target="trtllm")
+    assert report.doubt.startswith("GPT2LMHeadModel is not on the list of supported models")
+    assert "target      trtllm loads these formats, but GPT2" in "\n".join(report.lines())
+    assert explain_recipe(source, "fp8", target="vllm").doubt == ""
+
+
+def test_llama_4_is_known_by_its_class(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.models import family_models
+
+    source = family_models.save("llama4", tmp_path / "llama4")
+    with pytest.raises(RecipeError, match="turns the rows of Llama4ForCausalLM"):
+        explain_recipe(source, "nvfp4_awq", target="sglang")
+    explain_recipe(source, "fp8", target="sglang")
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "trtllm"])
+def test_what_a_plain_format_has_no_place_for_is_not_stored(
+    target: str, llama: Path, tmp_path: Path
+) -> None:
+    found = decide(llama, "nvfp4_awq", target=target)
+    assert found.recipe.folds
+    assert any("loads NVFP4 and not NVFP4_AWQ" in n for n in found.matched.notes)
+    by = {d.module.name: d.num_bytes for d in found.matched.decisions}
+    plain = {d.module.name: d.num_bytes for d in decide(llama, "nvfp4").matched.decisions}
+    assert by["layers.0.attn.o"] == plain["layers.0.attn.o"]
+    assert not decide(llama, "nvfp4_awq").recipe.folds
+    entries = [{"quantizer_name": "*", "enable": False}]
+    cfg = {"num_bits": "e2m1", "block_sizes": {"-1": 16, "type": "dynamic", "scale_bits": "e4m3"}}
+    entries += [{"quantizer_name": f"*proj.{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(json.dumps({"quant_cfg": entries, "algorithm": "awq_lite"}))
+    assert decide(llama, theirs, target=target).recipe.folds
+    assert method_of(decide(llama, theirs, target=target).recipe, None).fold
+    assert not decide(llama, "int4_awq", target="trtllm").recipe.folds
+
+
+def test_experts_in_a_format_for_dense_models(llama: Path, moe: Path) -> None:
+    explain_recipe(llama, "mxfp8", target="vllm@0.16.0")
+    with pytest.raises(RecipeError, match="has no MXFP8 for experts"):
+        explain_recipe(moe, "mxfp8", target="vllm@0.16.0")
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (
+            "{glob: '*.attn.q'}: f | {role: qkv}: n",
+            "runs layers.0.attn.qkv as one, and its parts differ",
+        ),
+        ("{glob: '*.mlp.gate'}: n | {glob: '*.mlp.up'}: f", "gate NVFP4, up FP8"),
+        ("{role: kv, layers: 0}: kv", "keeps the KV cache of all layers alike"),
+    ],
+)
+def test_what_runs_as_one_has_one_format(
+    rules: str, told: str, llama: Path, tmp_path: Path
+) -> None:
+    lines = [r.rpartition(": ") for r in rules.split(" | ")]
+    text = "description: d\nformats:\n"
+    known = {"f": "algo: FP8", "n": "algo: NVFP4", "kv": "kv_algo: FP8"}
+    text += "".join(f"  {f}: {{{known[f]}}}\n" for f in dict.fromkeys(f for _, _, f in lines))
+    text += "rules:\n" + "".join(f"- match: {m}\n  format: {f}\n" for m, _, f in lines)
+    (tmp_path / "r.yaml").write_text(text)
+    explain_recipe(llama, tmp_path / "r.yaml")
+    with pytest.raises(RecipeError) as caught:
+        explain_recipe(llama, tmp_path / "r.yaml", target="vllm")
+    assert told in str(caught.value)
+
+
+def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
+    draft = Module(
+        name="mtp.0.attn.kv",
+        kind="kv_cache",
+        roles=frozenset({"kv", "mtp"}),
+        layer=None,
+        num_layers=4,
+        shape=(256,),
+        num_bytes=512,
+    )
+    recipe, problems = load_recipe("fp8_kv_fp8"), Problems("x")
+    matched = match(recipe, (*tiny_models.modules(llama), draft), problems)
+    assert matched.decisions[-1].label == "keep"
+    check_target(read_target("vllm"), recipe, matched.decisions, problems)
+    assert problems.found == []
+
+
+@pytest.mark.parametrize(
+    "text", ["vlm", "vllm@", "vllm@new", "trtllm@0.5", "vllm@9.9", "vllm@0.9banana"]
+)
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        read_target(text)

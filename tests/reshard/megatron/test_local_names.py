@@ -1,0 +1,69 @@
+"""Names that wrappers and other generations of Megatron's models give the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.config import ParallelConfig
+from megtool.reshard.open_source import open_source
+from tests.support.checkpoints.old_formats import Materialize, renamed
+from tests.support.checkpoints.trained import config, write
+
+EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "stacked": {},
+    "experts": EXPERTS,
+    "per layer": EXPERTS | {"moe_layer_freq": (0, 1, 0, 1)},
+}
+
+
+def below(prefix: str) -> Callable[[str], str]:
+    """A renaming that puts a wrapper around the model."""
+
+    def rename(name: str) -> str:
+        head, dot, rest = name.rpartition("optimizer.state.")
+        if not dot:
+            return prefix + name
+        state, _, key = rest.partition(".")
+        return f"{head}{dot}{state}.{prefix}{key}"
+
+    return rename
+
+
+def hybrid(name: str) -> str:
+    return name.replace("decoder.final_layernorm", "decoder.final_norm")
+
+
+RENAMES: dict[str, Callable[[str], str]] = {
+    "NeMo": below("module."),
+    "wrapped twice": below("module.module."),
+    "Hybrid": hybrid,
+    "both": lambda name: below("module.")(hybrid(name)),
+    "without Transformer Engine": lambda name: name.replace(
+        "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rename", RENAMES)
+def test_other_names_are_the_same_tensors(
+    rename: str, model: str, tmp_path: Path, materialize: Materialize
+) -> None:
+    write(tmp_path / "ours", config(**MODELS[model]), ParallelConfig(tp=2), materialize)
+    renamed(tmp_path / "ours", tmp_path / "theirs", materialize, RENAMES[rename])
+    opened = open_source(tmp_path / "theirs")
+    assert opened.side.dialect == "megatron"
+    assert opened.reason is None
+    report = verify(tmp_path / "ours", tmp_path / "theirs")
+    assert report.exit_status == 0, list(report.lines())
+    reshard(tmp_path / "theirs", tmp_path / "out", optimizer="fully_reshardable", tp=1, pp=2)
+    names = {t.name for t in open_checkpoint(tmp_path / "out").tensors}
+    assert names == {t.name for t in open_checkpoint(tmp_path / "ours").tensors}

@@ -1,0 +1,147 @@
+"""`--layers`: some layers become a model of their own, with their state, in any format."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.read import Reader
+from megtool.checkpoint.storage.files import Files
+from megtool.commands.reshard import reshard
+from megtool.commands.verify import verify
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError, MappingError, UsageError
+from tests.reshard.megatron.test_optimizer import MODELS
+from tests.support.checkpoints.trained import config, write
+from tests.support.models import tiny_llama
+
+HOPS = (
+    {"to": "torch_dist", "optimizer": "fully_reshardable", "tp": 2, "pp": 3},
+    {"to": "torch_dist", "optimizer": "dp_reshardable", "pp": 3, "dp": 2},
+    {"to": "megatron", "optimizer": "legacy", "tp": 2},
+)
+
+
+def arrays(folder: Path) -> dict[str, Any]:
+    """All tensors as stored, in the dtype's view."""
+    found = open_checkpoint(folder)
+    with Reader(found, Files()) as reader:
+        return {t.name: np.asarray(reader.stored(t.name).read()) for t in found.tensors}
+
+
+def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[str, Any]:
+    """What is to come of tensors, worked out on whole arrays."""
+    out = {}
+    for name, array in before.items():
+        found = re.search(r"layers\.(\d+)\.", name)
+        if stacked and ".layers." in name:
+            out[name] = array[layers]
+        elif found:
+            for new in [k for k, old in enumerate(layers) if old == int(found[1])]:
+                out[name.replace(found[0], f"layers.{new}.")] = array
+        else:
+            out[name] = array
+    return out
+
+
+@pytest.mark.parametrize("hop", HOPS, ids=lambda h: str(h["optimizer"]))
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_a_training_state(
+    name: str, hop: dict[str, Any], tmp_path: Path, materialize: Any
+) -> None:
+    model = config(**MODELS[name])
+    source = tmp_path / "source"
+    write(source, model, ParallelConfig(), materialize)
+    reshard(source, tmp_path / "some", layers="0-1,3", strict=True, **hop)
+    reshard(
+        tmp_path / "some",
+        tmp_path / "back",
+        to="torch_dist",
+        optimizer="fully_reshardable",
+        tp=1,
+        pp=1,
+        strict=True,
+    )
+    found, wanted = (
+        arrays(tmp_path / "back"),
+        chosen(arrays(source), [0, 1, 3], stacked=model.is_homogeneous),
+    )
+    assert found.keys() == wanted.keys()
+    for key, array in wanted.items():
+        np.testing.assert_array_equal(found[key], array, err_msg=key)
+    args = open_checkpoint(tmp_path / "some").metadata["args"]
+    freq = model.moe_layer_freq
+    assert args["num_layers"] == args["encoder_num_layers"] == 3
+    assert args["moe_layer_freq"] == ([0, 1, 1] if isinstance(freq, tuple) else 1)
+
+
+def test_layers_of_a_folder_and_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    source = tiny_llama.save(tmp_path / "hf", parts=2)
+    report = reshard(source, tmp_path / "out", layers="1-2")
+    before, after = tiny_llama.tensors(source), tiny_llama.tensors(tmp_path / "out")
+    assert report.left_out == 18
+    assert after == {
+        re.sub(r"layers\.(\d)", lambda m: f"layers.{int(m[1]) - 1}", n): t
+        for n, t in before.items()
+        if not re.search(r"layers\.[03]\.", n)
+    }
+    kept = json.loads((tmp_path / "out/config.json").read_text())
+    assert kept == json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 2}
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == tiny_llama.TOKENIZER
+    assert verify(tmp_path / "out").exit_status == 0
+
+
+def test_digests_follow_their_layers(tmp_path: Path) -> None:
+    source = tiny_llama.save(tmp_path / "hf")
+    reshard(source, tmp_path / "a", to="torch_dist", tp=2, digest="all")
+    report = reshard(tmp_path / "a", tmp_path / "b", layers="3,0", tp=1)
+    assert (report.unverified, report.digested + report.inherited) == (0, 21)
+    assert verify(tmp_path / "b").exit_status == 0
+    reshard(source, tmp_path / "c", layers="3,0")
+    assert verify(tmp_path / "b", tmp_path / "c").exit_status == 0
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "pp": 3}, {"tp": 4}])
+@pytest.mark.parametrize("to", ["torch_dist", "megatron", "hf"])
+def test_a_layer_named_twice_is_written_twice(
+    to: str, layout: dict[str, int], tmp_path: Path
+) -> None:
+    source = tiny_llama.save(tmp_path / "hf")
+    cut = layout if to != "hf" else {}
+    reshard(source, tmp_path / "deep", to=to, layers="0-3,2-3", strict=True, **cut)
+    reshard(tmp_path / "deep", tmp_path / "back", to="hf")
+    before, after = tiny_llama.tensors(source), tiny_llama.tensors(tmp_path / "back")
+    for name, tensor in after.items():
+        old = re.sub(r"layers\.([45])", lambda m: f"layers.{int(m[1]) - 2}", name)
+        assert before[old] == tensor
+    assert len(after) == len(before) + 18
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_hidden_layers"] == 6
+    assert verify(tmp_path / "deep", tmp_path / "back").exit_status == 0
+
+
+def test_extra_states_are_numbered_anew(tmp_path: Path) -> None:
+    source = tiny_llama.save(tmp_path / "hf")
+    reshard(source, tmp_path / "a", to="torch_dist")
+    reshard(tmp_path / "a", tmp_path / "b", layers="1,3")
+    reshard(source, tmp_path / "c", to="torch_dist", layers="0-1")
+    assert open_checkpoint(tmp_path / "b").objects.keys() == (
+        open_checkpoint(tmp_path / "c").objects.keys()
+    )
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    source = tiny_llama.save(tmp_path / "hf")
+    with pytest.raises(UsageError, match="'0-4' of a model that has 4"):
+        reshard(source, tmp_path / "out", layers="0-4")
+    with pytest.raises(LayoutError):
+        reshard(source, tmp_path / "out", layers="0-2", to="torch_dist", pp=2)
+    (source / "config.json").unlink()
+    with pytest.raises(MappingError):
+        reshard(source, tmp_path / "out", layers="0-1")
+    assert not (tmp_path / "out").exists()

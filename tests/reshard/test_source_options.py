@@ -1,0 +1,77 @@
+"""`--optimizer none` and `--optimizer-only`: halves of a training state, in any format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.commands.reshard import reshard
+from megtool.config import ParallelConfig
+from megtool.errors import UsageError
+from tests.reshard.test_layer_subset import arrays
+from tests.support.checkpoints.trained import config, write
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "fully_reshardable": {"to": "torch_dist"},
+    "dp_reshardable": {"to": "torch_dist", "dp": 2},
+    "legacy": {"to": "megatron", "tp": 2, "pp": 2},
+}
+
+
+@pytest.fixture(params=SOURCES)
+def trained(request: pytest.FixtureRequest, tmp_path: Path, materialize: Any) -> tuple[Path, Path]:
+    """A training state, and the same in one of the optimizer formats."""
+    kind = request.param
+    write(tmp_path / "truth", config(), ParallelConfig(), materialize)
+    reshard(tmp_path / "truth", tmp_path / "in", optimizer=kind, **SOURCES[kind])
+    return tmp_path / "truth", tmp_path / "in"
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "megatron", "zarr"])
+def test_weights_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    truth, source = trained
+    layout = {} if to == "zarr" else {"tp": 1, "pp": 1}
+    report = reshard(source, tmp_path / "out", to=to, optimizer="none", strict=True, **layout)
+    assert report.left_out
+    assert any("that were not asked for" in line for line in report.lines())
+    found = open_checkpoint(tmp_path / "out")
+    assert not any("optim/" in t.name or t.name.startswith("optimizer") for t in found.tensors)
+    reshard(tmp_path / "out", tmp_path / "back", to="torch_dist", tp=1, pp=1)
+    wanted = {n: a.tobytes() for n, a in arrays(truth).items() if not n.startswith("optimizer.")}
+    assert {n: a.tobytes() for n, a in arrays(tmp_path / "back").items()} == wanted
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "zarr"])
+def test_state_alone(to: str, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    truth, source = trained
+    layout = {} if to == "zarr" else {"tp": 1, "pp": 1}
+    report = reshard(source, tmp_path / "out", to=to, optimizer_only=True, strict=True, **layout)
+    assert report.left_out
+    wanted = {n: a.tobytes() for n, a in arrays(truth).items() if n.startswith("optimizer.")}
+    found = {n: a.tobytes() for n, a in arrays(tmp_path / "out").items()}
+    assert found == wanted
+    assert "optimizer" in open_checkpoint(tmp_path / "out").metadata["common"]
+    again = {"to": "torch_dist", "optimizer_only": True}  # which lets the weights be missing
+    reshard(tmp_path / "out", tmp_path / "two", tp=2, **again)  # type: ignore[arg-type]
+    reshard(tmp_path / "two", tmp_path / "one", tp=1, **again)  # type: ignore[arg-type]
+    assert {n: a.tobytes() for n, a in arrays(tmp_path / "one").items()} == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "megatron"},
+        {"to": "torch_dist", "optimizer": "dp_reshardable"},
+        {"to": "torch_dist", "optimizer": "none"},
+    ],
+    ids=str,
+)
+def test_state_that_cannot_be_alone(
+    options: dict[str, str], trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"goes by the weights|nothing is left"):
+        reshard(trained[1], tmp_path / "out", optimizer_only=True, **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()

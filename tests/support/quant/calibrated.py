@@ -1,0 +1,119 @@
+"""Tiny models calibrated on random tokens: what tests of calibration have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megtool.model.batch import Batch
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.calibration.calibrate import calibrate
+from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.calibration.fingerprint import fingerprint_of
+from megtool.quant.calibration.resume_folder import Work
+from megtool.quant.resolve import Decided, decide
+from megtool.reshard.source import CheckpointSource
+from tests.support.models import tiny_models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A checkpoint with decisions and data."""
+
+    decided: Decided
+    source: CheckpointSource
+    points: tuple[Point, ...]
+    batches: list[Batch]
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What `calibrate` takes first."""
+        d = self.decided
+        return self.source, d.matched.decisions, d.recipe, self.points, self.batches
+
+    def run(self, **more: Any) -> Artefact:
+        """Calibrate."""
+        d = self.decided
+        seen = fingerprint_of(
+            d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions, self.batches
+        )
+        return calibrate(*self.facts, fingerprint=seen, **more)
+
+
+def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | None = None) -> Case:
+    """A case of a checkpoint in a folder."""
+    decided = decide(folder, recipe)
+    opened, config = decided.opened, decided.opened.side.config
+    assert config is not None
+    return Case(
+        decided=decided,
+        source=CheckpointSource(catalogue=opened.catalogue, side=opened.side, config=config),
+        points=list_points(decided.modules.modules, config),
+        batches=tokens(config.vocab_size) if batches is None else batches,
+    )
+
+
+def tokens(
+    vocab: int, *, rows: int = 2, count: int = 3, width: int = 24, seed: int = 0
+) -> list[Batch]:
+    """Batches of random tokens."""
+    made = torch.Generator().manual_seed(seed)
+    return [
+        Batch(tokens_BS=torch.randint(0, vocab, (rows, width), generator=made))
+        for _ in range(count)
+    ]
+
+
+def random_moe(folder: Path) -> Path:
+    """A mixture of experts of random weights."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_models.moe(folder)
+    made = torch.Generator().manual_seed(1)
+    tensors = load_file(folder / "model.safetensors")
+    for name, t in tensors.items():
+        around = 1.0 if "norm" in name else 0.0
+        tensors[name] = (torch.randn(t.shape, generator=made) * 0.1 + around).to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def saved(artefact: Artefact, folder: Path) -> bytes:
+    """The bytes of an artefact's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    artefact.save(folder / "calibration.safetensors")
+    return (folder / "calibration.safetensors").read_bytes()
+
+
+def killed_behind(unit: int, folder: Path, recipe: str, work: Path) -> None:
+    """Calibrate in `work`, and be killed when this unit is finished. For a process of its own."""
+    torch.set_num_threads(1)
+    whole = Work.record
+
+    def record(self: Work, number: int, *facts: Any) -> None:
+        whole(self, number, *facts)
+        if number == unit:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Work.record = record  # type: ignore[method-assign]
+    case(folder, recipe).run(work=work)
+
+
+def on_rank(
+    rank: int, size: int, folder: Path, recipe: str, layout: dict[str, int], more: dict[str, Any]
+) -> tuple[dict[str, Any], bytes]:
+    """A rank's statistics and the bytes of its artefact. For `run_world`."""
+    from megtool.config import ParallelConfig
+
+    groups = ProcessGroups.start(ParallelConfig(**layout))
+    try:
+        artefact = case(folder, recipe).run(groups=groups, **more)
+        return artefact.statistics, saved(artefact, folder.parent / f"of-{rank}-{os.getpid()}")
+    finally:
+        groups.stop()

@@ -1,0 +1,96 @@
+"""Tiny models with random weights, loaded, and what becomes of all their matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
+from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.modules import Module, list_modules
+from megtool.quant.resolve import Decided
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
+
+
+def randomised(folder: Path, seed: int = 0) -> Path:
+    """The checkpoint with other weights: matrices about as large as trained ones."""
+    generator = torch.Generator().manual_seed(seed)
+    path = folder / "model.safetensors"
+    tensors = {
+        n: (
+            torch.randn(t.shape, generator=generator) * (0.3 / t.shape[-1] ** 0.5)
+            if t.ndim > 1
+            else 1 + 0.1 * torch.randn(t.shape, generator=generator)
+        ).to(t.dtype)
+        for n, t in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def opened(folder: Path) -> tuple[CheckpointSource, tuple[Module, ...], tuple[Point, ...]]:
+    """A checkpoint to load, its modules and its points."""
+    found = open_source(folder)
+    config = found.side.config
+    assert config is not None
+    modules = list_modules(found.side).modules
+    source = CheckpointSource(catalogue=found.catalogue, side=found.side, config=config)
+    return source, modules, list_points(modules, config)
+
+
+def points_of(decided: Decided) -> tuple[Point, ...]:
+    """The points of what a recipe decided about."""
+    config = decided.opened.side.config
+    assert config is not None
+    return list_points(decided.modules.modules, config)
+
+
+def source_of(decided: Decided) -> Source:
+    """What a recipe decided about, to load."""
+    opened = decided.opened
+    return CheckpointSource(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+
+
+def settled(
+    modules: tuple[Module, ...],
+    points: tuple[Point, ...],
+    algo: Callable[[str], str],
+    *,
+    smooth: bool = False,
+    cache: str = "",
+) -> Settlement:
+    """Every matrix but routers in the format that `algo` says (none: kept); factors of columns, the
+    same for siblings, where `smooth`."""
+    known = {m.name: m for m in modules}
+    out = Settlement()
+    for number, point in enumerate(points):
+        if point.what == "kv_cache":
+            if cache:
+                out.caches[point.name] = Cache(
+                    module=point.name,
+                    format=Format(name="kv", kv_algo=cache),
+                    key_amax=1.5,
+                    value_amax=1.25,
+                )
+            continue
+        columns = np.exp2(np.random.default_rng(number).normal(size=point.width) / 2)
+        for name in point.modules:
+            if "router" in known[name].roles or not (chosen := algo(name)):
+                continue
+            group = (FORMATS[chosen].groups or (0,))[0]
+            more: dict[str, Any] = {"columns": columns.astype(np.float32)} if smooth else {}
+            out.treatments[name] = Treatment(
+                module=name,
+                format=Format(name="f", algo=chosen, group_size=group),
+                stores_columns=bool(smooth and not point.norm),
+                input_amax=3.0 + number / 7 if chosen in INPUTS else 0.0,
+                **more,
+            )
+    return out

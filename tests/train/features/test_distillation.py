@@ -1,0 +1,235 @@
+"""Distillation against torch's own divergence, at any chunk, and on tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.model.pipeline import PipelineSchedule, build_stages
+from megtool.parallel.process_groups import Group, ProcessGroups
+from megtool.train.features.distillation import (
+    Distillation,
+    Head,
+    check_pair,
+    divergence,
+    teachers_layout,
+)
+from tests.support.worlds.gloo_world import run_world
+
+V = 200  # padded to 256
+SIZES: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": V,
+    "max_positions": 32,
+    "tied_embeddings": False,
+}
+STUDENT = ModelConfig(**SIZES)
+TEACHER = ModelConfig(**SIZES | {"num_layers": 2, "num_heads": 2, "head_dim": 16})
+DEEP = ModelConfig(**SIZES | {"num_layers": 4})
+TOKENS = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(0))
+LABELS = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, None])
+@pytest.mark.parametrize(("softcap", "scale", "temperature"), [(0.0, 1.0, 1.0), (5.0, 0.5, 2.5)])
+def test_the_divergence_and_its_gradients_are_torchs(chunk, softcap, scale, temperature) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 16, dtype=torch.float64).float().requires_grad_()
+    w = torch.randn(50, 16).requires_grad_()
+    tx, tw = torch.randn(7, 24), torch.randn(50, 24)
+
+    def bent(raw: Tensor) -> Tensor:
+        raw = raw * scale
+        return softcap * torch.tanh(raw / softcap) if softcap else raw
+
+    held = 47
+    ours = divergence(
+        x,
+        Head(weight_VH=w, softcap=softcap, scale=scale),
+        tx,
+        Head(weight_VH=tw, softcap=softcap, scale=scale),
+        held=held,
+        temperature=temperature,
+        chunk=chunk,
+    )
+    (3 * ours).backward()
+    mine = x.grad, w.grad
+    x.grad = w.grad = None
+    log_s = F.log_softmax(bent(x @ w[:held].T) / temperature, 1)
+    log_t = F.log_softmax(bent(tx @ tw[:held].T) / temperature, 1)
+    theirs = F.kl_div(log_s, log_t, reduction="sum", log_target=True) * temperature**2
+    (3 * theirs).backward()
+    assert torch.allclose(ours, theirs, rtol=1e-5)
+    for a, b in zip(mine, (x.grad, w.grad), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def build(config: ModelConfig, groups: ProcessGroups, seed: int, sp: bool = False) -> Decoder:
+    """A model whose numbers do not depend on the layout."""
+    decoder = Decoder(config, groups, device="cpu", sequence_parallel=sp)
+    alone = Decoder(config, device="cpu")
+    torch.manual_seed(seed)
+    whole = {n: torch.randn(p.shape) * 0.2 for n, p in alone.named_parameters()}
+    if groups.tp.size == 1:
+        decoder.load_state_dict(whole)
+        return decoder
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            source = whole[name]
+            for dim in range(source.ndim):
+                if source.shape[dim] != p.shape[dim]:
+                    source = _cut(source, dim, name, groups.tp)
+            p.copy_(source)
+    return decoder
+
+
+def _cut(source: Tensor, dim: int, name: str, tp: Group) -> Tensor:
+    if "linear_fc1" in name:  # gate and up are cut each
+        return torch.cat([half.chunk(tp.size, dim)[tp.rank] for half in source.chunk(2, dim)], dim)
+    return source.chunk(tp.size, dim)[tp.rank]
+
+
+def passes(
+    groups: ProcessGroups,
+    weight: float,
+    sp: bool = False,
+    models: tuple[ModelConfig, ModelConfig] = (STUDENT, TEACHER),
+) -> tuple[float, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    student = build(models[0], groups, 1, sp).train()
+    teaching = Distillation(
+        student, build(models[1], groups, 2), num_microbatches=2, temperature=2.0, weight=weight
+    )
+    schedule = PipelineSchedule(student, num_microbatches=2, objective=teaching.objective)
+    with teaching.around(batch := Batch(tokens_BS=TOKENS)):
+        loss, _ = schedule.step(batch, LABELS)
+    grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
+    return float(loss), grads
+
+
+def staged(config: ModelConfig, groups: ProcessGroups, seed: int) -> list[Decoder]:
+    """The stage of a model whose numbers do not depend on the layout."""
+    whole = build(config, ProcessGroups.alone(), seed).state_dict()
+    stages = build_stages(config, groups, device="cpu")
+    for stage in stages:
+        stage.load_state_dict({n: whole[n] for n in stage.state_dict()})
+    return stages
+
+
+def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
+    """`passes` with pipeline stages, with a teacher of as many layers and with another."""
+    torch.set_num_threads(1)
+    groups = ProcessGroups.start(ParallelConfig(**layout))
+    out = []
+    for taught in (DEEP, TEACHER):
+        theirs = replace(groups, parallel=teachers_layout(groups.parallel, DEEP, taught))
+        stages = staged(DEEP, groups, 1)
+        teaching = Distillation(
+            stages[-1],
+            staged(taught, theirs, 2),
+            num_microbatches=2,
+            temperature=2.0,
+            weight=0.7,
+        )
+        for stage in stages:
+            stage.train()
+        schedule = PipelineSchedule(stages, num_microbatches=2, objective=teaching.objective)
+        with teaching.around(batch := Batch(tokens_BS=TOKENS)):
+            loss, _ = schedule.step(batch, LABELS)
+        named = [(n, p.grad) for s in stages for n, p in s.named_parameters()]
+        out.append((float(loss), {n: g for n, g in named if g is not None}))
+    return out
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2}, pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.slow)]
+)
+def test_pipeline_stages_find_the_same(layout) -> None:
+    found = run_world(in_stages, 2, layout)
+    for number, taught in enumerate((DEEP, TEACHER)):
+        loss, grads = passes(ProcessGroups.alone(), 0.7, models=(DEEP, taught))
+        seen = set[str]()
+        for of_rank in found:
+            theirs, held = of_rank[number]
+            assert theirs == pytest.approx(loss, rel=1e-5)
+            for name, grad in held.items():
+                assert torch.allclose(grad, grads[name], rtol=1e-4, atol=1e-4), name
+            seen |= held.keys()
+        assert seen == grads.keys()
+
+
+def on_ranks(rank: int, size: int, sp: bool) -> Any:
+    return passes(ProcessGroups.start(ParallelConfig(tp=size)), 0.7, sp)
+
+
+def test_both_losses_are_mixed_over_microbatches() -> None:
+    loss, grads = passes(ProcessGroups.alone(), 0.7)
+    student, teacher = (
+        build(STUDENT, ProcessGroups.alone(), 1),
+        build(TEACHER, ProcessGroups.alone(), 2),
+    )
+    batch = Batch(tokens_BS=TOKENS)
+    logits, wanted = student(batch).flatten(0, 1), LABELS.flatten()
+    expected = teacher(batch).flatten(0, 1).detach()
+    kept = wanted != -100
+    kl = F.kl_div(
+        F.log_softmax(logits[kept] / 2, 1),
+        F.log_softmax(expected[kept] / 2, 1),
+        reduction="sum",
+        log_target=True,
+    )
+    total = 0.3 * F.cross_entropy(logits, wanted, reduction="sum") + 0.7 * 4 * kl
+    total.backward()
+    assert loss == pytest.approx(float(total.detach()), rel=1e-5)
+    for name, p in student.named_parameters():
+        assert torch.allclose(grads[name], p.grad, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_tensor_parallel_ranks_find_the_same(sp) -> None:
+    loss, grads = passes(ProcessGroups.alone(), 0.7)
+    for rank, (found, theirs) in enumerate(run_world(on_ranks, 2, sp)):
+        assert found == pytest.approx(loss, rel=1e-5)
+        name = "output_layer.weight"
+        assert torch.allclose(theirs[name], grads[name].chunk(2)[rank], rtol=1e-3, atol=1e-4)
+        name = "decoder.layers.0.self_attention.linear_proj.weight"
+        assert torch.allclose(theirs[name], grads[name].chunk(2, 1)[rank], rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_taught_is_refused() -> None:
+    with pytest.raises(MappingError, match="vocabulary of 150"):
+        check_pair(STUDENT, replace(TEACHER, vocab_size=150))
+    one = build(STUDENT, ProcessGroups.alone(), 1)
+    three = replace(TEACHER, num_layers=3)
+    with pytest.raises(LayoutError, match="pp=2 does not divide the 3 layers of the teacher"):
+        teachers_layout(ParallelConfig(pp=2), STUDENT, three)
+    with pytest.raises(UsageError, match="temperature 0"):
+        Distillation(one, one, num_microbatches=1, temperature=0.0)
+
+
+def test_a_teacher_that_ranks_do_not_divide_is_named() -> None:
+    odd = replace(TEACHER, num_heads=3, num_kv_heads=3, head_dim=8)
+    with pytest.raises(LayoutError, match="tp=2 does not divide num_heads=3 of the teacher") as e:
+        teachers_layout(ParallelConfig(tp=2), STUDENT, odd)
+    assert "1, 3" in str(e.value.hint)
+    experts = {"num_experts": 6, "num_experts_per_token": 2, "moe_ffn_hidden_size": 16}
+    mixed = replace(TEACHER, **experts)
+    with pytest.raises(LayoutError, match="ep=4 does not divide num_experts=6 of the teacher"):
+        teachers_layout(ParallelConfig(ep=4, tp=1), mixed, mixed)
+    # One without experts stands on all ranks of the student's.
+    found = teachers_layout(ParallelConfig(ep=2, tp=2, etp=1), mixed, TEACHER)
+    assert (found.tp, found.ep, found.etp, found.dp) == (2, 1, 2, 1)

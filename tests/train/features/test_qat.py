@@ -1,0 +1,148 @@
+"""Quantization-aware training: gradients at rounded weights, applied to the weights' own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megtool.model.batch import Batch
+from megtool.model.decoder import Decoder
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.fake_quant.fake_quantize import fake_weight
+from megtool.quant.fake_quant.weight_views import WeightViews
+from megtool.quant.qparams import Settlement
+from megtool.train.build_model import load_for_training
+from megtool.train.features.qat import FakeQuantization
+from tests.support.models import tiny_models
+from tests.support.quant.loaded import opened, randomised, settled
+
+TOKENS = torch.arange(48).view(2, 24) * 37 % 128
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return randomised(tiny_models.llama(tmp_path_factory.mktemp("qat") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return randomised(tiny_models.moe(tmp_path_factory.mktemp("qat") / "moe"))
+
+
+def made(folder: Path, algo: str, **how: Any) -> tuple[Decoder, Any, Settlement]:
+    torch.set_num_threads(1)
+    source, modules, points = opened(folder)
+    (decoder,) = load_for_training(source, ProcessGroups.alone(), dtype="float32", threads=1)
+    return decoder, points, settled(modules, points, lambda _: algo, **how)
+
+
+def gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
+    decoder.zero_grad()
+    loss, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+    return float(loss.detach()), found
+
+
+@pytest.mark.parametrize("algo", ["W4A16_AWQ", "W4A16_NVFP4"])
+def test_gradients_are_those_at_the_rounded_weights(llama, algo) -> None:
+    decoder, points, settlement = made(llama, algo)
+    before = {n: t.clone() for n, t in decoder.state_dict().items()}
+    quantization = FakeQuantization([decoder], points, settlement)
+    with quantization.around():
+        loss, found = gradients(decoder)
+    assert all(torch.equal(t, before[n]) for n, t in decoder.state_dict().items())
+    assert decoder.get_submodule("decoder.layers.0.mlp.linear_fc1").tap is None
+    views = WeightViews(decoder, settlement.treatments)
+    with torch.no_grad():
+        tops = {m: float(views.read(m).abs().max()) for m in views.parts}
+        for point in points:
+            for module in point.modules:
+                if module in settlement.treatments:
+                    treatment = settlement.treatments[module]
+                    if treatment.second_amax:
+                        second = max(tops[m] for m in point.modules)
+                        treatment = replace(treatment, second_amax=second)
+                    treatment = replace(treatment, amax=None, codes=None)
+                    views.write(module, fake_weight(views.read(module), treatment))
+    expected, theirs = gradients(decoder)
+    assert loss == expected
+    assert all(torch.equal(found[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.parametrize("algo", ["FP8", "MXFP4", "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"])
+@pytest.mark.parametrize("model", ["llama", "moe"])
+def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
+    smooth = algo == "NVFP4" and model == "llama"
+    decoder, points, settlement = made(
+        request.getfixturevalue(model), algo, smooth=smooth, cache="FP8"
+    )
+    plain, _ = gradients(decoder)
+    quantization = FakeQuantization([decoder], points, settlement)
+    with quantization.around():
+        loss, found = gradients(decoder)
+    with torch.no_grad(), FakeQuantModel(decoder, points, quantization._settlement, weights=True):
+        expected, _ = decoder.loss(Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1))
+    assert loss == float(expected)
+    assert loss != plain
+    assert all(bool(torch.isfinite(g).all()) for g in found.values())
+    # The first norm stands before rounded inputs: what passes them straight through reaches it.
+    assert found["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"].abs().max() > 0
+
+
+def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens of which four of five follow from the one before, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, 128, (8, 1), generator=generator)]
+    for _ in range(32):
+        follows = torch.rand((8, 1), generator=generator) < 0.8
+        other = torch.randint(0, 128, (8, 1), generator=generator)
+        rows.append(torch.where(follows, (rows[-1] * 3 + 1) % 128, other))
+    text = torch.cat(rows, 1)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+@pytest.mark.slow
+def test_training_takes_back_what_rounding_costs(llama) -> None:
+    decoder, points, settlement = made(llama, "MXFP4")
+    quantization = FakeQuantization([decoder], points, settlement)
+
+    def mean_loss(*, rounded: bool = True) -> float:
+        simulation = FakeQuantModel(decoder, points, settlement, weights=True)
+        with torch.no_grad(), simulation if rounded else nullcontext():
+            pairs = [noisy_text(seed) for seed in range(10_000, 10_004)]
+            losses = [float(decoder.loss(Batch(tokens_BS=t), w)[0]) / w.numel() for t, w in pairs]
+        return sum(losses) / len(losses)
+
+    def learn(first: int, steps: int, lr: float, *, aware: bool) -> None:
+        optimizer = torch.optim.AdamW(decoder.parameters(), lr=lr)
+        for seed in range(first, first + steps):
+            tokens, labels = noisy_text(seed)
+            with quantization.around() if aware else nullcontext():
+                decoder.zero_grad()
+                loss, count = decoder.loss(Batch(tokens_BS=tokens), labels)
+                (loss / count).backward()
+            optimizer.step()
+
+    learn(0, 40, 3e-3, aware=False)
+    with torch.no_grad():  # a few columns are larger than the rest, as in trained models
+        for name, module in decoder.named_modules():
+            if name.endswith(("linear_qkv", "linear_fc1")):
+                module.layer_norm_weight[::32] /= 8
+                module.weight[:, ::32] *= 8
+    untouched, weights = mean_loss(), {n: t.clone() for n, t in decoder.state_dict().items()}
+    losses, costs = {}, {}
+    for aware in (False, True):
+        decoder.load_state_dict(weights)
+        learn(5000, 12, 3e-4, aware=aware)
+        losses[aware] = mean_loss()
+        costs[aware] = losses[aware] - mean_loss(rounded=False)
+    assert losses[True] < losses[False] - 0.01 < untouched
+    assert costs[True] < 0.7 * costs[False]

@@ -1,0 +1,280 @@
+"""Micro batches as graphs: the same bits as without, in every type, and what cannot be one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megtool.data.packing import PackedRows
+from megtool.errors import GraphRuleError, UsageError
+from megtool.model.dropout import Dropout
+from megtool.model.pipeline import PipelineSchedule
+from megtool.model.recompute import recompute
+from megtool.optim.optimizer import Optimizer
+from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.source import CheckpointSource as Stored
+from megtool.reshard.source import SourceOptions
+from megtool.train.build_model import load_for_training
+from megtool.train.collate import batch_of
+from megtool.train.config import TrainSettings
+from megtool.train.cuda_graph import GraphedSchedule, check_graphs
+from megtool.train.features.protocol import Beside, Further
+from megtool.train.loop import Job, Standing, train
+from megtool.train.run_log import RunLog
+from megtool.train.run_plan import make_optimizer, plan_of, schedule_of
+from tests.support.models import tiny_text
+from tests.support.worlds.gloo_world import run_world
+from tests.train.test_loop import LENGTH, Numbers
+
+ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+STEPS, BATCH = 5, 4
+
+HOW: dict[str, dict[str, Any]] = {
+    "fp32": {"fp32": True},
+    "fp32, sharded": {"fp32": True, "use_distributed_optimizer": True},
+    "bf16": {"bf16": True},
+    "bf16, sharded": {"bf16": True, "use_distributed_optimizer": True},
+    "bf16 sums": {"bf16": True, "use_distributed_optimizer": True, "grad_reduce_in_bf16": True},
+    "half on the host": {"bf16": True, "optimizer_offload_fraction": 0.5},
+    "a scale that falls": {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1},
+    "a scale that stays": {"fp16": True, "loss_scale": 1000.0, "use_distributed_optimizer": True},
+    "full": {"fp32": True, "recompute_granularity": "full"},
+    "selective": {"bf16": True, "recompute_granularity": "selective"},
+    "delayed": {"bf16": True, "fp8_recipe": "delayed", "fp8_amax_history_len": 3},
+    "tensorwise": {"fp32": True, "fp8_recipe": "tensorwise", "recompute_granularity": "full"},
+    "lora": {"bf16": True, "lora_rank": 2},
+    "frozen": {"fp32": True, "freeze": ("*embedding*",)},
+    "muon": {"fp32": True, "optimizer": "muon"},
+}
+
+
+class Texts(Numbers):
+    """As `Numbers`; the rows of every other step hold two texts, and those of the last are short.
+
+    A run of these has graphs of three kinds.
+    """
+
+    def rows(self, first: int, count: int) -> PackedRows:
+        """See `Numbers.rows`."""
+        rows = super().rows(first, count)
+        step = first // BATCH % STEPS
+        if step % 2:
+            half = np.arange(LENGTH) // (LENGTH // 2)
+            positions = np.arange(LENGTH) % (LENGTH // 2)
+            rows = replace(
+                rows,
+                documents_BS=rows.documents_BS * 2 + half,
+                positions_BS=np.tile(positions, (count, 1)),
+            )
+        if step == STEPS - 1:
+            valid = np.tile(np.arange(LENGTH) < LENGTH - 3, (count, 1))
+            labels = np.where(valid, rows.labels_BS, -100)
+            rows = replace(
+                rows, labels_BS=labels, documents_BS=np.where(valid, rows.documents_BS, -1)
+            )
+        return rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
+
+
+def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Job:
+    torch.set_num_threads(1)
+    usual = {"train_iters": STEPS, "lr": 1e-2, "global_batch_size": BATCH, "micro_batch_size": 2}
+    settings = TrainSettings(**(usual | options))
+    runnable = open_decoder(SourceOptions(path=model))
+    opened = runnable.opened
+    stages = load_for_training(
+        Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config),
+        groups,
+        dtype="float16" if settings.fp16 else "bfloat16" if settings.bf16 else "float32",
+        sequence_parallel=settings.sequence_parallel,
+        threads=1,
+    )
+    for name, p in stages[0].named_parameters():
+        p.requires_grad_(not any(glob.strip("*") in name for glob in settings.freeze))
+    if settings.recompute_granularity is not None:
+        recompute(stages, settings.recompute_granularity, settings.recompute_num_layers)
+    plan = plan_of(settings, seq_length=LENGTH, num_samples=12, replicas=groups.parallel.dp)
+    family = None if opened.model is None else opened.model.family
+    further = Further.of(stages, settings, groups, Beside(family=family))
+    return Job(
+        stages=stages,
+        optimizer=make_optimizer(stages, settings, plan, groups),
+        feed=Texts(),
+        plan=plan,
+        settings=settings,
+        schedule=schedule_of(settings, plan),
+        log=RunLog(folder if groups.rank == 0 else None),
+        further=further,
+    )
+
+
+def curve(
+    model: Path, folder: Path, groups: ProcessGroups, **options: Any
+) -> list[tuple[Any, ...]]:
+    """Losses, norms of gradients, and loss scales of a run."""
+    mine = job(model, folder, groups, **options)
+    lines: list[dict[str, Any]] = []
+    write = mine.log.write
+    object.__setattr__(mine.log, "write", lambda line: (lines.append(line), write(line)))
+    with mine.log:
+        train(mine, Standing())
+    keys = ("loss", "grad_norm", "loss_scale", "skipped")
+    return [tuple(repr(x.get(key)) for key in keys) for x in lines]  # NaN is unlike itself
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("name", HOW)
+def test_a_run_has_the_same_bits(
+    name: str, device: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = curve(model, tmp_path / "plain", ProcessGroups.alone(device), **HOW[name])
+    caplog.set_level("INFO", "megtool.train.cuda_graph")
+    mine = curve(
+        model,
+        tmp_path / "graphed",
+        ProcessGroups.alone(device),
+        cuda_graph_impl="local",
+        **HOW[name],
+    )
+    assert mine == plain
+    assert len(plain) == STEPS
+    # Those of one text, of two, and of rows that end early.
+    assert sum("are a CUDA graph" in text for text in caplog.messages) == 3
+    if name == "a scale that falls":
+        assert len({scale for _, _, scale, _ in plain}) > 1
+        assert len({skipped for *_, skipped in plain}) == 2
+
+
+def on_ranks(
+    rank: int, size: int, model: str, folder: str, options: dict[str, Any]
+) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    torch.set_num_threads(1)
+    settings = TrainSettings(**options)
+    groups = ProcessGroups.start(replace(settings.layout, dp=size // settings.tp // settings.cp))
+    found = tuple(
+        curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)
+        for how in ("none", "local")
+    )
+    groups.stop()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"fp32": True}, {"bf16": True}, {"tp": 2}],  # gloo scatters sums by operations of its own
+    ids=["dp", "dp in bf16", "tp"],
+)
+def test_ranks_have_the_same_bits(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    for plain, mine in run_world(on_ranks, 2, str(model), str(tmp_path), options):
+        assert mine == plain
+
+
+def schedules(
+    model: Path, folder: Path, device: str = "cpu", **options: Any
+) -> list[tuple[Job, PipelineSchedule]]:
+    """The same model with passes as they are, and as graphs."""
+    made: list[tuple[Job, PipelineSchedule]] = []
+    for how in ("none", "local"):
+        mine = job(model, folder / how, ProcessGroups.alone(device), **options)
+        numbers: dict[str, Any] = {"num_microbatches": mine.plan.num_microbatches}
+        schedule = (
+            PipelineSchedule(mine.stages, scale=mine.optimizer.scale_loss, **numbers)
+            if how == "none"
+            else GraphedSchedule(mine.stages, mine.optimizer, shape=(2, LENGTH), **numbers)
+        )
+        made.append((mine, schedule))
+    return made
+
+
+def gradients(
+    optimizer: Optimizer, schedule: PipelineSchedule, rows: PackedRows, device: str
+) -> list[Any]:
+    optimizer.zero_grad()
+    optimizer.begin(schedule.num_microbatches)
+    loss, count = schedule.step(*batch_of(rows, torch.device(device)))
+    optimizer.finish(count)
+    return [loss, *(s.grad.clone() for s in optimizer.segments if s.grad is not None)]
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_batch_of_another_shape_goes_without_a_graph(
+    is_sharded: bool, device: str, model: Path, tmp_path: Path
+) -> None:
+    made = schedules(model, tmp_path, device, use_distributed_optimizer=is_sharded)
+    rows = [Numbers().rows(0, 4), Numbers().rows(4, 2), Numbers().rows(8, 4)]
+    plain, graphed = (
+        [gradients(mine.optimizer, schedule, r, device) for r in rows] for mine, schedule in made
+    )
+    for one, other in zip(plain, graphed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    schedule = made[1][1]
+    assert isinstance(schedule, GraphedSchedule)
+    assert (schedule.num_graphs, schedule.num_replays) == (1, 4)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_parameter_that_no_pass_uses_has_no_gradient(
+    is_sharded: bool, model: Path, tmp_path: Path
+) -> None:
+    _, (mine, schedule) = schedules(model, tmp_path, use_distributed_optimizer=is_sharded)
+    layers = mine.stages[0].decoder.layers
+    rows = Numbers().rows(0, 4)
+    gradients(mine.optimizer, schedule, rows, "cpu")
+    layers["1"].forward = lambda x_TH, frame: x_TH  # type: ignore[method-assign]
+    gradients(mine.optimizer, PipelineSchedule(mine.stages, num_microbatches=2), rows, "cpu")
+    for segment in mine.optimizer.segments:
+        for span in segment.spans:
+            assert segment.grad is not None
+            is_used = bool(segment.grad[span.at : span.end].any())
+            assert is_used == ("layers.1." not in span.facts.name), span.facts.name
+
+
+def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
+    _, (mine, schedule) = schedules(model, tmp_path)
+    mine.stages[0].dropout = Dropout(hidden=0.5)
+    with pytest.raises(GraphRuleError, match="no waiting for the host"):
+        gradients(mine.optimizer, schedule, Numbers().rows(0, 4), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pp": 2}, "--pp 2: stages take turns"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce: a graph"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather: a graph"),
+        ({"hidden_dropout": 0.1}, "--hidden-dropout: a graph would leave out the same"),
+        ({"attention_dropout": 0.1}, "--attention-dropout: a graph would leave out the same"),
+        ({"lora_rank": 2, "lora_dropout": 0.1}, "--lora-dropout: a graph would leave out the same"),
+        ({"qat": "fp8"}, "--qat: weights are rounded anew"),
+        ({"teacher": Path("big")}, "--teacher: the teacher's states"),
+        ({"fp8_recipe": "delayed", "fp8_param_gather": True}, "--fp8-param-gather: parameters"),
+        ({"fp8_recipe": "delayed", "kernels": "te"}, "scales of its own"),
+    ],
+)
+def test_what_cannot_be_a_graph_is_refused(options: dict[str, Any], message: str) -> None:
+    TrainSettings(**options)
+    with pytest.raises(UsageError, match=message) as caught:
+        TrainSettings(cuda_graph_impl="local", **options)
+    assert caught.value.hint == "without --cuda-graph-impl"
+
+
+def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
+    config = open_decoder(SourceOptions(path=model)).config
+    asked = TrainSettings(cuda_graph_impl="local", device="cpu")
+    with pytest.raises(UsageError, match="on cpu: graphs are of CUDA devices"):
+        check_graphs(asked, config)
+    experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
+    with pytest.raises(UsageError, match="a model with experts"):
+        check_graphs(asked, experts)
+    check_graphs(TrainSettings(), experts)
