@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megtool.checkpoint.digest import Digests
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts
 from megtool.checkpoint.read import Reader, TensorView
+from megtool.checkpoint.transport.cast import numbers
 from megtool.checkpoint.transport.shard_locator import cut_dims
 from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megtool.checkpoint.digest import DigestMode, Digests
+from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.plan import Op, Plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
@@ -18,7 +19,6 @@ from megtool.checkpoint.transport.encoded_chunks import Readers
 from megtool.checkpoint.transport.reduce import reduced_in
 from megtool.checkpoint.transport.shard_locator import Locator
 from megtool.checkpoint.transport.strided import Peak
-from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.transport.work_units import Schedule, Tiled, Unit, units
 from megtool.checkpoint.transport.worker import Run, Worker
 from megtool.console import several

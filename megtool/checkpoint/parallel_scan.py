@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from megtool.checkpoint.transport.shard_locator import cut_dims
-from megtool.checkpoint.parallel_scan import run_in_threads
 from megtool.checkpoint.transport.tile import cut
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement
@@ -60,3 +59,38 @@ def each(jobs: Sequence[Job], work: Callable[[Job], None], *, threads: int) -> N
             work(taken)
 
     run_in_threads(loop, min(threads, len(jobs)), stopped)
+
+
+def run_in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
+    """Run `work` in `count` threads (in this one, for 1) until each returns.
+
+    `work` has to return soon once `stopped` is set, which an error or Ctrl-C does; then the first
+    error is raised.
+    """
+    if count < 2:
+        work()
+        return
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as e:
+            errors.append(e)
+            stopped.set()
+
+    pool = [threading.Thread(target=guarded, daemon=True) for _ in range(count)]
+    try:
+        for thread in pool:
+            thread.start()
+        for thread in pool:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        stopped.set()
+        for thread in pool:
+            if thread.ident is not None:
+                thread.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.parallel_scan import TILE_BYTES, each, parts, whole_rows
 from megtool.checkpoint.read import Reader
+from megtool.checkpoint.transport.cast import numbers
 from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType
 from megtool.tensors.placement import Placement, narrow

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
 from megtool.checkpoint.containers import pickle_reader
 from megtool.dtypes import dtype
 from megtool.errors import FormatError

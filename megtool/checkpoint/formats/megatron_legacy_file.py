@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
 from megtool.checkpoint.catalogue import StoredFile
-from megtool.checkpoint.containers.torch_file import Budget, TorchFile, open_torch_file
-from megtool.checkpoint.containers.zip_tensor import TensorView
-from megtool.errors import FormatError
-from megtool.tensors.sharded import GlobalTensor
-import re
-from collections.abc import Callable, Iterable
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.pickle_reader import Inert
+from megtool.checkpoint.containers.torch_file import Budget, TorchFile, open_torch_file
 from megtool.checkpoint.containers.zip_tensor import TensorView, tensor_view
+from megtool.errors import FormatError
+from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(slots=True, kw_only=True)

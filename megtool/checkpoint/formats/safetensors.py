@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from megtool.checkpoint.formats.safetensors_header import (
     encode_header,
     read_header,
 )
-from megtool.checkpoint.formats.trtllm_legacy import refuse_legacy
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor, Shards, padded_shapes, widest
@@ -397,3 +396,31 @@ def _encode_index(names: Sequence[str], headers: Sequence[Header]) -> bytes:
     total = sum(e.end - e.begin for h in headers for e in h.entries)
     value = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+FIRST = "rank0.safetensors"
+
+
+def refuse_legacy(folder: Path, present: Collection[str]) -> None:
+    """Say what the folder is, if it is one of these; `present` are its files.
+
+    Files of several ranks call their tensors alike, so that it would look like several checkpoints.
+
+    Raises:
+        UsageError: it is.
+    """
+    if FIRST not in present:
+        return
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return
+    if not isinstance(config, dict) or not isinstance(config.get("mapping"), dict):
+        return
+    raise UsageError(
+        "this is a legacy TensorRT-LLM checkpoint (a file a rank), which megtool writes and does "
+        "not read",
+        file=folder,
+        hint="trtllm-build reads it; give the folder it was exported from, or one of its files "
+        f"({FIRST})",
+    )

@@ -13,6 +13,7 @@ from megtool.checkpoint.transport.strided import Array
 from megtool.dtypes import DType, dtype
 from megtool.errors import FormatError, MissingPackageError
 from megtool.number_formats import gguf
+from megtool.number_formats.small_floats import eight_bit
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -211,3 +212,15 @@ def _torch() -> Any:
     except ModuleNotFoundError as e:
         raise MissingPackageError("casting needs torch", hint="pip install torch") from e
     return torch
+
+
+def numbers(array: Array, kind: DType) -> Array:
+    """What elements of type `kind`, as they lie in files, mean: no rounding, no torch.
+
+    Numpy's own types stay as they are; bfloat16 and the 8-bit floats become float32.
+    """
+    if kind.name == "bfloat16":
+        return (array.astype("<u4") << 16).view("<f4")
+    if kind.is_float and kind.itemsize == 1:
+        return eight_bit(kind.name)[array]
+    return array.view(kind.view)
