@@ -1,4 +1,4 @@
-"""Conversion: the words families and dialects are written in, and what reads them."""
+"""Conversion between dialects: the mapping language and its interpreter."""
 
 from megtool.convert.canonical import Weight
 from megtool.convert.config_keys import (

@@ -1,4 +1,4 @@
-"""A table at one configuration: which stored tensors hold which canonical ones, both ways."""
+"""A mapping table bound to one configuration: stored tensors to canonical ones, both ways."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Binding:
             f"{tensor.name!r} has shape {list(tensor.shape)}, "
             f"but the configuration says {list(want.shape)}{padded}",
             tensor=tensor.name,
-            hint="the configuration belongs to another model, or the tensor is cut",
+            hint="the configuration belongs to another model, or the tensor is truncated",
         )
 
     def _place(self, number: int, index: dict[str, int], tensor: GlobalTensor, out: Read) -> None:

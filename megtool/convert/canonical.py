@@ -1,4 +1,4 @@
-"""The canonical tensors: one name each, unfused, unstacked, unpadded, and how large they are."""
+"""The canonical tensors: one name each, unfused, unstacked, unpadded, with their shapes."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class CanonicalModel:
         if pattern not in self._shapes:
             if pattern not in self.vocabulary:
                 raise MappingError(
-                    f"{pattern!r} is no canonical tensor",
+                    f"{pattern!r} is not a canonical tensor",
                     hint="name one of megtool.convert.canonical, or add it to the family's own",
                 )
             weight = self.vocabulary[pattern]

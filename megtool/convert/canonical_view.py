@@ -1,4 +1,4 @@
-"""The two sides of a conversion: what is stored, and which canonical tensors lie in it where."""
+"""Both sides of a conversion: the stored tensors and where each canonical tensor is in them."""
 
 from __future__ import annotations
 

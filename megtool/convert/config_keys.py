@@ -1,4 +1,4 @@
-"""The words a family's configuration is written in: keys of a JSON file and ModelConfig fields."""
+"""Declarative keys that map a config.json to `ModelConfig` fields, both ways."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Refused(Setting):
         if stored.get(self.key) == self.value:
             raise MappingError(
                 f"the configuration says {self.key}={self.value!r}: {self.reason}",
-                hint="no Megatron layout computes this model",
+                hint="no Megatron layout can represent this model",
             )
         return ()
 

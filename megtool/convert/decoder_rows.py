@@ -1,4 +1,4 @@
-"""Rows that many families share: the names most decoders have in transformers, and in GGUF.
+"""Mapping rows shared by many families: the names most decoders have in transformers and GGUF.
 
 A family takes the parts it has, `hf=(*HF_MODEL, *HF_NORMS, *HF_ATTENTION, *HF_GATED_MLP)`, and
 writes rows of its own for the rest. A row whose tensor a model lacks (a bias) does no harm: whether

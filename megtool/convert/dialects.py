@@ -1,4 +1,4 @@
-"""Both sides of a conversion: stored tensors read as canonical ones, and made of them."""
+"""Reads stored tensors as canonical ones, and plans stored tensors from canonical ones."""
 
 from __future__ import annotations
 

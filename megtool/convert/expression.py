@@ -41,7 +41,8 @@ def _compiled(text: str) -> tuple[CodeType, frozenset[str]]:
         if not isinstance(node, _ALLOWED):
             raise MappingError(
                 f"{text!r} uses {type(node).__name__}",
-                hint="expressions hold names, numbers, arithmetic, comparisons and conditions",
+                hint="expressions may contain names, numbers, arithmetic, comparisons and "
+                "conditions",
             )
     names = frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     return compile(tree, text, "eval"), names
@@ -90,4 +91,4 @@ def _lookup(
         config = config.extra
     if name in config:
         return config[name]
-    raise MappingError(f"{name!r} in {text!r} is no field of the model's configuration")
+    raise MappingError(f"{name!r} in {text!r} is not a field of the model's configuration")

@@ -1,4 +1,4 @@
-"""Model families: what a file in converters/ says, and how the right one is found."""
+"""Model families: the data of a file in converters/, and how a checkpoint's family is detected."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def detect_family(metadata: Mapping[str, Any]) -> Family:
             return candidate
     declared = [*architectures, *(x for x in (kind, gguf) if x)]
     if not declared:
-        raise _unknown("nothing says which model family this is")
+        raise _unknown("the model family is unknown")
     raise _unknown(f"unknown model family {', '.join(map(repr, dict.fromkeys(declared)))}")
 
 

@@ -1,4 +1,4 @@
-"""GGUF metadata as a model's configuration; the same keys for every architecture."""
+"""GGUF metadata as a model's configuration, with the same keys for every architecture."""
 
 from __future__ import annotations
 

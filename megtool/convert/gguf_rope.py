@@ -1,4 +1,4 @@
-"""Rotary factors in GGUF: what frequencies are divided by, as rope_scaling of a config.json.
+"""RoPE frequency factors of GGUF as rope_scaling of a config.json, and back.
 
 llama.cpp's converter writes Llama 3's scaling and Phi-3's as tensors of factors alone, one number a
 frequency. Phi-3's are the very lists of its config.json. Llama 3's are computed by four numbers,

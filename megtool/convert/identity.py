@@ -1,4 +1,4 @@
-"""Tensors under their own names: what a checkpoint of an unknown model is read and written as."""
+"""Tensors under their own names: how a checkpoint of an unknown model is read and written."""
 
 from __future__ import annotations
 

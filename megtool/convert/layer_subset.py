@@ -1,4 +1,4 @@
-"""Depth: a model of some of another's layers, numbered anew: its configuration and its names."""
+"""A model of selected layers, renumbered: its configuration and its tensor names."""
 
 from __future__ import annotations
 

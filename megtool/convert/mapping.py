@@ -1,4 +1,4 @@
-"""The words converters and dialects are written in.
+"""The mapping language of converters and dialects.
 
 A table is a tuple of rows `Row(stored name, word)`. A word says how the stored tensor is made of
 canonical ones; it is a relation, so the same row reads and writes. Words nest:

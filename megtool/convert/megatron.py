@@ -1,4 +1,4 @@
-"""Megatron's names: one table for every decoder family, stacked or one key per layer."""
+"""Megatron's tensor names: one table for every decoder family, stacked or one key per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's names for experts, latent attention and multi-token prediction, in every spelling.
+"""Megatron's names for experts, latent attention and multi-token prediction, in every version.
 
 `WRITTEN` are the rows for single layers of what megtool.convert.megatron lacks, `READ` spellings
 that are accepted but never written: experts one by one (Megatron's `singleton_local_shards`,

@@ -1,4 +1,4 @@
-"""More words for a configuration: which layers have experts, and keys that are computed."""
+"""Declarative config keys for mixtures of experts, and keys whose values are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that mixtures of experts and latent attention share: in transformers, and in GGUF.
+"""Mapping rows shared by mixtures of experts and latent attention: transformers and GGUF.
 
 Experts are stored one by one, or (by transformers 5 when asked to) fused in two tensors of all
 experts. Both are read; one by one is written, which every release loads.

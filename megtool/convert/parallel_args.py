@@ -1,4 +1,4 @@
-"""Megatron's args about the parallel layout, as a ParallelConfig, both ways."""
+"""Megatron's parallel-layout args as a `ParallelConfig`, both ways."""
 
 from __future__ import annotations
 

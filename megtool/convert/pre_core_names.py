@@ -1,4 +1,4 @@
-"""Names and args of Megatron before its core, as Megatron-DeepSpeed still has them, as the core's.
+"""Names and args of pre-core Megatron (Megatron-DeepSpeed) translated to megatron-core's.
 
 A model there is either modules in modules (`language_model.encoder.layers.0.attention...`) or a
 pipeline, whose layers are numbered from the first one to the last, embedding and norms included

@@ -1,4 +1,4 @@
-"""What each model-parallel rank holds: its parameters, as boxes of the model's tensors.
+"""The parameters of each model-parallel rank, as boxes of the model's tensors.
 
 Two things on disk follow ranks instead of tensors: the distributed optimizer's buckets and the
 legacy `mp_rank_*` folders. Both are read and written through this one list.

@@ -1,4 +1,4 @@
-"""Local: a rank's own tensors, and where each part of them lies in the source.
+"""The tensors of one rank, and where each part of them is in the source.
 
 A rank's tensor is made of boxes of Megatron's per-layer tensors (`ranks`), and these of canonical
 tensors, which lie somewhere in the source. What a box holds of a canonical tensor is a box of the

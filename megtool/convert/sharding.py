@@ -1,4 +1,4 @@
-"""How Megatron cuts its tensors over a layout: boxes and the rank that writes each of them."""
+"""How Megatron shards its tensors over a layout: boxes, and the rank that writes each of them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
             quantity = f"moe_ffn_hidden_size={config.moe_ffn_hidden_size}"
             raise _indivisible("etp", parallel.etp, quantity, divisors(config.moe_ffn_hidden_size))
     elif parallel.ep > 1:
-        raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="leave --ep out")
+        raise LayoutError(f"ep={parallel.ep}, but the model has no experts", hint="omit --ep")
     Pipeline.of(parallel).sizes(config.num_layers)
 
 
@@ -366,7 +366,7 @@ def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -
             f"tp={parallel.tp}, pp={parallel.pp}, ep={parallel.ep} need Megatron's names, "
             f"and {tensors[0].name!r} is none",
             tensor=tensors[0].name,
-            hint="write another format, or leave the parallel sizes out",
+            hint="write another format, or omit the parallel sizes",
         )
 
 

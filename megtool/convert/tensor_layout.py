@@ -1,4 +1,4 @@
-"""The algebra under the words: a stored tensor as parts, each a strided view of a canonical one."""
+"""The algebra of the mapping language: a stored tensor as strided views of canonical ones."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def group(layouts: Sequence[TensorLayout], groups: int, dim: int) -> TensorLayou
     other_sizes = {(*layout.shape[:dim], *layout.shape[dim + 1 :]) for layout in layouts}
     if len(other_sizes) != 1:
         raise MappingError(
-            f"{_names(layouts)} cannot lie side by side: {[layout.shape for layout in layouts]}"
+            f"{_names(layouts)} cannot be concatenated: {[layout.shape for layout in layouts]}"
         )
     if any(layout.shape[dim] % groups for layout in layouts):
         raise MappingError(
@@ -105,7 +105,8 @@ def permute(
         product *= n
     if product != layout.shape[dim]:
         raise MappingError(
-            f"{_names([layout])} has {layout.shape[dim]} rows, which are no grid of {list(sizes)}"
+            f"{_names([layout])} has {layout.shape[dim]} rows, which are not a grid of "
+            f"{list(sizes)}"
         )
     steps = strides([sizes[k] for k in order])
     mults = [steps[list(order).index(k)] for k in range(len(sizes))]

@@ -1,1 +1,1 @@
-"""Data: text, chat templates, packing, and Megatron's .bin/.idx files."""
+"""Training and evaluation data: text, chat templates, packing, and Megatron's .bin/.idx files."""

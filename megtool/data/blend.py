@@ -1,4 +1,4 @@
-"""Blend: several data sets in given shares or in turn, the same on any number of ranks."""
+"""Blends of several data sets by share or in sequence, identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Blend:
 
     def __init__(self, shares: Sequence[float]) -> None:
         if not shares or not all(np.isfinite(s) and s > 0 for s in shares):
-            raise UsageError(f"shares {list(shares)}", hint="one positive number a data set")
+            raise UsageError(
+                f"shares {list(shares)}", hint="give one positive number for each data set"
+            )
         self.shares = np.asarray(shares, np.float64) / float(np.sum(shares))
         self._before: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
         self._chosen: list[NDArray[np.int16]] = []

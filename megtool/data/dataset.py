@@ -1,4 +1,4 @@
-"""Feed: the samples of a run by their numbers, the same whatever ranks ask for them.
+"""A token data set: the samples of a run by index, identical for every rank layout.
 
 Sample n is row n of a pass, passes one after the other, each in an order of its own that follows
 from the seed. So a run that resumes at a number of samples goes on exactly where it was, at any
@@ -78,9 +78,9 @@ class TokenDataset:
         self._facts = (length, seed, mode, long, pad_id)
         if not self._cut.num_rows:
             raise FormatError(
-                f"nothing to learn in {number} documents",
+                f"nothing to train on in {number} documents",
                 file=source or None,
-                hint="a document needs two tokens at least, one of them an answer",
+                hint="a document needs at least two tokens, one of them in an answer",
             )
 
     def __len__(self) -> int:
@@ -104,7 +104,8 @@ class TokenDataset:
         if not 0 < share < 1 or num_eval >= len(self):
             raise UsageError(
                 f"a share of {share} of {len(self)} rows to evaluate on",
-                hint="between 0 and 1, and at least one row is left to learn; or --eval-data FILE",
+                hint="between 0 and 1, with at least one row left for training; or give "
+                "--eval-data FILE",
             )
         border = self._part.stop - num_eval
         return self._taking(range(self._part.start, border)), self._taking(

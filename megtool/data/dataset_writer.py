@@ -1,4 +1,4 @@
-"""Pair: the two files of a data set, staged beside their place and renamed to it, index last."""
+"""Writes the .bin and .idx files of a data set, staged and renamed together, index last."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DatasetFiles:
             DestinationError: one of the files exists and may not be overwritten, or is no file.
         """
         if not self.prefix.name:
-            raise DestinationError(f"{str(self.prefix)!r} is no name of a file")
+            raise DestinationError(f"{str(self.prefix)!r} is not a file name")
         for suffix in (DATA, INDEX):
             path = self._path(suffix)
             if path.is_dir():

@@ -1,4 +1,4 @@
-"""Text: documents out of plain text, JSON lines, parquet and Hugging Face data sets, one by one."""
+"""Documents read one by one from plain text, JSON lines, parquet and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _file(path: Path, field: str | None) -> Iterator[Document]:
             yield from _parquet(path, field)
         elif name.endswith(_REFUSED):
             raise FormatError(
-                f"no text that megtool reads: {path.suffix}",
+                f"no text that megtool can read: {path.suffix}",
                 file=path,
                 hint=f"it reads {', '.join(_KNOWN)} and other files as plain text",
             )
@@ -184,7 +184,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     """The files of data below a folder, or those with the word `split` in their path."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and _is_data(p, folder))
     if not paths:
-        raise FormatError("no file of text", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
+        raise FormatError("no text file", file=folder, hint=f"expected: {', '.join(_KNOWN)}")
     if split is None:
         return paths
     word = re.compile(rf"(?:^|[-_./]){re.escape(split)}(?:$|[-_./])")
@@ -192,7 +192,7 @@ def _files(folder: Path, split: str | None) -> list[Path]:
     if not chosen:
         some = ", ".join(p.relative_to(folder).as_posix() for p in paths[:4])
         raise FormatError(
-            f"no file is named after the split {split!r}", file=folder, hint=f"there are: {some}"
+            f"no file name contains the split {split!r}", file=folder, hint=f"there are: {some}"
         )
     return chosen
 
@@ -206,7 +206,7 @@ def _plain(path: Path) -> Document:
     size = path.stat().st_size
     if size > MAX_DOCUMENT_BYTES:
         raise FormatError(
-            f"{size} bytes of plain text are more than one document may have",
+            f"{size} bytes of plain text exceed the limit of one document",
             file=path,
             hint='write JSON lines, one document a line: {"text": "..."}',
         )
@@ -220,9 +220,9 @@ def _text(data: bytes, path: Path, line: int | None = None) -> str:
     except UnicodeDecodeError as e:
         line = line or data.count(b"\n", 0, e.start) + 1
         raise FormatError(
-            f"line {line}: no UTF-8: byte {data[e.start]:#04x} at {e.start}",
+            f"line {line}: not UTF-8: byte {data[e.start]:#04x} at {e.start}",
             file=path,
-            hint="iconv -f latin1 -t utf-8 converts a text of another encoding",
+            hint="iconv -f latin1 -t utf-8 converts text from another encoding",
         ) from e
 
 
@@ -247,7 +247,7 @@ def _json_lines(path: Path, field: str | None) -> Iterator[Document]:
                 record = json.loads(_text(line, path, number))
             except (ValueError, RecursionError) as e:
                 raise FormatError(
-                    f"line {number}: no JSON: {e}",
+                    f"line {number}: invalid JSON: {e}",
                     file=path,
                     hint=_ONE_A_LINE,
                 ) from e
@@ -281,7 +281,7 @@ def _parquet(path: Path, field: str | None) -> Iterator[Document]:
                     )
                     before = now
     except pa.ArrowException as e:
-        raise FormatError(f"no parquet: {e}", file=path) from e
+        raise FormatError(f"invalid parquet file: {e}", file=path) from e
 
 
 _ROWS = 256
@@ -352,7 +352,7 @@ def _datasets() -> Any:
         import datasets
     except ModuleNotFoundError as e:
         raise MissingPackageError(
-            "data sets of Hugging Face need the datasets package",
+            "Hugging Face data sets need the datasets package",
             hint="pip install 'megtool[data]'",
         ) from e
     return datasets

@@ -1,4 +1,4 @@
-"""Indexed: Megatron's data sets of tokens, `.bin` and `.idx`, read by memory map and written.
+"""Megatron's indexed data sets, `.bin` and `.idx`: memory-mapped reading, and writing.
 
 The layout is that of megatron.core.datasets.indexed_dataset, version 1, little-endian. The .bin
 file holds the tokens of all sequences one after the other. The .idx file:
@@ -61,13 +61,13 @@ class IndexedDataset:
         self.index_file, self.data_file = _paths(self.prefix)
         raw = _mapped(self.index_file)
         if len(raw) < _HEAD.size:
-            raise FormatError(f"{len(raw)} bytes are no index", file=self.index_file)
+            raise FormatError(f"{len(raw)} bytes are not an index", file=self.index_file)
         magic, version, code, n, m = _HEAD.unpack(raw[: _HEAD.size].tobytes())
         if magic != _MAGIC:
             raise FormatError(
-                f"no index of Megatron's: it begins with {magic!r}",
+                f"not a Megatron index: it begins with {magic!r}",
                 file=self.index_file,
-                hint="`megtool tokenize` makes one out of text",
+                hint="`megtool tokenize` makes one from text",
             )
         if version != 1:
             raise FormatError(f"version {version} of an index, 1 is known", file=self.index_file)
@@ -78,7 +78,7 @@ class IndexedDataset:
             raise FormatError(
                 f"{len(raw)} bytes, and {n} sequences with {m} document indices need {needed}",
                 file=self.index_file,
-                hint="the file is cut off or was changed: tokenize again",
+                hint="the file is truncated or was changed: tokenize again",
             )
         self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
         offset = _HEAD.size
@@ -167,7 +167,7 @@ class IndexedWriter:
         self.index_file, self.data_file = _paths(_prefix(prefix))
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODES:
-            raise UsageError(f"dtype {dtype} is none of an index", hint="uint16 or int32")
+            raise UsageError(f"dtype {dtype} is not supported by an index", hint="uint16 or int32")
         self._lengths, self._ends = array("i"), array("q", [0])
         self._modes: array[int] | None = None
         self.num_tokens = 0

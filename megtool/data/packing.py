@@ -1,4 +1,4 @@
-"""Packing: documents of any length as rows of one length, with every label exactly once.
+"""Packs documents of any length into rows of one length, with every label exactly once.
 
 A document of n tokens gives n - 1 pairs of a token and its label, the token after it. Rows hold
 pairs, not tokens: where a document goes on in another row, the token at the cut is the last label

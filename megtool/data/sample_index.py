@@ -1,4 +1,4 @@
-"""Samples: documents cut into the rows of a run, which then are known by number.
+"""The sample index of a run: documents cut into numbered rows.
 
 A row holds pieces of documents. A document of n tokens gives n - 1 pairs of a token and its label;
 a piece is a run of pairs. Which pieces are in which row is decided once, from lengths alone, so

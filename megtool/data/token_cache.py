@@ -1,4 +1,4 @@
-"""Token store: documents encoded once, kept in a folder, and read by memory map from then on.
+"""A cache of tokenized documents in a folder, read by memory map.
 
 A store is a folder: `tokens.bin` (int32, all documents one after the other), `lengths.npy` (tokens
 of each), `learned.bin` (a byte a token: is it a label) where some are not to be learned, and
@@ -81,7 +81,7 @@ class TokenCache:
             self.fingerprint = str(facts["digest"])
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise FormatError(
-                f"no whole store of tokens: {e}", file=folder, hint="remove it: it is made again"
+                f"incomplete token cache: {e}", file=folder, hint="delete it: it is rebuilt"
             ) from e
         self._first = np.concatenate([[0], np.cumsum(self.lengths)])
 
@@ -155,7 +155,7 @@ def store_tokens(
     long as the object.
 
     Raises:
-        FormatError: a broken line (named), or nothing to learn in the source.
+        FormatError: a broken line (named), or nothing to train on in the source.
         StorageError: the cache cannot be written.
     """
     if cache is None:
@@ -184,9 +184,10 @@ def store_tokens(
     except OSError as e:
         shutil.rmtree(building, ignore_errors=True)
         raise StorageError(
-            f"encoded data cannot be kept: {e.strerror or e}",
+            f"encoded data cannot be cached: {e.strerror or e}",
             file=cache,
-            hint="free some space, or give another DST; --data-cache-path names another folder for "
+            hint="free some space, or choose another DST; --data-cache-path names another folder "
+            "for "
             "the data alone",
         ) from e
     except BaseException:

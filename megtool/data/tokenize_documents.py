@@ -1,4 +1,4 @@
-"""Encode: documents as tokens, and which of them a model is to learn."""
+"""Tokenizes documents and marks the tokens that a model is trained on."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def answer_spans(
         after = tokenizer.chat_text(messages[: number + 1], add_generation_prompt=False)
         if not after.startswith(before) or not text.startswith(after):
             raise MappingError(
-                f"the chat template rewrites turn {number + 1} of a conversation",
+                f"the chat template changes turn {number + 1} of a conversation",
                 file=place,
-                hint="give conversations that end with the answer to be learned, or texts",
+                hint="give conversations that end with an answer, or plain texts",
             )
         spans.append((len(before), len(after)))
     return text, spans

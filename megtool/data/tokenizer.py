@@ -1,4 +1,4 @@
-"""Tokenizer: text to tokens and back, by the tokenizer files that travel with a checkpoint."""
+"""A tokenizer loaded from the files that come with a checkpoint."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tokenizer:
         tables = [n for n in tokenizer_files if holds_vocabulary(n)]
         if not tables:
             raise FormatError(
-                "the checkpoint holds no tokenizer",
+                "the checkpoint has no tokenizer",
                 hint=f"one of {', '.join(_TABLES)} would do; {_GIVE}",
             )
         first = tokenizer_files[tables[0]]
@@ -88,7 +88,7 @@ class Tokenizer:
         """
         root = Path(folder)
         if not root.is_dir():
-            raise FormatError("no folder with a tokenizer", file=root, hint=_GIVE)
+            raise FormatError("not a folder with a tokenizer", file=root, hint=_GIVE)
         files = [p for p in sorted(root.iterdir()) if p.is_file()]
         templates = root / "additional_chat_templates"
         files += sorted(templates.glob("*.jinja")) if templates.is_dir() else []
@@ -125,7 +125,7 @@ class Tokenizer:
         """
         if self._fast is None:
             raise MappingError(
-                f"{type(self._full).__name__} does not say which characters a token stands for",
+                f"{type(self._full).__name__} does not map tokens to characters",
                 file=self._place,
                 hint="a folder with a tokenizer.json does: --tokenizer FOLDER",
             )
@@ -195,14 +195,15 @@ class Tokenizer:
             raise MappingError(
                 f"the chat template cannot be used: {' '.join(str(e).split())[:200]}",
                 file=self._place,
-                hint="chat_template.jinja, or chat_template in tokenizer_config.json, is at fault; "
-                "without --chat the text is continued as it stands",
+                hint="chat_template.jinja, or chat_template in tokenizer_config.jsonis invalid; "
+                "without --chat the text is continued as it is",
             ) from e
         except (TemplateError, KeyError, TypeError, ValueError) as e:
             raise MappingError(
                 f"the chat template refuses these messages: {e}",
                 file=self._place,
-                hint="each message needs a role and a content, in an order the template knows",
+                hint="each message needs a role and a content, in an order that the template "
+                "supports",
             ) from e
         return text
 
@@ -362,7 +363,7 @@ def _stop_ids(folder: Path, place: str) -> list[int]:
         try:
             config = json.loads(path.read_bytes())
         except ValueError as e:
-            raise FormatError(f"no JSON: {e}", file=Path(place) / name) from e
+            raise FormatError(f"invalid JSON: {e}", file=Path(place) / name) from e
         eos = config.get("eos_token_id") if isinstance(config, dict) else None
         ids = eos if isinstance(eos, list) else [eos]
         if ids := [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]:

@@ -1,1 +1,1 @@
-"""Inference: a model loaded from any checkpoint, and what it says."""
+"""Inference: load a model from any checkpoint, generate, evaluate."""

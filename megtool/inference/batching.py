@@ -1,4 +1,4 @@
-"""Continuous batching: which sequence sits in which slot, and when the next one may enter.
+"""Continuous batching: which sequence is in which slot, and when the next one may enter.
 
 Pure bookkeeping, the same on every rank. A sequence enters when a slot is free and the cache has
 room for its prompt and every token it may generate, so none is ever thrown out half way; it leaves

@@ -1,4 +1,4 @@
-"""Compare: how far one model's predictions are from another's, token by token, over texts."""
+"""Divergence between the predictions of two models, token by token, over texts."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def compare(
 
     Raises:
         UsageError: nothing to predict.
-        CheckpointError: the logits of one hold a NaN, or vocabularies differ in size.
+        CheckpointError: the logits of one contain a NaN, or vocabularies differ in size.
     """
     check_documents(documents, model.config.vocab_size)
     sizes = model.config.vocab_size, reference.config.vocab_size
@@ -186,7 +186,7 @@ def _check(facts: Tensor, model: Forward, reference: Forward) -> None:
     for column, forward, label in ((_OUR_LOSS, model, "first"), (_THEIR_LOSS, reference, "other")):
         if bool(facts[:, column].isnan().any()):
             raise CheckpointError(
-                f"the logits of the {label} model hold a NaN", **forward.where_is_nan()
+                f"the logits of the {label} model contain a NaN", **forward.where_is_nan()
             )
 
 

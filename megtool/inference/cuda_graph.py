@@ -1,4 +1,4 @@
-"""Graphed: passes of a fixed shape replayed as one CUDA graph instead of hundreds of launches."""
+"""Forward passes of a fixed shape, replayed as one CUDA graph instead of hundreds of launches."""
 
 from __future__ import annotations
 

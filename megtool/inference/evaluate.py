@@ -1,4 +1,4 @@
-"""Evaluate: how well a model predicts texts: loss, perplexity, accuracy, over windows of them."""
+"""Loss, perplexity and accuracy of a model over windows of texts."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def check_documents(documents: Sequence[TokenDocument], vocab_size: int) -> int:
     total = num_counted(documents)
     if not total:
         raise UsageError(
-            "the data holds no token to predict",
-            hint="a text needs two tokens at least; --field names the field of a record with text",
+            "the data contains no token to predict",
+            hint="a text needs at least two tokens; --field names the field of a record with text",
         )
     return total
 
@@ -86,7 +86,7 @@ def evaluate(
 
     Raises:
         UsageError: nothing to predict, or sizes that make no sense.
-        CheckpointError: the logits hold a NaN.
+        CheckpointError: the logits contain a NaN.
     """
     check_documents(documents, forward.config.vocab_size)
     hidden = hidden_of(forward, graphed=graphed)
@@ -126,7 +126,7 @@ def predictions(forward: Forward, x_TH: Tensor | None, rows: WindowRows) -> Tens
     label (nats), and 1 where it is the likeliest token. fp64 [N, 2] on the CPU of every rank.
 
     Raises:
-        CheckpointError: the logits hold a NaN.
+        CheckpointError: the logits contain a NaN.
     """
     facts_N2 = torch.zeros(rows.num_counted, 2, dtype=torch.float64, device=forward.device)
     if x_TH is not None:
@@ -139,7 +139,7 @@ def predictions(forward: Forward, x_TH: Tensor | None, rows: WindowRows) -> Tens
     if len(bad):
         document, place = rows.places[int(bad[0])]
         raise CheckpointError(
-            f"the logits before token {place} of text {document} hold a NaN",
+            f"the logits before token {place} of text {document} contain a NaN",
             **forward.where_is_nan(),
         )
     return facts_N2

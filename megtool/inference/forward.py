@@ -1,4 +1,4 @@
-"""Forward: a model on all of its ranks as one thing: tokens in, hidden states and logits out."""
+"""A model on all of its ranks behind one interface: tokens in, hidden states and logits out."""
 
 from __future__ import annotations
 

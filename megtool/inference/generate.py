@@ -1,4 +1,4 @@
-"""Generate: prompts continued token by token, in batches that refill themselves as texts end."""
+"""Text generation: prompts continued token by token, in batches that refill as sequences end."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def generate(
     Raises:
         UsageError: a prompt is empty, too long for the model or another tokenizer's, or a stop
             string is empty.
-        CheckpointError: the logits of a prompt hold a NaN.
+        CheckpointError: the logits of a prompt contain a NaN.
     """
     meter = Meter() if meter is None else meter
     check_requests(requests, forward.config)
@@ -158,7 +158,7 @@ def generate(
             number = running.request.number
             if token == NO_NUMBER:
                 raise CheckpointError(
-                    f"the logits after {running.length} tokens of prompt {number} hold a NaN",
+                    f"the logits after {running.length} tokens of prompt {number} contain a NaN",
                     **forward.where_is_nan(),
                 )
             done = writers[number].add(token)

@@ -1,4 +1,4 @@
-"""On demand: layers read when they are called, one ahead of its turn, and let go after it.
+"""Layers loaded from the checkpoint when they are called, one ahead, and freed afterwards.
 
 A decoder's weights are in units: the embedding, every layer, and what comes after the last. The
 one that is called is in memory, and the one behind it is being read meanwhile; nothing else is.

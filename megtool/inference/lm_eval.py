@@ -1,4 +1,4 @@
-"""lm-eval: its tasks on a loaded model, through its own interface for models."""
+"""lm-eval tasks on a loaded model, through lm-eval's model interface."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_tasks(
     if unknown := [t for t in tasks if isinstance(t, str) and t not in task_names]:
         near = sorted(t for t in task_names if unknown[0].split("_")[0] in t)[:5]
         raise UsageError(
-            f"lm-eval knows no task {unknown[0]!r}",
+            f"lm-eval has no task {unknown[0]!r}",
             hint=f"such as {', '.join(near)}" if near else "`lm-eval ls tasks` lists them",
         )
     model = language_model(forward, tokenizer, window=window, batch_size=batch_size)

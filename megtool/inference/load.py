@@ -1,4 +1,4 @@
-"""Load: a decoder with its weights out of any open checkpoint: whole, sharded, or on demand.
+"""Loads a decoder's weights from any open checkpoint: whole, sharded, or streamed by layer.
 
 The decoder's parameters carry Megatron's names and splits, so a checkpoint is loaded by its
 catalogue: the plan that reshards fills this rank's memory, and no second mapping exists.
@@ -20,11 +20,12 @@ from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.errors import CheckpointError, LayoutError, MappingError, OutOfMemoryError, UsageError
 from megtool.inference.layer_streaming import OnDemand, on_demand_of, replaced, units_of
-from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
+from megtool.inference.rank_weights import BUFFER_BYTES, Weights
 from megtool.model.decoder import VOCAB_MULTIPLE, Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.pipeline_split import divisors
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
 
 __all__ = ["Source", "check_finite", "find_nan", "load", "named_weights"]
 
@@ -32,7 +33,7 @@ _AT_A_TIME = 1 << 22  # elements looked at at once: what is computed of them sta
 
 
 def load(
-    source: Source,
+    source: CheckpointSource,
     *,
     groups: ProcessGroups | None = None,
     dtype: DType | torch.dtype | str | None = None,
@@ -63,7 +64,7 @@ def load(
     if parallel.vpp > 1:
         raise LayoutError(
             f"vpp={parallel.vpp} for a forward pass",
-            hint="virtual stages hide waiting in training; leave --vpp out",
+            hint="virtual stages only help training; omit --vpp",
         )
     weights = Weights(
         source,
@@ -195,7 +196,7 @@ def find_nan(decoder: Decoder) -> str | None:
     return None if fault is None else fault[0]
 
 
-def check_finite(decoder: Decoder, source: Source | None = None) -> None:
+def check_finite(decoder: Decoder, source: CheckpointSource | None = None) -> None:
     """Look at every weight.
 
     Raises:
@@ -209,7 +210,7 @@ def check_finite(decoder: Decoder, source: Source | None = None) -> None:
             f"element {index} of this rank's part is {float(tensor.flatten()[flat_index])}",
             file=source.catalogue.root if source else None,
             tensor=name,
-            hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, "
+            hint="`megtool inspect SRC --stats` counts them; load an intact checkpoint, "
             "or one of an earlier iteration",
         )
 
@@ -251,6 +252,6 @@ def computable(kind: DType) -> torch.dtype:
         "float64",
     ):
         raise UsageError(
-            f"no model runs in {kind.name}", hint="--dtype float32, bfloat16 or float16"
+            f"models cannot run in {kind.name}", hint="--dtype float32, bfloat16 or float16"
         )
     return dtype

@@ -1,4 +1,4 @@
-"""Weights: one rank's tensors out of any open checkpoint, planned once, loaded as often as asked.
+"""One rank's tensors from any open checkpoint: planned once, loaded as often as needed.
 
 The plan is the one that reshards: source tensors read as canonical ones, Megatron's per-layer
 tensors made of them, and of these what the rank holds; only the destination is memory.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megtool.checkpoint import memory
@@ -37,6 +37,7 @@ from megtool.convert.rank_tensors import (
 )
 from megtool.dtypes import DType, dtype
 from megtool.errors import MappingError
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 from megtool.tensors.placement import Placement
 
@@ -47,15 +48,6 @@ _LOG = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20
 """What all buffers of all threads together hold while weights are loaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """An open checkpoint, where its canonical tensors lie, and what model they are."""
-
-    catalogue: Catalogue
-    side: CanonicalView
-    config: ModelConfig | None
 
 
 class Weights:
@@ -71,7 +63,7 @@ class Weights:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         *,
         parallel: ParallelConfig | None = None,
         seat: RankCoordinates | None = None,
@@ -192,7 +184,7 @@ def group_of(name: str) -> str:
     return parts[0] if parts[0] != "decoder" else ".".join(parts[:2])
 
 
-def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
+def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
     """The model of a checkpoint that is a whole decoder, and the side of its weights alone.
 
     Optimizer state is left out, and so are layers that predict further tokens (said once).
@@ -200,7 +192,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
     Raises:
         MappingError: no configuration, no decoder, or some of its tensors are missing.
     """
-    side, config, where = source.side, source.config, source.catalogue.root
+    side, config, where = source.side, source.known_config, source.catalogue.root
     stored = [t.name for t in source.catalogue.tensors if not is_optimizer_state(t.name)]
     if is_encoder_decoder(stored):
         raise _no_decoder(
@@ -208,7 +200,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
         )
     if config is None or side.dialect == "identity":
         raise MappingError(
-            "nothing says what model these tensors are, so it cannot be run",
+            "the model of these tensors is unknown, so it cannot be run",
             file=where,
             tensor=stored[0] if stored else None,
             hint="--like HF_FOLDER gives a config.json; --family NAME says how to read it",
@@ -217,7 +209,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
     if further := [n for n in weights if n.startswith("mtp.")]:
         _LOG.info(
             "%d tensors of %d layers of multi-token prediction are skipped: "
-            "a forward pass does not ask for them",
+            "a forward pass does not need them",
             len(further),
             config.num_mtp_layers,
         )
@@ -228,8 +220,7 @@ def decoder_of(source: Source) -> tuple[ModelConfig, CanonicalView]:
     absent, flags = missing(weights, CanonicalModel(config, known))
     if absent:
         raise MappingError(
-            f"{len(absent)} tensors of the model are not among those selected, or not there: "
-            f"{summarize(absent)}",
+            f"{len(absent)} tensors of the model are not selected or missing: {summarize(absent)}",
             file=where,
             tensor=absent[0],
             hint="a model runs whole: select every layer, or make the ones wanted a model of "

@@ -8,32 +8,26 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.console import Progress, format_bytes
 from megtool.errors import (
-    FormatError,
     LayoutError,
-    MappingError,
     MissingPackageError,
     OutOfMemoryError,
     UsageError,
 )
-from megtool.reshard.open_source import CheckpointSource, open_model
-from megtool.reshard.source import hugging_face_files, saved_tokenizer
+from megtool.reshard.source import CheckpointSource
 
 if TYPE_CHECKING:
     import torch
 
-    from megtool.data.tokenizer import Tokenizer
     from megtool.inference.forward import Forward
     from megtool.kernels.dispatch import Implementation
     from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
-_ENCODERS = "only decoders run; `megtool reshard` and `verify` take any model"
 
 LESS_MEMORY = "--dtype bfloat16, or more processes (torchrun, --tp)"
 """What needs less memory whatever runs a model."""
@@ -52,7 +46,7 @@ class Manner:
     `on_demand` reads every layer when it is needed and frees it after.
 
     Raises:
-        UsageError: no model runs in this type.
+        UsageError: models cannot run in this type.
     """
 
     device: str | None = None
@@ -80,101 +74,6 @@ class Manner:
             etp=self.etp or 0,
             cp=self.cp or 1,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A checkpoint to run, and what the user says about it."""
-
-    path: Path
-    iteration: str | None = None
-    family: str | None = None
-    like: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runnable:
-    """An opened checkpoint of a decoder."""
-
-    opened: CheckpointSource
-    config: ModelConfig
-
-    @property
-    def family(self) -> str | None:
-        """The model's family, where it has one."""
-        return self.opened.family_name
-
-    @property
-    def format(self) -> str:
-        """The checkpoint's format."""
-        return self.opened.catalogue.format
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights as they are stored."""
-        return sum(t.num_bytes for t in self.opened.side.canonical.values())
-
-    def tokenizer(self, folder: str | Path | None = None) -> Tokenizer:
-        """The tokenizer beside the checkpoint, or the one in `folder`.
-
-        Raises:
-            FormatError: there is none; the hint says what would do.
-            MappingError: it has tokens that the model does not know.
-        """
-        from megtool.data.tokenizer import Tokenizer
-
-        if folder is not None:
-            found = Tokenizer.from_folder(folder)
-        else:
-            files = hugging_face_files(self.opened, None) | saved_tokenizer(self.opened)
-            try:
-                found = Tokenizer.load(files)
-            except FormatError as e:
-                place = e.file or self.opened.path
-                raise FormatError(e.message, file=place, hint=e.hint) from e
-        found.check_vocabulary(self.config.vocab_size)
-        return found
-
-
-def open_runnable(source: Source) -> Runnable:
-    """Open a checkpoint of a decoder, from headers and small files alone.
-
-    Raises:
-        MegtoolError: it cannot be opened, its model is not known, or is no decoder.
-    """
-    opened = open_model(
-        source.path,
-        iteration=source.iteration,
-        family_name=source.family,
-        like=source.like,
-        optimizer=False,
-    )
-    return runnable_of(opened)
-
-
-def runnable_of(opened: CheckpointSource) -> Runnable:
-    """An open checkpoint as one of a decoder.
-
-    Raises:
-        MappingError: its model is not known, or is no decoder.
-    """
-    config = opened.side.config or (opened.model.config if opened.model else None)
-    if not opened.is_canonical or config is None:
-        why = f": {opened.reason.message}" if opened.reason else ""
-        raise MappingError(
-            f"no decoder of a known family{why}",
-            file=opened.path,
-            hint="--family NAME and --like HF_FOLDER say what model it is; " + _ENCODERS,
-        )
-    if config.num_token_types or config.position_embedding == "relative":
-        raise MappingError("an encoder, which generates no text", file=opened.path, hint=_ENCODERS)
-    if opened.model is not None and opened.model.assumed:
-        _LOG.warning(
-            "nothing in the checkpoint says %s: the family's defaults are taken, which may not be "
-            "this model's; --like HF_FOLDER says them",
-            ", ".join(opened.model.assumed),
-        )
-    return Runnable(opened=opened, config=config)
 
 
 @contextmanager
@@ -231,7 +130,7 @@ def on_ranks(
 
 
 def load_forward(
-    runnable: Runnable, manner: Manner, groups: ProcessGroups, progress: Progress
+    source: CheckpointSource, manner: Manner, groups: ProcessGroups, progress: Progress
 ) -> Forward:
     """The model on this rank, its weights loaded (or ready to be, `on_demand`).
 
@@ -240,13 +139,10 @@ def load_forward(
         UsageError: there is no such dtype.
     """
     from megtool.inference.forward import Forward
-    from megtool.inference.load import Source as Stored
     from megtool.inference.load import find_nan, load
 
-    opened = runnable.opened
-    stored = Stored(catalogue=opened.catalogue, side=opened.side, config=runnable.config)
     decoder = load(
-        stored,
+        source,
         groups=groups,
         dtype=manner.dtype or ("float32" if groups.device.type == "cpu" else None),
         device=groups.device,

@@ -1,4 +1,4 @@
-"""Sampling: the next token of every sequence from its logits: the likeliest, or drawn by chance.
+"""The next token of every sequence from its logits: greedy, or sampled.
 
 A draw spends one uniform number per token, taken from a generator of the sequence's own on the
 CPU. So a sequence gets the same text from the same seed alone or in a batch, whatever its
@@ -17,7 +17,7 @@ from torch import Tensor
 from megtool.errors import UsageError
 
 NO_NUMBER = -1
-"""What `choose` gives for a sequence whose logits hold a NaN."""
+"""What `choose` gives for a sequence whose logits contain a NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Sampling:
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             name = "top_p" if self.top_p is not None else "top_k"
             raise UsageError(
-                f"{name} with temperature 0, which always takes the likeliest token",
+                f"{name} with temperature 0, which is greedy",
                 hint="add --temperature, such as 0.7",
             )
 

@@ -1,4 +1,4 @@
-"""Slots: sequences that are generated at once, over a cache of rows or over one of blocks."""
+"""Slots for sequences that are generated together, over a contiguous or a paged KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: where generated text ends, found across the borders of tokens and cut exactly."""
+"""Stop strings, matched across token boundaries and cut exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: long texts cut so that every token is predicted once, with context before it."""
+"""Long texts cut into windows so that every token is predicted once, with context before it."""
 
 from __future__ import annotations
 

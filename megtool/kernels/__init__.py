@@ -1,1 +1,1 @@
-"""Kernels: one fused operation a file, with its plain-torch reference."""
+"""Kernels: one fused operation a file, each with its plain-torch reference."""

@@ -35,7 +35,7 @@ def formula(kind: str) -> str:
     name = SAME.get(kind, kind)
     if name not in KINDS:
         raise MappingError(
-            f"no activation is called {kind!r}", hint=f"known: {', '.join((*KINDS, *SAME))}"
+            f"unknown activation {kind!r}", hint=f"known: {', '.join((*KINDS, *SAME))}"
         )
     return name
 
@@ -47,7 +47,7 @@ def activate(x_TF: Tensor, kind: str, *, bias: Tensor | None = None) -> Tensor:
     in the product (cuBLAS's epilogue).
 
     Raises:
-        MappingError: no activation is called `kind`.
+        MappingError: unknown activation `kind`.
     """
     kind = formula(kind)
     cannot: tuple[Chosen, ...] = () if kind in transformer_engine.KINDS else ("te",)
@@ -68,7 +68,7 @@ def gated(
     up on both sides, before all else (gpt-oss: 7, with `quick_gelu` and offset 1).
 
     Raises:
-        MappingError: no activation is called `kind`.
+        MappingError: unknown activation `kind`.
     """
     kind = formula(kind)
     plain = kind in transformer_engine.KINDS and not limit and not offset

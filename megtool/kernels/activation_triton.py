@@ -1,4 +1,4 @@
-"""Triton kernels of activations, plain and gated, with bias, limit and offset, and their slopes."""
+"""Triton kernels of plain and gated activations, with bias, limit and offset, and gradients."""
 
 from __future__ import annotations
 

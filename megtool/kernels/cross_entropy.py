@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head, never holding logits of all tokens and the whole vocabulary.
+"""Cross entropy of a linear head that never holds all logits of all tokens.
 
 The vocabulary is walked in blocks of columns, twice. The forward pass keeps one number a token (the
 logarithm of the sum of exponentials); the backward pass multiplies the block again, which costs a

@@ -89,7 +89,8 @@ class CudaGraphs:
         if not torch.cuda.is_available():
             raise MissingPackageError(
                 "CUDA graphs need a CUDA device, and there is none",
-                hint="use megtool.kernels.cuda_graphs.graphed, which rehearses elsewhere",
+                hint="use megtool.kernels.cuda_graphs.graphed, which checks the rules of graphs "
+                "elsewhere",
             )
         return torch.cuda.graph_pool_handle()
 

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: chosen once per device, or asked for by name."""
+"""Selects the implementation of a kernel: once per device, or by name."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def use(name: Implementation) -> Iterator[None]:
         UsageError: no implementation is called so.
     """
     if name not in IMPLEMENTATIONS:
-        raise UsageError(
-            f"no kernels are called {name!r}", hint=f"known: {', '.join(IMPLEMENTATIONS)}"
-        )
+        raise UsageError(f"unknown kernels {name!r}", hint=f"known: {', '.join(IMPLEMENTATIONS)}")
     token = _requested.set(name)
     try:
         yield

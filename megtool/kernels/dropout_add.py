@@ -1,4 +1,4 @@
-"""The end of a residual branch: bias, dropout, scale and addition to the residual."""
+"""The end of a residual branch: bias, dropout, scale and residual addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernel of bias, dropout, scale and residual addition in one pass; no mask is kept."""
+"""Triton kernel of bias, dropout, scale and residual addition in one pass; stores no mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts to FP8: saturating, scaled per tensor or per block of 128, with the largest value seen.
+"""Saturating casts to FP8, scaled per tensor or per block of 128, with the amax.
 
 A scale multiplies before the cast (Transformer Engine's sense); its reciprocal, `scale_inv`, is
 what is stored and what gives the value back. The cast rounds to nearest, ties to even, exactly as
@@ -122,7 +122,7 @@ def _saturate(scaled: Tensor, kind: Kind) -> Tensor:
 def _dtype(kind: Kind) -> torch.dtype:
     """The torch dtype of `kind`; UsageError where there is none."""
     if kind not in DTYPES:
-        raise UsageError(f"no FP8 kind is called {kind!r}", hint=f"known: {', '.join(DTYPES)}")
+        raise UsageError(f"unknown FP8 kind {kind!r}", hint=f"known: {', '.join(DTYPES)}")
     return DTYPES[kind]
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel of the cast to FP8: scale, saturate, round and find the largest value in one pass.
+"""Triton kernel of the FP8 cast: scale, saturate, round and compute the amax in one pass.
 
 Rounding is done on the bits, so that it needs no FP8 hardware and is the same everywhere.
 """

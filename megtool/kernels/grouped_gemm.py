@@ -1,4 +1,4 @@
-"""Tokens to experts and back: permute, grouped linear layers, unpermute; dropless.
+"""Grouped linear layers for experts: permute tokens, multiply, unpermute; dropless.
 
 A router names K experts for every token. `permute` lays the T*K assignments out as rows sorted by
 expert (stable: by token within an expert), `grouped_linear` multiplies each expert's rows by that

@@ -1,4 +1,4 @@
-"""Triton kernels that carry tokens to experts' rows and back, forward and backward."""
+"""Triton kernels that permute tokens to expert rows and back, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launching Triton's kernels: importing it late, compiling at the first call, sizes of tiles.
+"""Launching Triton kernels: late import, compilation at the first call, tile sizes.
 
 A kernel's file holds plain functions whose `tl` is imported for type checkers alone. `launch`
 gives them Triton's language and compiles them, so that importing a kernel's file needs no Triton.
@@ -48,12 +48,12 @@ def require(device_kind: str) -> None:
     """
     if not is_installed():
         raise MissingPackageError(
-            "kernels 'triton' were asked for, and the package triton is not installed",
+            "kernels 'triton' were requested, but the package triton is not installed",
             hint="pip install 'triton>=3.2'",
         )
     if device_kind not in ("cuda", "xpu") and not is_interpreted():
         raise MissingPackageError(
-            f"kernels 'triton' were asked for on the device {device_kind!r}, where Triton does not "
+            f"kernels 'triton' were requested on the device {device_kind!r}, where Triton does not "
             "run",
             hint="use a CUDA device, or kernels 'torch'; TRITON_INTERPRET=1 runs them on a CPU, "
             "for tests alone",

@@ -1,4 +1,4 @@
-"""A linear head over a vocabulary, seen block by block: logits, softmax statistics, gradients.
+"""A linear head over a vocabulary, block by block: logits, softmax statistics, gradients.
 
 Nothing here needs the logits of all tokens and the whole vocabulary at once. A block is some
 columns of the vocabulary for all tokens; `fold` takes it into the running maximum and sum of

@@ -1,4 +1,4 @@
-"""Triton kernels over a block of logits: each row's online softmax, and the loss's gradient."""
+"""Triton kernels over a block of logits: each row's online softmax, and the loss gradient."""
 
 from __future__ import annotations
 

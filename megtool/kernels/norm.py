@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, also fused with the addition of the residual before them."""
+"""RMSNorm and LayerNorm, also fused with the residual addition before them."""
 
 from __future__ import annotations
 

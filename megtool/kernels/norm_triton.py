@@ -1,4 +1,4 @@
-"""Triton kernels of RMSNorm and LayerNorm, forward and backward, with the residual's addition."""
+"""Triton kernels of RMSNorm and LayerNorm, forward and backward, with the residual addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of CUDA graphs, checked where there is no GPU: same face as `Graphs`, no speed.
+"""A checker of CUDA graph rules that runs without a GPU, with the interface of `CudaGraphs`.
 
 At the first call of a shape the function runs once unseen (the warm-up: it may build its tables),
 once watched (the capture: its operations are written down) and once more for the result; every

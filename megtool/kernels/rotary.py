@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of elements of each head turned by an angle per position."""
+"""Rotary position embedding: pairs of elements of each head rotated by an angle per position."""
 
 from __future__ import annotations
 

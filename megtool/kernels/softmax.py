@@ -1,4 +1,4 @@
-"""Softmax of attention scores that exist as a tensor: with a mask, a soft cap and sinks."""
+"""Softmax of materialized attention scores: with a mask, a soft cap and sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers in FP8 by Transformer Engine: its modules, around parameters that are not its own.
+"""FP8 linear layers by Transformer Engine: its modules around parameters that we own.
 
 Held against the sources of Transformer Engine 2.20 (`pytorch/module/linear.py`, `module/base.py`,
 `quantization.py`, `distributed.py`).
@@ -94,7 +94,9 @@ class TeLinear:
     def __call__(self, x: Tensor, weight_OI: Tensor) -> Tensor:
         """`x W^T` for `x` `[..., I]`, in x's type; `weight_OI` is the one it was made with."""
         if weight_OI is not self.module.weight:
-            raise UsageError("Transformer Engine's layer holds another weight than is multiplied")
+            raise UsageError(
+                "Transformer Engine's layer has a different weight from the one multiplied"
+            )
         x_TI = x.reshape(-1, x.shape[-1])
         rows = x_TI.shape[0]
         if missing := -rows % self.num_rows:

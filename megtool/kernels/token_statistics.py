@@ -1,4 +1,4 @@
-"""What evaluation asks of each token: log-probability, the best guess, divergence of two models."""
+"""Per-token statistics for evaluation: log-probability, argmax, divergence of two models."""
 
 from __future__ import annotations
 
@@ -106,9 +106,10 @@ def divergence(
     a, b = head.vocabulary, other.vocabulary
     if (a.size, a.first, a.num_rows) != (b.size, b.first, b.num_rows):
         raise LayoutError(
-            f"columns {a.first}+{a.num_rows} of {a.size} cannot be compared with {b.first}+{b.num_rows} of "
+            f"columns {a.first}+{a.num_rows} of {a.size} cannot be compared with "
+            f"{b.first}+{b.num_rows} of "
             f"{b.size}",
-            hint="pad both vocabularies alike and use one tensor-parallel size",
+            hint="pad both vocabularies to the same size and use one tensor-parallel size",
         )
     rows = chunk or max(1, CHUNK_ELEMENTS // max(a.local, 1))
     row_pairs = torch.split(x_TH, rows), torch.split(other_x_TG, rows)

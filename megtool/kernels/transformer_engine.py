@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels, where they are asked for: loading it, norms and activations.
+"""Transformer Engine's kernels, if requested: loading it, norms and activations.
 
 `SCOPE` says which operations it runs, and that all others are megtool's own. Its linear layers in
 FP8 are in `kernels.linear_te`, and its recipes in `optim.fp8.transformer_engine`.
@@ -64,11 +64,11 @@ def require(device_kind: str) -> None:
     """
     if find_spec("transformer_engine") is None:
         raise MissingPackageError(
-            "kernels 'te' were asked for, and Transformer Engine is not installed", hint=INSTALL
+            "kernels 'te' were requested, but Transformer Engine is not installed", hint=INSTALL
         )
     if device_kind != "cuda":
         raise MissingPackageError(
-            f"kernels 'te' were asked for on the device {device_kind!r}, and Transformer Engine "
+            f"kernels 'te' were requested on the device {device_kind!r}, and Transformer Engine "
             "runs on CUDA alone",
             hint="use a CUDA device, or kernels 'torch'",
         )
@@ -94,8 +94,8 @@ def load() -> Loaded:
         raise MissingPackageError("Transformer Engine is not installed", hint=INSTALL) from error
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
         raise MissingPackageError(
-            f"Transformer Engine is installed and cannot be loaded: {str(error).strip()!r}",
-            hint=f"it needs a torch with CUDA, and to be built for it: {INSTALL}",
+            f"Transformer Engine is installed but cannot be loaded: {str(error).strip()!r}",
+            hint=f"it needs a torch with CUDA, and a build that matches it: {INSTALL}",
         ) from error
     if tuple(int(n) for n in installed.split(".")[:2]) < _LEAST:
         raise MissingPackageError(f"Transformer Engine is {installed}", hint=INSTALL)

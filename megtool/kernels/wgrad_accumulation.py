@@ -1,4 +1,4 @@
-"""Sums of products into an fp32 buffer: a weight's gradient added where it is kept, without a copy.
+"""Accumulates weight gradients into an fp32 buffer in place, without a copy.
 
 A bf16 weight's gradient is summed in fp32 over micro-batches and chunks. cuBLAS multiplies bf16 and
 adds to fp32 in one call (`aten.addmm.dtype_out`), so that neither the product in bf16 (rounded once

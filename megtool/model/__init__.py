@@ -1,1 +1,1 @@
-"""Model: one decoder for every family, parallel over ranks."""
+"""The model: one decoder for every family, parallel over ranks."""

@@ -1,4 +1,4 @@
-"""Attention with grouped queries: projections, rotation, cache, scores, of this rank's heads."""
+"""Grouped-query attention over this rank's heads: projections, rotary, cache, scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a forward pass (Batch), and what its layers share (Frame).
+"""The inputs of a forward pass (`Batch`), and the state its layers share (`ForwardContext`).
 
 Shape suffixes of model/ and kernels/: B batch, S sequence, T = B*S tokens (flattened), H hidden,
 N query heads (of this rank), K key and value heads (of this rank), D head size, L keys attended to
@@ -105,7 +105,7 @@ def check_positions(positions_BS: Tensor, max_positions: int) -> None:
         return
     if ends[0] < 0 or ends[1] >= max_positions:
         raise UsageError(
-            f"a token stands at position {ends[0] if ends[0] < 0 else ends[1]}, and the model has "
+            f"a token is at position {ends[0] if ends[0] < 0 else ends[1]}, and the model has "
             f"learned {max_positions} positions",
             hint=f"at most {max_positions} tokens a row, with those in the cache",
         )
@@ -128,8 +128,8 @@ class ForwardContext:
     Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
     for the backward pass where layers are computed again: other passes may have run since.
     `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
-    routers have counted their choices (`megtool.model.moe_aux_loss`), and `draws` what dropout leaves
-    out, if there is any (`megtool.model.dropout`). With context parallelism (`cp`)
+    routers have counted their choices (see `moe_aux_loss`), and `draws` the elements that dropout
+    zeroes, if any (see `dropout`). With context parallelism (`cp`)
     all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
     `last_B` are the largest positions of whole rows.
     """

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, in storage that never moves: contiguous or in blocks."""
+"""KV caches in storage that never moves: contiguous or paged."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ class PagedCache(KVCache):
         if missing > len(self.free):
             raise UsageError(
                 f"{missing} blocks are needed, and {len(self.free)} of {self.num_blocks} are free",
-                hint="let some sequences wait, or give the cache more blocks",
+                hint="reduce the number of running sequences, or give the cache more blocks",
             )
         for sequence, tokens in rows:
             count = self.needed(sequence, tokens)

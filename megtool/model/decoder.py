@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, final norm and output layer, or the part of them on one rank."""
+"""The decoder: embedding, layers, final norm and output layer, or one rank's part of them."""
 
 from __future__ import annotations
 
@@ -311,7 +311,9 @@ class Decoder(nn.Module):
     def embed(self, batch: Batch, frame: ForwardContext) -> Tensor:
         """The first residual, x_TH (with sequence parallelism this rank's rows)."""
         if self.embedding is None or not self.stage.embedding:
-            raise UsageError("this stage has no embedding", hint="hand it the stage before's rows")
+            raise UsageError(
+                "this stage has no embedding", hint="pass it the previous stage's output"
+            )
         tokens_BS = own_tokens(batch.tokens_BS, self.groups.cp)
         x_TH: Tensor = self.embedding.word_embeddings(tokens_BS.flatten())
         if not batch.tokens_BS.is_meta:
@@ -394,6 +396,6 @@ def _require_values(weight: Tensor) -> None:
     """
     if weight.is_meta:
         raise UsageError(
-            f"a weight of shape {list(weight.shape)} holds nothing yet",
+            f"a weight of shape {list(weight.shape)} is not loaded yet",
             hint="load a checkpoint into the decoder first: megtool.inference.load.load",
         )

@@ -1,4 +1,4 @@
-"""Dropout: which elements a pass leaves out, by its seed, the layer and the rank alone.
+"""Dropout masks determined by the seed, the layer and the rank alone.
 
 No generator's state decides. A layer that is computed again in the backward pass leaves out what it
 left out before, whatever ran in between, and ranks agree, or differ, by what they are given.

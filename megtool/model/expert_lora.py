@@ -1,4 +1,4 @@
-"""LoRA beside the linear layers of experts: matrices for each expert, in one tensor as its weight.
+"""LoRA for the linear layers of experts: the matrices of all experts in one tensor.
 
 An expert's part of a row is `B A x` of its own A and B, as PEFT adapts a parameter that holds all
 experts. Ranks of an etp group have parts of every expert: results, and gradients of rows, are sums

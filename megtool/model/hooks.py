@@ -1,4 +1,4 @@
-"""Taps: where a decoder shows the inputs of its matrices, and takes others in their place.
+"""Activation hooks: where a decoder exposes the inputs of its matrices, or replaces them.
 
 Every linear module of a layer has a plain attribute `tap`, None by default, which costs nothing.
 When set, the rows that are multiplied (behind the norm that the module carries) go through it, as
@@ -90,7 +90,9 @@ def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
     match = _POINT.fullmatch(point)
     layers = decoder.decoder.layers
     if match is None or match[1] not in layers:
-        raise MappingError(f"{point!r} is no point of layers {', '.join(layers) or 'none'}")
+        raise MappingError(
+            f"{point!r} is not an activation site of layers {', '.join(layers) or 'none'}"
+        )
     layer, name = layers[match[1]], match[2]
     try:
         if name == "attn.kv":

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of which every tensor-parallel rank holds a part."""
+"""Linear layers and embeddings, sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices that learn beside the frozen linear layers of attention and MLP.
+"""LoRA: trainable low-rank matrices next to the frozen linear layers of attention and MLP.
 
 A layer `y = W x + b` becomes `y = W x + b + alpha / rank * B A x` (Hu et al., 2021). A fused layer
 (queries, keys and values; gate and up) has one A, and the rows of its B lie as those of its weight.
@@ -229,7 +229,7 @@ def layers_for(
             if linear is None:
                 continue
             if not isinstance(linear, Linear | ExpertLinear):
-                raise UsageError(f"LoRA for {name}, which is no linear layer of its own")
+                raise UsageError(f"LoRA for {name}, which is not a separate linear layer")
             yield name, linear
 
 

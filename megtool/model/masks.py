@@ -1,4 +1,4 @@
-"""What a query may attend to: causal, padding, documents, windows, chunks, keys of a cache."""
+"""Attention masks: causal, padding, documents, windows, chunks, keys of a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: keys and values are projections of one small vector per token (MLA).
+"""Multi-head latent attention (MLA): keys and values are projections of one small vector per token.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434), megatron-core 0.16.1
 `transformer/multi_latent_attention.py`, and transformers' DeepSeek models.

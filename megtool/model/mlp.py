@@ -1,4 +1,4 @@
-"""The MLP of one layer: two projections and an activation between them, gated or not."""
+"""The MLP of one layer: two projections with an activation between them, gated or not."""
 
 from __future__ import annotations
 

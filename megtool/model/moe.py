@@ -1,4 +1,4 @@
-"""Mixture of experts: tokens go to the ranks of their experts and come back, none dropped.
+"""Mixture of experts: tokens are dispatched to the ranks of their experts and combined; dropless.
 
 Each rank of an ep group holds other experts, each rank of an etp group another part of the same
 ones. Every rank sends tokens of its own, so that none is counted twice: where tp ranks hold the

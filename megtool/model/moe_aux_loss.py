@@ -1,4 +1,4 @@
-"""Balance: losses that keep a router's experts evenly busy, and what is counted of its choices.
+"""Auxiliary losses that balance the load of experts, and the counts they need.
 
 Source of the formulas: megatron-core 0.16.1, `transformer/moe/moe_utils.py` and `router.py`.
 """

@@ -1,4 +1,4 @@
-"""The norms of a model: root mean square or layer norm, weights stored whole or minus one."""
+"""Norm layers of a model: RMSNorm or LayerNorm, weights stored as they are or minus one."""
 
 from __future__ import annotations
 

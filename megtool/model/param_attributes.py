@@ -1,4 +1,4 @@
-"""Parameters: what each is to the other ranks, and what makes its gradient whole."""
+"""Attributes of parameters: how each is sharded, and how its gradient is reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline: a model's stages on several ranks: built, run forward, and trained by a schedule."""
+"""Pipeline parallelism: a model's stages on several ranks, run forward or trained by a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompute: layers whose inner values are not kept for the backward pass but computed again."""
+"""Activation recomputation: layers whose activations are recomputed in the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: the frequencies of every kind of scaling, and cosines and sines of positions.
+"""Rotary embedding: frequencies for every kind of scaling, cosines and sines of positions.
 
 Formulas as in transformers' `modeling_rope_utils.py`, whose names of the kinds these are: `linear`,
 `dynamic` (NTK), `yarn`, `longrope` (also `su`) and `llama3`.

@@ -1,4 +1,4 @@
-"""Router: which experts a token goes to, and how much each of them counts.
+"""The router: which experts a token goes to, and their weights.
 
 Sources of the formulas: megatron-core 0.16.1, `transformer/moe/moe_utils.py`, and transformers'
 models of the families in converters/.

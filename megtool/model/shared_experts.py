@@ -1,4 +1,4 @@
-"""Shared experts: the MLP beside the experts that every token goes through."""
+"""Shared experts: the MLP that every token passes, next to the routed experts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a number is stored: one number format a file, decoded and encoded."""
+"""Number formats of packed tensors: one format a file, decoded and encoded."""

@@ -1,4 +1,4 @@
-"""Amax: the largest magnitude under each scale of a box, so that tiles add up to a tensor.
+"""The amax under each scale of a box, computed so that tiles combine into a tensor.
 
 Magnitudes of floats sort as their bits without the sign do, so the search runs over integers as
 wide as the elements; NaN sorts above infinity and so is never lost.

@@ -1,4 +1,4 @@
-"""Slabs: a box of elements cut to pieces of bounded size, each with its codes and scales."""
+"""A box of elements cut into chunks of bounded size, each with its codes and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode: a box of a packed tensor from windows of its parts, whatever its number format.
+"""Decodes a box of a packed tensor from windows of its parts, in any number format.
 
 The formula is the same for all: `(code - zero) * scale`, computed in float32, where `scale` may
 itself be a product; what differs is how codes lie in bytes, and that is each format's own file.

@@ -1,4 +1,4 @@
-"""Delayed scaling: histories of a module's largest magnitudes, and the scales that come of them.
+"""Delayed scaling: amax histories of a module, and the scales computed from them.
 
 The state of a module is a dict of float32 arrays: `amax_history_fwd` `[H, 3 * G]` and `scale_fwd`
 `[3 * G]` for the input, the weight and the output of each of its G matrix products (in an order

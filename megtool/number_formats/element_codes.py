@@ -1,4 +1,4 @@
-"""Codes: what a packed tensor's elements are before scaling, one byte each, and packed again.
+"""The codes of a packed tensor's elements before scaling, one byte each, and packed again.
 
 Between two packings of one number format only the place of bits differs. `neutral` takes codes out
 of one packing and `stored` puts them into another; no value is computed, so nothing is rounded.

@@ -1,8 +1,9 @@
-"""Encode: a box of elements to windows of a packed tensor's parts, whatever its number format.
+"""Encodes a box of elements into windows of a packed tensor's parts, in any number format.
 
-The opposite of `megtool.number_formats.decode`, by the same parts: `codes = round(value / scale)`, the
-quotient in float32. Scales are given, or computed from the box where it holds all that is under
-them. Boxes are cut to slabs, whose passes need little memory besides.
+The inverse of `megtool.number_formats.decode`, with the same parts:
+`codes = round(value / scale)`, the quotient in float32. Scales are given, or computed from the
+box if it covers everything under them. Boxes are cut into chunks, whose passes need little extra
+memory.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def encode(
     twice: bool = False,
     room: NDArray[Any] | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """The windows of all `parts` (of `megtool.number_formats.layout.layout`) for the elements `lo:hi`.
+    """The windows of all `parts` (see `number_formats.layout`) for the elements `lo:hi`.
 
     `values` are these elements, of type `dtype` (float32, bfloat16 or float16), as `DType.view`
     holds them; they are not changed. `scales` are windows by role of those scales that are known;
@@ -182,7 +183,8 @@ def _amax_under(
     for axis, span in enumerate(codes.spans):
         if span.dim not in served and (first[axis], end[axis]) != (0, codes.shape[axis]):
             raise UsageError(
-                f"the {role} of a box {list(lo)} to {list(hi)} is not computed, as it is of more",
+                f"the {role} of a box {list(lo)} to {list(hi)} cannot be computed, because it "
+                "covers more than this box",
                 hint="gather amax over all boxes first, and give the scale",
             )
     maxima = amax(values, dtype, part, lo, hi)

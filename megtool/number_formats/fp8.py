@@ -1,4 +1,4 @@
-"""FP8: one float of 8 bits an element, scaled by block, by channel or by tensor."""
+"""FP8: one 8-bit float per element, scaled by block, channel or tensor."""
 
 from __future__ import annotations
 

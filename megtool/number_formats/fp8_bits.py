@@ -1,4 +1,4 @@
-"""Eight bits: FP8 codes by integer arithmetic on the bits of wider floats.
+"""FP8 codes by integer arithmetic on the bits of wider floats.
 
 Sign, exponent and first bits after the point of a number, rounded, are its code, but for a count of
 binades: wherever the code is a normal number, and that is almost everywhere in what was scaled to

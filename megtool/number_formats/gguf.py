@@ -32,7 +32,7 @@ def decode(raw: NDArray[np.uint8], packing: str, cols: int) -> NDArray[np.float3
         out = package().quants.dequantize(raw, package().GGMLQuantizationType[kind])
     except NotImplementedError as e:  # the gguf package's, for types it has no decoder for
         raise FormatError(
-            f"the gguf package does not decode {kind}", hint="requantize it, to Q8_0 say"
+            f"the gguf package does not decode {kind}", hint="requantize it, for example to Q8_0"
         ) from e
     return np.ascontiguousarray(out, np.float32).reshape(raw.shape[0], cols)
 
@@ -89,7 +89,9 @@ def row_bytes(packing: str, cols: int) -> int:
     """
     elements, num_bytes = block(packing.removeprefix(_PREFIX))
     if not packing.startswith(_PREFIX) or cols % elements:
-        raise FormatError(f"{cols} columns are no whole blocks of {packing!r} ({elements} each)")
+        raise FormatError(
+            f"{cols} columns are not a multiple of the block of {packing!r} ({elements} each)"
+        )
     return cols // elements * num_bytes
 
 

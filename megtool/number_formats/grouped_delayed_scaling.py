@@ -1,4 +1,4 @@
-"""Products: the delayed scaling of a module of several matrix products, taken apart and joined.
+"""Delayed scaling of a module with several GEMMs, split and joined.
 
 A grouped linear layer (experts on one rank) keeps one state for its G products. Transformer Engine
 lays their columns out `blocked` up to release 2.2 (all inputs, all weights, all outputs; all

@@ -1,4 +1,4 @@
-"""INT8: one signed byte an element, scaled by channel, by tensor or by group."""
+"""INT8: one signed byte per element, scaled by channel, tensor or group."""
 
 from __future__ import annotations
 

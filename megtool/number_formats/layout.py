@@ -1,4 +1,4 @@
-"""Layout: the parts a tensor is encoded to, with the shapes each project gives them."""
+"""The parts that a tensor is encoded to, with the shapes each project gives them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def layout(
         if shape[-2] % 2:
             raise UsageError(
                 f"{shape[-2]} rows cannot be stored two a byte",
-                hint="leave this tensor out, or use int4 (words along the columns)",
+                hint="exclude this tensor, or use int4 (words along the columns)",
             )
         stored_shape[-2], spans[-2] = shape[-2] // 2, PartSpan(last - 1, 2)
     if per := _COLUMNS_A_CODE.get(name):
@@ -91,7 +91,7 @@ def _scale(packing: str, shape: Index, style: Style, dtype: str) -> PackedPart:
         return PackedPart(role=SCALE, dtype=dtype, shape=(*shape[:-1], 1), spans=spans)
     sizes = granularity.split("x")
     if not 1 <= len(sizes) <= 2 or not all(s.isdecimal() and int(s) > 0 for s in sizes):
-        raise FormatError(f"packing {packing!r} does not say what has a scale")
+        raise FormatError(f"packing {packing!r} does not name the granularity of its scales")
     if name.startswith("mx") and granularity != str(MX_BLOCK):
         raise FormatError(f"packing {packing!r}: MX formats have a scale for every {MX_BLOCK}")
     per = int(sizes[-1])

@@ -1,4 +1,4 @@
-"""MXFP4 from bfloat16: a power of two moves exponents, and a table has all codes.
+"""MXFP4 from bfloat16 by exponent arithmetic and one table of all codes.
 
 Dividing by a scale of 8 bits is an addition to the bits of an element; what comes of it is a
 bfloat16 number again, of which there are 65536. No float is computed with.

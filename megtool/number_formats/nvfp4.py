@@ -1,4 +1,4 @@
-"""NVFP4: FP4 codes, two a byte, a scale in FP8 (E4M3) for every 16, and one more a tensor."""
+"""NVFP4: FP4 codes, two a byte, an FP8 (E4M3) scale for every 16, and one global scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed tensors as parts: which box of each part a box of elements needs, and scales beside it.
+"""Packed tensors as parts: which box of each part a box of elements needs.
 
 A quantized tensor lies in several arrays: codes, scales, perhaps zero points. Each array's
 dimensions say which elements an index of theirs serves (`Span`), so any box of elements can be

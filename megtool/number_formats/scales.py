@@ -1,4 +1,4 @@
-"""Scales from largest magnitudes, by the rules of the projects whose checkpoints engines load.
+"""Scales computed from amax, by the rules of the projects whose checkpoints engines load.
 
 Each rule is one function that names its source; `RULES` has them by style. All compute in float32,
 as their sources do, so that scales are equal to the last bit. No rule gives zero, NaN or infinity:

@@ -1,4 +1,4 @@
-"""Small floats, and float32 of them: bfloat16 by shifting bits, 8-bit and 4-bit types by tables."""
+"""Conversion between small floats and float32: bfloat16 by shifts, narrower types by tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scratch: memory of a thread's own that is used again for every tile.
+"""Per-thread scratch buffers, reused for every tile.
 
 Fresh arrays of hundreds of KiB cost more than a pass over them does: the system hands out their
 pages one by one, zeroed, and threads wait for one another meanwhile.

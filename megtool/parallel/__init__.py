@@ -1,1 +1,1 @@
-"""Who holds what: the grid of ranks, and how they talk."""
+"""The grid of ranks: layout, process groups and collectives."""

@@ -1,4 +1,4 @@
-"""Collectives: sums, gathers and exchanges over a group, with their gradients."""
+"""Differentiable sums, gathers and exchanges over a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of every row a rank has, and rows put together again.
+"""Context parallelism: which tokens of every row a rank has, and how rows are reassembled.
 
 Rows are cut into `2 * cp` equal chunks, of which rank r has number r and number `2 * cp - 1 - r`,
 in this order (megatron-core 0.16, `get_batch_on_this_cp_rank`): under a causal mask the work of all
@@ -28,7 +28,7 @@ def chunk_size(tokens: int, cp: int) -> int:
         below = tokens // unit * unit
         fits = f"{below} or {below + unit}" if below else f"{unit}"
         raise LayoutError(
-            f"cp={cp} cuts rows into {unit} equal parts, and {tokens} tokens do not go evenly",
+            f"cp={cp} cuts rows into {unit} equal parts, and {tokens} tokens are not divisible",
             hint=f"rows of a multiple of {unit} tokens: {fits}",
         )
     return tokens // unit

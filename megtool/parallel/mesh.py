@@ -1,4 +1,4 @@
-"""The rank grid: which rank sits where on the tp, cp, ep, dp and pp axes. Pure arithmetic."""
+"""The rank grid: the position of each rank on the tp, cp, ep, dp and pp axes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Mesh:
                 )
         if s.world_size > s.pp > 1 and not self._same_stages():
             raise LayoutError(
-                f"the order of axes {self.order!r} gives experts other pipeline stages than the "
+                f"the order of axes {self.order!r} gives experts different pipeline stages from "
+                "the "
                 f"rest: dp={s.dp}, and ep={s.ep} x etp={s.etp} leave {s.expert_dp} replicas",
                 hint="end the order with pp, or give both the same number of replicas",
             )

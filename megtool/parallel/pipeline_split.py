@@ -1,4 +1,4 @@
-"""The pipeline: which stage and virtual chunk holds a layer, for every way Megatron splits them."""
+"""Which pipeline stage and virtual chunk has a layer, for every way Megatron splits them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ class Pipeline:
         fits = remaining >= 0 and (remaining == 0) == (between == 0)
         if not fits or (between and remaining % between):
             raise LayoutError(
-                f"{outer_flags} leaves {remaining} of {num_layers} layers for {between} stages of pp={self.pp}",
+                f"{outer_flags} leaves {remaining} of {num_layers} layers for {between} stages of "
+                f"pp={self.pp}",
                 hint=_hint(num_layers, self, 0),
             )
         each = remaining // between if between else 0
@@ -323,4 +324,6 @@ def _check_order(text: str, chunks: Sequence[str], pp: int) -> None:
     )
     for holds, rule in rules:
         if not holds:
-            raise LayoutError(f"pipeline_layout {text[:80]!r} is none of Megatron's", hint=rule)
+            raise LayoutError(
+                f"pipeline_layout {text[:80]!r} is not a Megatron pipeline layout", hint=rule
+            )

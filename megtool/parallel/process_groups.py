@@ -1,4 +1,4 @@
-"""Groups: the ranks this process talks to on every axis, and how they are started and stopped."""
+"""The process groups of this rank on every axis, and how they are started and stopped."""
 
 from __future__ import annotations
 

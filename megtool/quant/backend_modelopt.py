@@ -76,13 +76,13 @@ def modelopt_config(
             that transformers has in one module.
         UsageError: what it can calibrate on a GPU alone.
     """
-    taken = [d for d in decisions if d.format is not None]
-    if waiting := [d for d in taken if d.format and d.format.choose]:
+    quantized = [d for d in decisions if d.format is not None]
+    if undecided := [d for d in quantized if d.format and d.format.choose]:
         raise RecipeError(
-            f"the format of {waiting[0].module.name} is still to be chosen",
+            f"the format of {undecided[0].module.name} is still to be chosen",
             hint="an automatic recipe is decided before it is calibrated",
         )
-    methods = dict.fromkeys((d.format.method if d.format else "") or recipe.method for d in taken)
+    methods = dict.fromkeys((d.format.method if d.format else "") or recipe.method for d in quantized)
     if len(methods) > 1:
         raise RecipeError(
             f"recipe {recipe.name} asks for {' and '.join(methods)}, and ModelOpt runs one "
@@ -91,28 +91,28 @@ def modelopt_config(
         )
     algorithm = _algorithm(recipe, next(iter(methods), "none"))
     if device == "cpu" and algorithm["method"] != "max":
-        for d in taken:
+        for d in quantized:
             if d.format and d.format.algo and packing_of(d.format).startswith(("nvfp4", "mxfp")):
                 raise UsageError(
                     f"ModelOpt runs {algorithm['method']} for {d.format.algo} on a GPU alone",
                     hint="--backend megtool does it on any device",
                 )
-    _check_apart(taken)
+    _check_shared_tensors(quantized)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    for d in taken:
+    for d in quantized:
         entries += _entries(d)
     return {"quant_cfg": entries, "algorithm": algorithm}
 
 
-def _check_apart(taken: Sequence[Decision]) -> None:
+def _check_shared_tensors(quantized: Sequence[Decision]) -> None:
     """Refuse weights that transformers has in one module, where rows have amaxes of their own:
     which of ModelOpt's are whose is not known here."""
-    found: dict[str, Decision] = {}
-    for d in taken:
+    by_name: dict[str, Decision] = {}
+    for d in quantized:
         packing = packing_of(d.format) if d.format and d.format.algo else "tensor"
         if packing.startswith(("nvfp4", "mxfp")) or packing.endswith("tensor"):
             continue
-        if (first := found.setdefault(_hf_name(d), d)).module.name != d.module.name:
+        if (first := by_name.setdefault(_hf_name(d), d)).module.name != d.module.name:
             raise RecipeError(
                 f"{first.module.name} and {d.module.name} are rows of {_hf_name(d)}, and "
                 f"ModelOpt's amaxes of {d.label} are by rows",
@@ -123,10 +123,10 @@ def _check_apart(taken: Sequence[Decision]) -> None:
 def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
     options = dict(recipe.algorithm) if recipe.method == method else {}
     if method not in _METHODS:
-        known = ", ".join(m for m in _METHODS if m != "none")
+        names = ", ".join(m for m in _METHODS if m != "none")
         raise RecipeError(
             f"ModelOpt is not asked for {method!r}",
-            hint=f"--backend megtool, or one of {known}",
+            hint=f"--backend megtool, or one of {names}",
         )
     if recipe.folds:
         raise RecipeError(
@@ -144,20 +144,20 @@ def _algorithm(recipe: Recipe, method: str) -> dict[str, Any]:
 
 
 def _entries(decision: Decision) -> Iterator[dict[str, Any]]:
-    found, name = decision.format, _hf_name(decision)
-    if found is None:
+    format, name = decision.format, _hf_name(decision)
+    if format is None:
         return
-    if found.kv_algo:
-        cfg = _FP8 if found.kv_algo == "FP8" else _blocks((2, 1), 16, (4, 3))
-        cfg = {**cfg, "use_constant_amax": True} if found.constant else cfg
+    if format.kv_algo:
+        cfg = _FP8 if format.kv_algo == "FP8" else _block_config((2, 1), 16, (4, 3))
+        cfg = {**cfg, "use_constant_amax": True} if format.constant else cfg
         yield {"quantizer_name": f"{name}.[kv]_bmm_quantizer", "cfg": cfg}
         return
-    weights: Any = _setting(packing_of(found))
-    if found.algo == "W4A8_AWQ":
+    weights: Any = _quantizer_config(packing_of(format))
+    if format.algo == "W4A8_AWQ":
         weights = [weights, dict(_FP8)]
     yield {"quantizer_name": f"{name}.weight_quantizer", "cfg": weights}
-    if found.algo in INPUTS:
-        yield {"quantizer_name": f"{name}.input_quantizer", "cfg": _setting(INPUTS[found.algo])}
+    if format.algo in INPUTS:
+        yield {"quantizer_name": f"{name}.input_quantizer", "cfg": _quantizer_config(INPUTS[format.algo])}
 
 
 def _hf_name(decision: Decision) -> str:
@@ -170,26 +170,26 @@ def _hf_name(decision: Decision) -> str:
     return names[0]
 
 
-def _blocks(bits: tuple[int, int], size: int, scale: tuple[int, int]) -> dict[str, Any]:
+def _block_config(bits: tuple[int, int], size: int, scale: tuple[int, int]) -> dict[str, Any]:
     return {
         "num_bits": bits,
         "block_sizes": {-1: size, "type": "dynamic", "scale_bits": scale},
     }
 
 
-def _setting(packing: str) -> dict[str, Any]:
+def _quantizer_config(packing: str) -> dict[str, Any]:
     """The settings of a quantizer for numbers packed so, as `fp8:tensor` or `int4rows:128`."""
-    name, _, how = packing.partition(":")
+    name, _, granularity = packing.partition(":")
     if name == "nvfp4":
-        return _blocks((2, 1), int(how), (4, 3))
+        return _block_config((2, 1), int(granularity), (4, 3))
     if name in ("mxfp4", "mxfp8"):
-        return _blocks((2, 1) if name == "mxfp4" else (4, 3), int(how), (8, 0))
+        return _block_config((2, 1) if name == "mxfp4" else (4, 3), int(granularity), (8, 0))
     bits: Any = {"fp8": (4, 3), "int8": 8, "int4rows": 4}[name]
-    if how == "token":
+    if granularity == "token":
         return {"num_bits": bits, "type": "dynamic", "block_sizes": {-1: None}}
-    if how in ("tensor", "channel"):
-        return {"num_bits": bits, "axis": 0 if how == "channel" else None}
-    sizes = [int(n) for n in how.split("x")]
+    if granularity in ("tensor", "channel"):
+        return {"num_bits": bits, "axis": 0 if granularity == "channel" else None}
+    sizes = [int(n) for n in granularity.split("x")]
     if len(sizes) == 2:
         return {"num_bits": bits, "block_sizes": {-1: sizes[1], -2: sizes[0]}}
     return {"num_bits": bits, "block_sizes": {-1: sizes[0], "type": "static"}}
@@ -224,14 +224,14 @@ def quantized_model(
         def run(model: Any) -> None:
             with torch.no_grad():
                 for number, batch in enumerate(batches):
-                    model(**_inputs(batch, model.dtype, device), use_cache=False)
+                    model(**_transformers_inputs(batch, model.dtype, device), use_cache=False)
                     progress("calibrate", number + 1, len(batches))
 
         # A copy: it changes what it is given.
         return mtq.quantize(model, {**config, "quant_cfg": list(config["quant_cfg"])}, run)
 
 
-def _inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+def _transformers_inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """A batch as transformers takes it; tokens attend within their documents alone."""
     import torch
 
@@ -241,12 +241,12 @@ def _inputs(batch: Batch, dtype: torch.dtype, device: torch.device | str) -> dic
         out["position_ids"] = batch.positions_BS.to(device)
     if documents_BS is not None:
         tokens = documents_BS.shape[1]
-        may_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-        may_BSS &= torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        allowed_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+        allowed_BSS &= torch.ones(tokens, tokens, dtype=torch.bool).tril()
         if valid_BS is not None:
-            may_BSS &= valid_BS[:, None, :] | torch.eye(tokens, dtype=torch.bool)
-        mask = torch.zeros(may_BSS.shape, dtype=dtype)
-        mask.masked_fill_(~may_BSS, torch.finfo(dtype).min)
+            allowed_BSS &= valid_BS[:, None, :] | torch.eye(tokens, dtype=torch.bool)
+        mask = torch.zeros(allowed_BSS.shape, dtype=dtype)
+        mask.masked_fill_(~allowed_BSS, torch.finfo(dtype).min)
         out["attention_mask"] = mask[:, None].to(device)
     elif valid_BS is not None:
         out["attention_mask"] = valid_BS.long().to(device)
@@ -266,19 +266,19 @@ def read_settlement(
         CalibrationError: an amax is missing.
     """
     by_name = {d.module.name: d for d in decisions if d.format is not None}
-    held = dict(model.named_modules())
-    done = Settlement()
+    modules = dict(model.named_modules())
+    qparams = Settlement()
     readers = readers_of(points, [d.module for d in decisions])
     for point in points:
-        some = [by_name[m] for m in point.modules if m in by_name]
-        if not some:
+        group = [by_name[m] for m in point.modules if m in by_name]
+        if not group:
             continue
         if point.what == "kv_cache":
-            done.caches[some[0].module.name] = _cache(some[0], held_module(held, some[0], "k_bmm"))
+            qparams.caches[group[0].module.name] = _read_kv_cache(group[0], held_module(modules, group[0], "k_bmm"))
             continue
         folds = bool(point.norm) and set(readers[point.norm]) <= set(point.modules)
-        _read_point(done, point, [(d, held_module(held, d, "weight")) for d in some], folds=folds)
-    return done
+        _read_site(qparams, point, [(d, held_module(modules, d, "weight")) for d in group], folds=folds)
+    return qparams
 
 
 def held_module(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
@@ -296,97 +296,97 @@ def held_module(held: Mapping[str, Any], decision: Decision, what: str) -> Any:
     return module
 
 
-def _read_point(
-    done: Settlement, point: Point, some: Sequence[tuple[Decision, Any]], *, folds: bool
+def _read_site(
+    qparams: Settlement, site: Point, group: Sequence[tuple[Decision, Any]], *, folds: bool
 ) -> None:
     """Take over what was found of one input. Its factors go into the norm before (`folds`) only if
     all that the norm feeds has the same ones; else each module stores its own."""
-    alike: dict[tuple[Format | None, bool], list[tuple[Decision, Any]]] = defaultdict(list)
-    for d, m in some:
-        alike[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
-    made: list[list[Treatment]] = []
-    for (_, smoothed), members in alike.items():
-        columns = _columns([m for _, m in members]) if smoothed else None
-        into_norm = folds and len(members) == len(point.modules)
-        if columns is not None and into_norm:
-            done.norms[point.norm] = columns
-        made.append([_treatment(d, m, columns, stores=not into_norm) for d, m in members])
-    if not any(smoothed for _, smoothed in alike):  # all of them multiply the same numbers
-        made = [[t for treatments in made for t in treatments]]
-    for treatments in made:
-        inputs = max(t.input_amax for t in treatments)
-        second = max(t.second_amax for t in treatments)
-        for t in treatments:
-            shares = packing_of(t.format).startswith("nvfp4")
-            done.treatments[t.module] = replace(
-                t, input_amax=inputs, second_amax=second if shares else t.second_amax
+    by_format: dict[tuple[Format | None, bool], list[tuple[Decision, Any]]] = defaultdict(list)
+    for d, m in group:
+        by_format[d.format, m.input_quantizer.pre_quant_scale is not None].append((d, m))
+    groups: list[list[Treatment]] = []
+    for (_, smoothed), members in by_format.items():
+        scale = _read_smoothing_scale([m for _, m in members]) if smoothed else None
+        into_norm = folds and len(members) == len(site.modules)
+        if scale is not None and into_norm:
+            qparams.norms[site.norm] = scale
+        groups.append([_read_weight(d, m, scale, stores=not into_norm) for d, m in members])
+    if not any(smoothed for _, smoothed in by_format):  # all of them multiply the same numbers
+        groups = [[t for weights in groups for t in weights]]
+    for weights in groups:
+        input_amax = max(t.input_amax for t in weights)
+        global_amax = max(t.second_amax for t in weights)
+        for t in weights:
+            is_shared = packing_of(t.format).startswith("nvfp4")
+            qparams.treatments[t.module] = replace(
+                t, input_amax=input_amax, second_amax=global_amax if is_shared else t.second_amax
             )
 
 
-def _columns(modules: Sequence[Any]) -> Floats:
+def _read_smoothing_scale(modules: Sequence[Any]) -> Floats:
     """What ModelOpt divides the columns of one input by, the same for all its modules."""
     if len(modules) > 1:
         from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 
         with quiet():
             preprocess_linear_fusion(modules, resmooth_only=True)
-    return np.float32(1) / _numbers(modules[0].input_quantizer.pre_quant_scale).reshape(-1)
+    return np.float32(1) / _to_numpy(modules[0].input_quantizer.pre_quant_scale).reshape(-1)
 
 
-def _treatment(
-    decision: Decision, module: Any, columns: Floats | None, *, stores: bool
+def _read_weight(
+    decision: Decision, module: Any, scale: Floats | None, *, stores: bool
 ) -> Treatment:
-    found = decision.format or Format(name="")
-    quantizer, second, amax = module.weight_quantizer, 0.0, None
-    packing = packing_of(found)
-    if found.algo == "W4A8_AWQ":
-        second = float(_known(quantizer[1].amax, decision))
+    format = decision.format or Format(name="")
+    quantizer, global_amax, amax = module.weight_quantizer, 0.0, None
+    packing = packing_of(format)
+    if format.algo == "W4A8_AWQ":
+        global_amax = float(_require_amax(quantizer[1].amax, decision))
         quantizer = quantizer[0]
     if packing.startswith("nvfp4"):
-        second = float(_known(quantizer.amax, decision))
+        global_amax = float(_require_amax(quantizer.amax, decision))
     elif not packing.startswith("mxfp"):
-        amax = _numbers(_known(quantizer.amax, decision)).reshape(
+        amax = _to_numpy(_require_amax(quantizer.amax, decision)).reshape(
             _amax_shape(packing, decision.module.shape)
         )
-    inputs = 0.0
-    if found.algo in INPUTS and FORMATS[found.algo].calibrates:
-        inputs = float(_known(module.input_quantizer.amax, decision).max())
+    input_amax = 0.0
+    if format.algo in INPUTS and FORMATS[format.algo].calibrates:
+        input_amax = float(_require_amax(module.input_quantizer.amax, decision).max())
     return Treatment(
         module=decision.module.name,
-        format=found,
-        columns=columns,
-        stores_columns=columns is not None and stores,
+        format=format,
+        columns=scale,
+        stores_columns=scale is not None and stores,
         amax=amax,
-        second_amax=second,
-        input_amax=inputs,
+        second_amax=global_amax,
+        input_amax=input_amax,
     )
 
 
-def _cache(decision: Decision, module: Any) -> Cache:
-    found = decision.format or Format(name="")
-    if found.constant:
-        top = 448.0 if found.kv_algo == "FP8" else 448.0 * 6
+def _read_kv_cache(decision: Decision, module: Any) -> Cache:
+    format = decision.format or Format(name="")
+    if format.constant:
+        top = 448.0 if format.kv_algo == "FP8" else 448.0 * 6
         amaxes = top, top
     else:
         keys, values = module.k_bmm_quantizer.amax, module.v_bmm_quantizer.amax
-        amaxes = float(_known(keys, decision).max()), float(_known(values, decision).max())
+        amaxes = float(_require_amax(keys, decision).max()), float(_require_amax(values, decision).max())
     return Cache(
-        module=decision.module.name, format=found, key_amax=amaxes[0], value_amax=amaxes[1]
+        module=decision.module.name, format=format, key_amax=amaxes[0], value_amax=amaxes[1]
     )
 
 
 def _amax_shape(packing: str, shape: Sequence[int]) -> tuple[int, ...]:
-    how = packing.partition(":")[2]
-    if how == "tensor":
+    granularity = packing.partition(":")[2]
+    if granularity == "tensor":
         return ()
-    if how == "channel":
+    if granularity == "channel":
         return (shape[0],)
-    sizes = [int(n) for n in how.split("x")]
+    sizes = [int(n) for n in granularity.split("x")]
     rows = shape[0] if len(sizes) == 1 else shape[0] // sizes[0]
     return rows, shape[1] // sizes[-1]
 
 
-def _known(amax: Any, decision: Decision) -> Any:
+def _require_amax(amax: Any, decision: Decision) -> Any:
     if amax is None:
         raise CalibrationError(
             f"ModelOpt has found no largest magnitude for {decision.module.name}",
@@ -395,6 +395,6 @@ def _known(amax: Any, decision: Decision) -> Any:
     return amax
 
 
-def _numbers(tensor: Any) -> Floats:
+def _to_numpy(tensor: Any) -> Floats:
     out: Floats = np.array(tensor.detach().float().cpu().numpy(), np.float32)
     return out

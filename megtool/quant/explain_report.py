@@ -109,7 +109,7 @@ class ExplainReport:
         """The report as plain data."""
         out: dict[str, Any] = {n: getattr(self, n) for n in self.__dataclass_fields__}
         for name in ("rules", "modules", "formats"):
-            out[name] = [asdict(one) for one in getattr(self, name)]
+            out[name] = [asdict(line) for line in getattr(self, name)]
         out["algorithm"] = dict(self.algorithm)
         return out | {"num_bytes": self.num_bytes, "bits": self.bits}
 
@@ -179,10 +179,10 @@ def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
         pattern = _NUMBERS.sub("#", d.module.name)
         group = d.format.group_size if d.format else 0
         groups.setdefault((pattern, d.module.shape, d.label, group, d.rules), []).append(d)
-    for some in groups.values():
-        first = some[0]
-        (name, number), *_ = fold_names(d.module.name for d in some)
-        total = sum(d.num_bytes for d in some)
+    for members in groups.values():
+        first = members[0]
+        (name, number), *_ = fold_names(d.module.name for d in members)
+        total = sum(d.num_bytes for d in members)
         yield ModuleLine(
             name=name,
             kind=first.module.kind,
@@ -191,9 +191,9 @@ def fold_decisions(decisions: Iterable[Decision]) -> Iterator[ModuleLine]:
             shape=first.module.shape,
             format=first.label,
             group_size=first.format.group_size if first.format else 0,
-            bits=8 * total / max(sum(d.module.numel for d in some), 1),
+            bits=8 * total / max(sum(d.module.numel for d in members), 1),
             num_bytes=total,
-            source_bytes=sum(d.module.num_bytes for d in some),
+            source_bytes=sum(d.module.num_bytes for d in members),
             rules=tuple(i + 1 for i in first.rules),
             why=first.why,
         )

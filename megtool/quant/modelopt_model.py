@@ -34,14 +34,14 @@ def check_quantizers(
     mtq, transformers = packages()
     import torch
 
-    with tempfile.TemporaryDirectory(prefix="megtool-") as made, quiet(), no_bars(transformers):
-        (Path(made) / "config.json").write_bytes(hf_config)
+    with tempfile.TemporaryDirectory(prefix="megtool-") as folder, quiet(), no_bars(transformers):
+        (Path(folder) / "config.json").write_bytes(hf_config)
         try:
-            said = transformers.AutoConfig.from_pretrained(
-                made, local_files_only=True, trust_remote_code=False
+            model_config = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
             )
             with torch.device("meta"):
-                model = transformers.AutoModelForCausalLM.from_config(said, trust_remote_code=False)
+                model = transformers.AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as e:
             first = next(iter(str(e).splitlines()), type(e).__name__)
             raise UsageError(
@@ -50,10 +50,10 @@ def check_quantizers(
             ) from e
         entries = list(config["quant_cfg"])  # a copy: it changes what it is given
         model = mtq.quantize(model, {**config, "quant_cfg": entries, "algorithm": None}, None)
-    held = dict(model.named_modules())
+    modules = dict(model.named_modules())
     by_name = {d.module.name: d for d in decisions if d.format is not None}
-    for point in points:
-        for module in point.modules:
+    for site in points:
+        for module in site.modules:
             if module in by_name:
-                what = "k_bmm" if point.what == "kv_cache" else "weight"
-                held_module(held, by_name[module], what)
+                quantizer = "k_bmm" if site.what == "kv_cache" else "weight"
+                held_module(modules, by_name[module], quantizer)

@@ -29,24 +29,24 @@ def needs(recipe: Recipe, decision: Decision) -> Needs:
     Raises:
         RecipeError: its algorithm is not known here.
     """
-    found = decision.format
-    if found is None or found.choose:
+    format = decision.format
+    if format is None or format.choose:
         return Needs()
-    if found.kv_algo:
-        return Needs(data=not found.constant)
-    method = method_of(recipe, found)
-    searches = method.columns == "search" and found.number.smooths
-    smooths = method.columns == "smooth" and found.number.smooths
-    rounds = found.algo in INPUTS
-    by_output = (method.clips_weights or method.gptq) and not method.mse
+    if format.kv_algo:
+        return Needs(data=not format.constant)
+    config = method_of(recipe, format)
+    searches = config.columns == "search" and format.number.smooths
+    smooths = config.columns == "smooth" and format.number.smooths
+    rounds = format.algo in INPUTS
+    by_output = (config.clips_weights or config.gptq) and not config.mse
     gram = by_output or (searches and not rounds)
-    sample = rounds and (searches or method.clips_inputs or (smooths and method.alpha is None))
+    sample = rounds and (searches or config.clips_inputs or (smooths and config.alpha is None))
     return Needs(
-        data=(found.number.calibrates and not found.input_amax) or gram or sample or smooths,
+        data=(format.number.calibrates and not format.input_amax) or gram or sample or smooths,
         gram=gram,
-        even=gram and method.even,
+        even=gram and config.even,
         sample=sample,
-        sequential=method.gptq and found.number.scaling in ("group", "channel"),
+        sequential=config.gptq and format.number.scaling in ("group", "channel"),
     )
 
 
@@ -61,9 +61,9 @@ def is_plain(recipe: Recipe, decision: Decision) -> bool:
     Raises:
         RecipeError: its algorithm is not known here.
     """
-    found = decision.format
-    if found is None:
+    format = decision.format
+    if format is None:
         return True
-    if found.choose or found.kv_algo or is_two_level(found):
+    if format.choose or format.kv_algo or is_two_level(format):
         return False
-    return not needs(recipe, decision).data and not method_of(recipe, found).mse
+    return not needs(recipe, decision).data and not method_of(recipe, format).mse

@@ -13,7 +13,8 @@ from megtool.quant.recipes.modules import Modules, list_modules
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import Problems
 from megtool.reshard.fp8_state.modelopt_amax import is_buffer
-from megtool.reshard.open_source import CheckpointSource, open_model
+from megtool.reshard.open_source import TensorFilter, open_source
+from megtool.reshard.source import CheckpointSource, SourceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Decided:
     @property
     def architecture(self) -> str:
         """The model's class as config.json names it; "" where nothing does."""
-        return _architecture(self.opened)
+        return _find_architecture(self.opened)
 
     @property
     def doubt(self) -> str:
@@ -67,38 +68,38 @@ def decide(
     """
     engine = read_target(target) if target else None
     problems = Problems(str(recipe))
-    loaded = load_recipe(recipe, problems)
-    opened = open_model(
+    parsed = load_recipe(recipe, problems)
+    source_ = open_source(
         Path(source),
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
+        SourceOptions(
+            iteration=iteration, family=family, like=None if like is None else Path(like)
+        ),
         optimizer=False,
-        aside=is_buffer,
+        tensors=TensorFilter(ignore=is_buffer),
     )
-    modules = list_modules(opened.side)
-    _check_names(loaded, modules, problems)
-    matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
+    modules = list_modules(source_.side)
+    _check_names(parsed, modules, problems)
+    matched = match(parsed, modules.modules, problems, group_size=group_size or 0)
     if engine is not None:
-        suited = suited_to(engine, loaded, matched.decisions)
-        if suited is not loaded:
-            loaded = suited
-            matched = match(loaded, modules.modules, problems, group_size=group_size or 0)
-        named = _architecture(opened)
-        check_target(engine, loaded, matched.decisions, problems, architecture=named)
+        suited = suited_to(engine, parsed, matched.decisions)
+        if suited is not parsed:
+            parsed = suited
+            matched = match(parsed, modules.modules, problems, group_size=group_size or 0)
+        architecture = _find_architecture(source_)
+        check_target(engine, parsed, matched.decisions, problems, architecture=architecture)
     problems.raise_all()
-    return Decided(opened=opened, recipe=loaded, modules=modules, matched=matched, target=engine)
+    return Decided(opened=source_, recipe=parsed, modules=modules, matched=matched, target=engine)
 
 
-def _architecture(opened: CheckpointSource) -> str:
+def _find_architecture(source: CheckpointSource) -> str:
     """The first of `architectures` in the config.json that goes with a model, or would."""
-    model = opened.model
+    model = source.model
     if model is None:
         return ""
-    for said in (model.hf_config or {}, model.config.extra):
-        named = said.get("architectures")
-        if isinstance(named, list) and named:
-            return str(named[0])
+    for config in (model.hf_config or {}, model.config.extra):
+        architectures = config.get("architectures")
+        if isinstance(architectures, list) and architectures:
+            return str(architectures[0])
     return model.family.architectures[0] if model.family else ""
 
 

@@ -36,7 +36,7 @@ LARGEST_CACHE: Mapping[str, float] = {"FP8": 448.0, "NVFP4": 448.0 * 6.0}
 
 FOLDED = "columns have factors only where a norm before takes them in, as the recipe asks (`fold`)"
 
-_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
+_ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
 
 def settle(
@@ -63,23 +63,23 @@ def settle(
         RecipeError: an algorithm is not known here.
     """
     listed = tuple(points)
-    before = Counter(p.norm for p in listed if p.norm)
-    work = _Work(
+    sites_per_norm = Counter(p.norm for p in listed if p.norm)
+    solver = _Solver(
         statistics=statistics,
         decisions=decisions,
         recipe=recipe,
-        weights=weights,
+        read_weight=weights,
         config=config,
-        points=listed,
-        norms=norms,
-        shared=frozenset(n for n, times in before.items() if times > 1),
+        sites=listed,
+        read_norm=norms,
+        shared_norms=frozenset(n for n, times in sites_per_norm.items() if times > 1),
     )
-    done = Settlement()
+    qparams = Settlement()
     with _single_threaded() as threads, ThreadPoolExecutor(threads) as pool:
-        for part in pool.map(work.settled, listed):
-            done.add(part)
+        for part in pool.map(solver.solve, listed):
+            qparams.add(part)
             progress("settle", 1, len(listed))
-    return done
+    return qparams
 
 
 @contextlib.contextmanager
@@ -94,165 +94,165 @@ def _single_threaded() -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _Solver:
     """All that points are settled by; `shared` are norms before several of them."""
 
     statistics: Mapping[str, Statistics]
     decisions: Mapping[str, Decision]
     recipe: Recipe
-    weights: Weights
+    read_weight: Weights
     config: ModelConfig
-    points: tuple[Point, ...]
-    norms: Norms | None
+    sites: tuple[Point, ...]
+    read_norm: Norms | None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    shared: frozenset[str]
+    shared_norms: frozenset[str]
 
-    def settled(self, point: Point) -> Settlement:
+    def solve(self, site: Point) -> Settlement:
         """What becomes of the modules of one point."""
         formats = {
             m: f
-            for m in point.modules
+            for m in site.modules
             if m in self.decisions and (f := self.decisions[m].format) is not None and not f.choose
         }
-        seen = self.statistics.get(point.name)
-        seen = seen if seen is not None and seen.num_tokens else None
-        if point.what == "kv_cache":
-            return self._cache(point, seen, formats)
-        done = Settlement()
+        statistics = self.statistics.get(site.name)
+        statistics = statistics if statistics is not None and statistics.num_tokens else None
+        if site.what == "kv_cache":
+            return self._solve_kv_cache(site, statistics, formats)
+        qparams = Settlement()
         with torch.inference_mode():
-            for found in dict.fromkeys(formats.values()):
-                alike = [m for m, f in formats.items() if f == found]
-                self._add(done, point, seen, found, alike, len(alike) == len(point.modules))
-        inputs = max((t.input_amax for t in done.treatments.values()), default=0.0)
-        for module, treatment in done.treatments.items():
-            if treatment.input_amax:
-                done.treatments[module] = replace(treatment, input_amax=inputs)
-        return done
+            for format in dict.fromkeys(formats.values()):
+                group = [m for m, f in formats.items() if f == format]
+                self._solve_group(qparams, site, statistics, format, group, len(group) == len(site.modules))
+        input_amax = max((t.input_amax for t in qparams.treatments.values()), default=0.0)
+        for module, params in qparams.treatments.items():
+            if params.input_amax:
+                qparams.treatments[module] = replace(params, input_amax=input_amax)
+        return qparams
 
-    def _add(
+    def _solve_group(
         self,
-        done: Settlement,
-        point: Point,
-        seen: Statistics | None,
-        found: Format,
+        qparams: Settlement,
+        site: Point,
+        statistics: Statistics | None,
+        format: Format,
         modules: list[str],
         is_whole: bool,
     ) -> None:
-        method = method_of(self.recipe, found)
-        stores = not self._folds(point)
-        if not is_whole and method.columns != "none":
-            done.notes.append(f"{point.name}: no factors of columns, as its formats differ")
-            method = method.without_columns()
-        if stores and method.fold and method.columns != "none" and found.number.smooths:
-            done.notes.append(FOLDED)
-            method = method.without_columns()
-        needed = [needs(self.recipe, self.decisions[m]) for m in modules]
-        if seen is None and any(n.data for n in needed) and point.expert is None:
+        config = method_of(self.recipe, format)
+        stores = not self._is_foldable(site)
+        if not is_whole and config.columns != "none":
+            qparams.notes.append(f"{site.name}: no factors of columns, as its formats differ")
+            config = config.without_columns()
+        if stores and config.fold and config.columns != "none" and format.number.smooths:
+            qparams.notes.append(FOLDED)
+            config = config.without_columns()
+        requirements = [needs(self.recipe, self.decisions[m]) for m in modules]
+        if statistics is None and any(n.data for n in requirements) and site.expert is None:
             raise CalibrationError(
-                f"nothing was seen of the inputs of {point.name}",
+                f"nothing was seen of the inputs of {site.name}",
                 hint="calibrate with data that reaches it",
             )
-        if seen is not None:
-            _check_kept(point, seen, needed)
-            smooths = method.columns != "none" and found.number.smooths
-            if not seen.has_columns and (smooths or method.inputs != "max"):
+        if statistics is not None:
+            _check_second_moments(site, statistics, requirements)
+            smooths = config.columns != "none" and format.number.smooths
+            if not statistics.has_columns and (smooths or config.inputs != "max"):
                 raise CalibrationError(
-                    f"of the inputs of {point.name} nothing is known but the largest, and the "
-                    f"recipe asks for {'their columns' if smooths else method.inputs}",
+                    f"of the inputs of {site.name} nothing is known but the largest, and the "
+                    f"recipe asks for {'their columns' if smooths else config.inputs}",
                     hint="a calibration derived from FP8 training serves recipes with plain static "
                     "scales, such as fp8; else calibrate with data",
                 )
-        looks = seen is not None and any(n.gram or n.sample for n in needed)
-        looks |= seen is not None and method.columns != "none" and found.number.smooths
-        looks |= method.mse or (is_two_level(found) and len(modules) > 1)
-        held: dict[str, Tensor] = {}
+        needs_weights = statistics is not None and any(n.gram or n.sample for n in requirements)
+        needs_weights |= statistics is not None and config.columns != "none" and format.number.smooths
+        needs_weights |= config.mse or (is_two_level(format) and len(modules) > 1)
+        weights: dict[str, Tensor] = {}
         norm = None
-        if looks:
+        if needs_weights:
             with self.lock:
-                held = {m: self.weights(m) for m in modules}
-                if self.norms is not None and method.columns != "none" and not stores:
-                    norm = self.norms(point.norm)
-        joint = decide(held, found, method, seen, norm=norm, stores_columns=stores)
-        if found.input_amax:
-            joint.input_amax = found.input_amax
-        elif seen is None and input_largest(found):
-            joint.input_amax = self._borrowed(point)
-            done.notes.append(f"{point.name} saw no token: its input scale is that of others")
-        elif seen is None and any(n.data for n in needed):
-            done.notes.append(f"{point.name} saw no token: its weights were rounded as they are")
-        if joint.columns is not None and not stores:
-            done.norms[point.norm] = joint.columns
+                weights = {m: self.read_weight(m) for m in modules}
+                if self.read_norm is not None and config.columns != "none" and not stores:
+                    norm = self.read_norm(site.norm)
+        result = decide(weights, format, config, statistics, norm=norm, stores_columns=stores)
+        if format.input_amax:
+            result.input_amax = format.input_amax
+        elif statistics is None and input_largest(format):
+            result.input_amax = self._fallback_input_amax(site)
+            qparams.notes.append(f"{site.name} saw no token: its input scale is that of others")
+        elif statistics is None and any(n.data for n in requirements):
+            qparams.notes.append(f"{site.name} saw no token: its weights were rounded as they are")
+        if result.columns is not None and not stores:
+            qparams.norms[site.norm] = result.columns
         for module in modules:
-            done.treatments[module] = Treatment(
+            qparams.treatments[module] = Treatment(
                 module=module,
-                format=found,
-                columns=joint.columns,
-                stores_columns=stores and joint.columns is not None,
-                amax=joint.amax.get(module),
-                second_amax=joint.second_amax,
-                codes=joint.codes.get(module),
+                format=format,
+                columns=result.columns,
+                stores_columns=stores and result.columns is not None,
+                amax=result.amax.get(module),
+                second_amax=result.second_amax,
+                codes=result.codes.get(module),
                 # Nothing but zeros was seen: any scale will do.
-                input_amax=joint.input_amax or input_largest(found),
+                input_amax=result.input_amax or input_largest(format),
             )
 
-    def _folds(self, point: Point) -> bool:
+    def _is_foldable(self, site: Point) -> bool:
         """Whether the norm before the point feeds nothing but its modules."""
-        if not point.norm or point.expert is not None or point.norm in self.shared:
+        if not site.norm or site.expert is not None or site.norm in self.shared_norms:
             return False
-        if point.norm.endswith(".attn_norm"):
-            at = point.norm.removesuffix("_norm")
-            readers = {f"{at}.{name}" for name in _READERS} & set(self.decisions)
-            return readers <= set(point.modules)
+        if site.norm.endswith(".attn_norm"):
+            parent = site.norm.removesuffix("_norm")
+            readers = {f"{parent}.{name}" for name in _ATTN_NORM_READERS} & set(self.decisions)
+            return readers <= set(site.modules)
         return True
 
-    def _borrowed(self, point: Point) -> float:
+    def _fallback_input_amax(self, site: Point) -> float:
         """The amax of inputs of an expert that saw none: that of the others of its layer, of the
         layer's other points, or of the whole model's."""
-        last = point.name.rpartition(".")[2]
-        known = [
+        last = site.name.rpartition(".")[2]
+        measured = [
             (p, float(s.amax.max()))
-            for p in self.points
+            for p in self.sites
             if p.what == "input" and (s := self.statistics.get(p.name)) is not None and s.num_tokens
         ]
-        same = [
+        siblings = [
             a
-            for p, a in known
-            if p.layer == point.layer and p.expert is not None and p.name.rpartition(".")[2] == last
+            for p, a in measured
+            if p.layer == site.layer and p.expert is not None and p.name.rpartition(".")[2] == last
         ]
-        layer = [a for p, a in known if p.layer == point.layer]
-        found = max(same or layer or [a for _, a in known], default=0.0)
-        if not found:
+        layer = [a for p, a in measured if p.layer == site.layer]
+        amax = max(siblings or layer or [a for _, a in measured], default=0.0)
+        if not amax:
             raise CalibrationError(
-                f"nothing was seen of the inputs of {point.name}, nor of any other",
+                f"nothing was seen of the inputs of {site.name}, nor of any other",
                 hint="calibrate with data",
             )
-        return found
+        return amax
 
-    def _cache(
-        self, point: Point, seen: Statistics | None, formats: Mapping[str, Format]
+    def _solve_kv_cache(
+        self, site: Point, statistics: Statistics | None, formats: Mapping[str, Format]
     ) -> Settlement:
-        done = Settlement()
-        for module, found in formats.items():
-            key = value = LARGEST_CACHE[found.kv_algo]
-            if not found.constant:
-                if seen is None:
+        qparams = Settlement()
+        for module, format in formats.items():
+            key = value = LARGEST_CACHE[format.kv_algo]
+            if not format.constant:
+                if statistics is None:
                     raise CalibrationError(
-                        f"nothing was seen of {point.name}", hint="calibrate with data"
+                        f"nothing was seen of {site.name}", hint="calibrate with data"
                     )
-                half = point.width // 2
+                half = site.width // 2
                 latent = bool(self.config.kv_lora_rank)
-                key = float((seen.amax if latent else seen.amax[:half]).max()) or key
-                value = float((seen.amax if latent else seen.amax[half:]).max()) or value
-            done.caches[module] = Cache(module=module, format=found, key_amax=key, value_amax=value)
-        return done
+                key = float((statistics.amax if latent else statistics.amax[:half]).max()) or key
+                value = float((statistics.amax if latent else statistics.amax[half:]).max()) or value
+            qparams.caches[module] = Cache(module=module, format=format, key_amax=key, value_amax=value)
+        return qparams
 
 
-def _check_kept(point: Point, seen: Statistics, needed: Iterable[Needs]) -> None:
+def _check_second_moments(site: Point, statistics: Statistics, requirements: Iterable[Needs]) -> None:
     """What is kept while a layer is settled, and in no artefact, is there where it is needed."""
-    for n in needed:
-        if (n.gram and seen.gram is None) or (n.sample and seen.sample is None):
-            what = "second moments" if n.gram and seen.gram is None else "a sample"
+    for n in requirements:
+        if (n.gram and statistics.gram is None) or (n.sample and statistics.sample is None):
+            missing = "second moments" if n.gram and statistics.gram is None else "a sample"
             raise CalibrationError(
-                f"{point.name} needs {what} of its inputs, and there are none",
+                f"{site.name} needs {missing} of its inputs, and there are none",
                 hint="calibrate with data again: artefacts do not hold them",
             )

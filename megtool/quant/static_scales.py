@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +28,8 @@ from megtool.reshard.fp8_state.collect import Scaling, require, require_told, sc
 from megtool.reshard.fp8_state.modelopt_amax import Buffer, is_buffer
 from megtool.reshard.fp8_state.weight_amax import WEIGHT, sites_of
 from megtool.reshard.megatron.extra_state_names import Site
-from megtool.reshard.open_source import CheckpointSource, open_model
+from megtool.reshard.open_source import TensorFilter, open_source
+from megtool.reshard.source import CheckpointSource, SourceOptions
 from megtool.tensors.sharded import GlobalTensor
 
 if TYPE_CHECKING:
@@ -79,45 +80,42 @@ def derive_amax(
     from megtool.quant.recipes.modules import list_modules
 
     path, target = Path(source), Path(destination)
-    _check_free(target, overwrite)
-    named: dict[str, Any] = dict(
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
-        optimizer=False,
+    _check_destination(target, overwrite)
+    options = SourceOptions(
+        iteration=iteration, family=family, like=None if like is None else Path(like)
     )
-    scaling_side = open_model(path, lenient=True, **named)
-    scaling = scaling_of(scaling_side)
-    require_told(scaling, scaling_side)
-    require(scaling, scaling_side)
-    opened = open_model(path, aside=is_buffer, **named)
-    modules = list_modules(opened.side)
-    config = opened.side.config
+    scaling_source = open_source(path, options, lenient=True, optimizer=False)
+    scaling = scaling_of(scaling_source)
+    require_told(scaling, scaling_source)
+    require(scaling, scaling_source)
+    model = open_source(path, options, tensors=TensorFilter(ignore=is_buffer), optimizer=False)
+    modules = list_modules(model.side)
+    config = model.side.config
     if config is None:
         raise MappingError("nothing says what model this is", hint="--like HF_FOLDER")
-    points = list_points(modules.modules, config)
+    activation_sites = list_points(modules.modules, config)
     inputs = inputs_of(scaling)
-    sites = modules_of(opened.side, opened.catalogue.tensors)
-    _check_whole(inputs, set(sites.values()), path)
-    statistics, derived = _statistics(points, inputs, sites)
+    sites = modules_of(model.side, model.catalogue.tensors)
+    _check_complete(inputs, set(sites.values()), path)
+    statistics, derived = _statistics(activation_sites, inputs, sites)
     if not statistics:
         raise CalibrationError(
             "none of the modules that have FP8 scaling is one of the model's",
             file=path,
             hint="--like FOLDER with the config.json of this model",
         )
-    _check_experts(points, statistics, path)
+    _check_experts(activation_sites, statistics, path)
     if not dry_run:
-        _save(opened, inputs, statistics, target)
+        _save(model, inputs, statistics, target)
     return DeriveReport(
         source=str(source),
         destination=str(destination),
-        format=opened.catalogue.format,
+        format=model.catalogue.format,
         origin=_origin(scaling),
         derived=tuple(derived),
         without=tuple(
-            p.name for p in points if p.what == "input" and p.name not in statistics
-            and not _stays(p)
+            p.name for p in activation_sites if p.what == "input" and p.name not in statistics
+            and not _is_rarely_quantized(p)
         ),
         dry_run=dry_run,
     )  # fmt: skip
@@ -127,28 +125,28 @@ def inputs_of(scaling: Scaling) -> Inputs:
     """What states and buffers say about inputs, ModelOpt's first where there are both."""
     amax: dict[Site, float] = {}
     broken: dict[Site, str] = {}
-    for held in scaling.states:
-        if held.site is None or not fits(held.state):
+    for state in scaling.states:
+        if state.site is None or not fits(state.state):
             continue
-        found, why = input_amax(held.state)
-        if why:
-            broken[held.site] = why
+        value, error = input_amax(state.state)
+        if error:
+            broken[state.site] = error
         else:
-            amax[held.site] = found
+            amax[state.site] = value
     caches: dict[int, dict[str, float]] = {}
     for buffer in scaling.buffers:
         layer = buffer.site.layer
         if buffer.quantizer == "input_quantizer":
-            found, why = _of_buffer(buffer)
+            value, error = _buffer_amax(buffer)
             broken.pop(buffer.site, None)
-            if why:
-                broken[buffer.site] = why
+            if error:
+                broken[buffer.site] = error
             else:
-                amax[buffer.site] = found
+                amax[buffer.site] = value
         elif buffer.site.module.endswith(_ATTENTION) and layer is not None:
-            found, why = _of_buffer(buffer)
-            if not why:
-                caches.setdefault(layer, {})[buffer.quantizer[0]] = found
+            value, error = _buffer_amax(buffer)
+            if not error:
+                caches.setdefault(layer, {})[buffer.quantizer[0]] = value
     return Inputs(
         amax={site: a for site, a in amax.items() if site not in broken},
         broken=broken,
@@ -167,20 +165,22 @@ def input_amax(state: ExtraState) -> tuple[float, str]:
         return 0.0, "no history of inputs"
     column = history[:, INPUT]
     if not np.isfinite(column).all() or (column < 0).any():
-        odd = "NaN" if np.isnan(column).any() else "infinity" if (column > 0).any() else "negative"
-        return 0.0, f"{odd} in the history of inputs"
-    top = float(column.max())
-    if top > 0:
-        return top, ""
+        defect = (
+            "NaN" if np.isnan(column).any() else "infinity" if (column > 0).any() else "negative"
+        )
+        return 0.0, f"{defect} in the history of inputs"
+    largest = float(column.max())
+    if largest > 0:
+        return largest, ""
     if len(history) > 1 or scale is None:
         return 0.0, "nothing but zeros in the history of inputs"
-    rule, held = state.rule, float(scale[INPUT])
-    if not (math.isfinite(held) and held > 0) or held == 1:
+    rule, value = state.rule, float(scale[INPUT])
+    if not (math.isfinite(value) and value > 0) or value == 1:
         return 0.0, "a history of one step, which is empty, and a scale that says nothing"
-    return rule.max_fwd / held / 2.0**rule.margin, ""
+    return rule.max_fwd / value / 2.0**rule.margin, ""
 
 
-def _of_buffer(buffer: Buffer) -> tuple[float, str]:
+def _buffer_amax(buffer: Buffer) -> tuple[float, str]:
     if not (math.isfinite(buffer.top) and np.isfinite(buffer.values).all()):
         return 0.0, f"{buffer.quantizer} holds NaN or infinity"
     if (buffer.values < 0).any() or buffer.top <= 0:
@@ -190,13 +190,13 @@ def _of_buffer(buffer: Buffer) -> tuple[float, str]:
 
 def modules_of(side: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str, Site]:
     """Megatron's module (and expert) that holds each canonical module's weight."""
-    held: dict[str, list[Site]] = {t.name: list(sites_of(t, WEIGHT)) for t in tensors}
+    stored_sites: dict[str, list[Site]] = {t.name: list(sites_of(t, WEIGHT)) for t in tensors}
     out: dict[str, Site] = {}
     for name, place in side.placements.items():
         if ":" in name or not name.endswith(WEIGHT):
             continue
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
-        for site in held.get(place.stored, ()):
+        for site in stored_sites.get(place.stored, ()):
             same_layer = site.layer is None or (layer and int(layer[1]) == site.layer)
             same_expert = site.expert is None or (expert and int(expert[1]) == site.expert)
             if same_layer and same_expert:
@@ -206,7 +206,7 @@ def modules_of(side: CanonicalView, tensors: Iterable[GlobalTensor]) -> dict[str
 
 
 def _statistics(
-    points: Iterable[Point], inputs: Inputs, sites: Mapping[str, Site]
+    activation_sites: Iterable[Point], inputs: Inputs, sites: Mapping[str, Site]
 ) -> tuple[dict[str, Statistics], list[Derived]]:
     """What is known at each point, and of which modules it is."""
     from megtool.quant.calibration.expert_coverage import ENOUGH
@@ -214,31 +214,31 @@ def _statistics(
 
     out: dict[str, Statistics] = {}
     derived: list[Derived] = []
-    for point in points:
-        width = point.width
-        if point.what == "kv_cache":
-            pair = inputs.caches.get(-1 if point.layer is None else point.layer)
+    for site in activation_sites:
+        width = site.width
+        if site.what == "kv_cache":
+            pair = inputs.caches.get(-1 if site.layer is None else site.layer)
             if pair is None:
                 continue
             amax = np.repeat(np.array(pair, np.float32), [width // 2, width - width // 2])
             source = "core_attention"
         else:
-            own = {sites[m] for m in point.modules if m in sites and sites[m] in inputs.amax}
-            if not own:
+            fp8_sites = {sites[m] for m in site.modules if m in sites and sites[m] in inputs.amax}
+            if not fp8_sites:
                 continue
-            amax = np.full(width, max(inputs.amax[s] for s in own), np.float32)
-            source = ", ".join(sorted(s.module for s in own))
-        out[point.name] = Statistics.of_tensor(amax, num_tokens=ENOUGH)
-        derived.append(Derived(point=point.name, module=source, amax=float(amax.max())))
+            amax = np.full(width, max(inputs.amax[s] for s in fp8_sites), np.float32)
+            source = ", ".join(sorted(s.module for s in fp8_sites))
+        out[site.name] = Statistics.of_tensor(amax, num_tokens=ENOUGH)
+        derived.append(Derived(point=site.name, module=source, amax=float(amax.max())))
     return out, derived
 
 
-def _check_whole(inputs: Inputs, known: set[Site], path: Path) -> None:
+def _check_complete(inputs: Inputs, model_sites: set[Site], path: Path) -> None:
     """Refuse where a module has a state that says nothing about its inputs."""
-    broken = {s: why for s, why in inputs.broken.items() if s in known}
+    broken = {s: error for s, error in inputs.broken.items() if s in model_sites}
     if not broken:
         return
-    first = [f"{_label(s)} ({why})" for s, why in list(broken.items())[:_SHOWN]]
+    first = [f"{_label(s)} ({error})" for s, error in list(broken.items())[:_SHOWN]]
     more = f", and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
     raise CalibrationError(
         f"{len(broken):,} of {len(broken) + len(inputs.amax):,} modules have a scaling that says "
@@ -250,20 +250,20 @@ def _check_whole(inputs: Inputs, known: set[Site], path: Path) -> None:
 
 
 def _check_experts(
-    points: Iterable[Point], statistics: Mapping[str, Statistics], path: Path
+    activation_sites: Iterable[Point], statistics: Mapping[str, Statistics], path: Path
 ) -> None:
     """Refuse where some experts of a layer are known and others are not."""
     layers: dict[str, list[tuple[str, bool]]] = {}
-    for p in points:
+    for p in activation_sites:
         if p.expert is not None:
             before, _, behind = p.name.partition(".experts.")
             key = f"{before}/{behind.partition('.')[2]}"
             layers.setdefault(key, []).append((p.name, p.name in statistics))
-    for some in layers.values():
-        missing = [name for name, known in some if not known]
-        if missing and len(missing) < len(some):
+    for experts in layers.values():
+        missing = [name for name, is_measured in experts if not is_measured]
+        if missing and len(missing) < len(experts):
             raise CalibrationError(
-                f"{len(missing)} of {len(some)} experts have no FP8 scaling, though others of "
+                f"{len(missing)} of {len(experts)} experts have no FP8 scaling, though others of "
                 "their layer have",
                 file=path,
                 tensor=missing[0],
@@ -272,18 +272,18 @@ def _check_experts(
 
 
 def _save(
-    opened: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path
+    model: CheckpointSource, inputs: Inputs, statistics: dict[str, Statistics], target: Path
 ) -> None:
     from megtool.quant.calibration.calibration_file import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint, of_model
 
-    facts = {name: float(s.amax.max()) for name, s in statistics.items()}
-    said = json.dumps(["derived", facts, sorted(inputs.caches.items())], sort_keys=True)
+    amaxes = {name: float(s.amax.max()) for name, s in statistics.items()}
+    description = json.dumps(["derived", amaxes, sorted(inputs.caches.items())], sort_keys=True)
     Artefact(
         fingerprint=Fingerprint(
-            model=of_model(opened.catalogue, opened.side),
+            model=of_model(model.catalogue, model.side),
             recipe="",
-            data=hashlib.sha256(said.encode()).hexdigest(),
+            data=hashlib.sha256(description.encode()).hexdigest(),
         ),
         num_samples=0,
         num_tokens=0,
@@ -292,7 +292,7 @@ def _save(
     ).save(target)
 
 
-def _check_free(target: Path, overwrite: bool) -> None:
+def _check_destination(target: Path, overwrite: bool) -> None:
     if target.is_dir():
         raise DestinationError("a folder stands where a file is to be written", file=target)
     if target.exists() and not overwrite:
@@ -308,17 +308,17 @@ def _check_free(target: Path, overwrite: bool) -> None:
 
 
 def _origin(scaling: Scaling) -> str:
-    own = [s.state for s in scaling.states if s.state.is_delayed]
-    named = []
-    if own:
-        steps = max(s.history_length for s in own)
-        named.append(f"delayed scaling of up to {steps:,} steps")
+    states = [s.state for s in scaling.states if s.state.is_delayed]
+    origins = []
+    if states:
+        steps = max(s.history_length for s in states)
+        origins.append(f"delayed scaling of up to {steps:,} steps")
     if any(b.quantizer == "input_quantizer" for b in scaling.buffers):
-        named.append("ModelOpt's quantizers")
-    return " and ".join(named) or "weights alone"
+        origins.append("ModelOpt's quantizers")
+    return " and ".join(origins) or "weights alone"
 
 
-def _stays(point: Point) -> bool:
+def _is_rarely_quantized(point: Point) -> bool:
     """No recipe asks for it by default: the head and routers."""
     return point.name == "head" or point.name.endswith(".router")
 

@@ -1,1 +1,1 @@
-"""Where a tensor lives: boxes, relations, shards. Pure arithmetic."""
+"""Pure arithmetic about tensors: boxes, placements, shards."""

@@ -1,4 +1,4 @@
-"""Boxes: many n-d half-open index ranges at once, as two integer arrays.
+"""Many n-d half-open index ranges at once, as two integer arrays.
 
 A box is `lo[d] <= index[d] < hi[d]` in every dimension. Shards, intersections and copies of a
 checkpoint come by the million, so boxes are kept in columns and every operation here works on all

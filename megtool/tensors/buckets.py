@@ -1,4 +1,4 @@
-"""The distributed optimizer's flat buffers: where each parameter starts in which bucket.
+"""The distributed optimizer's flat buffers: the offset of each parameter in its bucket.
 
 Parameters follow in reverse registration order, each start is a multiple of 64 elements, a bucket
 closes when it holds `bucket_size` elements, and a shared embedding has one for itself; the end of

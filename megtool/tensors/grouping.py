@@ -1,4 +1,4 @@
-"""Equal integers found by sorting, without the imports that `np.unique` makes."""
+"""Groups of equal integers by sorting, without the imports of `np.unique`."""
 
 from __future__ import annotations
 

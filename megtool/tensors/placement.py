@@ -1,4 +1,4 @@
-"""Relations: where a canonical tensor lies inside a stored one.
+"""Placements: affine relations between a canonical tensor and a stored one.
 
 A stored tensor may be the fusion, stack, transpose, permutation or padding of canonical tensors.
 Each of these is the same thing: the canonical tensor, reshaped to finer dimensions, sits in the

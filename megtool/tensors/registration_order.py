@@ -1,4 +1,4 @@
-"""Megatron's registration order: how the parameters of one rank follow each other in its modules.
+"""Megatron's registration order: the order of one rank's parameters in its modules.
 
 The distributed optimizer lays its buckets out in this order reversed, and nothing on disk says
 which it was: Transformer Engine registers the norm it fuses into the next linear layer after
@@ -191,5 +191,6 @@ def _unknown(key: str) -> MappingError:
     return MappingError(
         f"where {key!r} stands among a rank's parameters is not known",
         tensor=key,
-        hint="optimizer state in buckets cannot be told apart; --optimizer none leaves it out",
+        hint="optimizer state in buckets cannot be assigned to parameters; --optimizer none omits "
+        "it",
     )

@@ -16,7 +16,7 @@ from megtool.tensors.box import Boxes, Ints, numel
 class GlobalTensor:
     """One tensor as the whole model sees it.
 
-    `dtype` is what its elements mean; `packing` names a number format of `megtool.number_formats` when
+    `dtype` is the type of its elements; `packing` names a number format (`number_formats`) if
     the bytes on disk are encoded (`gguf:Q4_1`), and is None when they are plain row-major elements.
     """
 

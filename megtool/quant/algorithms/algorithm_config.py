@@ -65,7 +65,7 @@ class Method:
         return replace(self, columns="none")
 
 
-_FOREIGN: Mapping[str, Mapping[str, Any]] = {
+_MODELOPT_ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "smoothquant": {"columns": "smooth", "alpha": 1.0},
     "awq": {"columns": "search"},
     "awq_lite": {"columns": "search"},
@@ -82,7 +82,7 @@ _FOREIGN: Mapping[str, Mapping[str, Any]] = {
 }
 """ModelOpt's names, with its defaults."""
 
-_RENAMED = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
+_MODELOPT_OPTIONS = {"alpha": "alpha", "alpha_step": "alpha_step", "perc_damp": "damping"}
 
 
 def method_of(recipe: Recipe, format: Format | None) -> Method:
@@ -95,13 +95,13 @@ def method_of(recipe: Recipe, format: Format | None) -> Method:
     options = dict(recipe.algorithm) if name == recipe.method else {}
     options.pop("method", None)
     if recipe.dialect != "megtool":
-        if name not in _FOREIGN:
+        if name not in _MODELOPT_ALGORITHMS:
             raise RecipeError(
                 f"algorithm {name!r} of recipe {recipe.name} is not carried out here",
-                hint=nearest(name, _FOREIGN),
+                hint=nearest(name, _MODELOPT_ALGORITHMS),
             )
-        known = {_RENAMED[k]: v for k, v in options.items() if k in _RENAMED and v is not None}
-        return Method(**{**_FOREIGN[name], **known}, fold=recipe.folds, exact=True)
+        translated = {_MODELOPT_OPTIONS[k]: v for k, v in options.items() if k in _MODELOPT_OPTIONS and v is not None}
+        return Method(**{**_MODELOPT_ALGORITHMS[name], **translated}, fold=recipe.folds, exact=True)
     options = {k: v for k, v in options.items() if k in METHODS[name]}
     if name in ("smoothquant", "awq"):
         options["fold"] = recipe.folds

@@ -49,11 +49,11 @@ def candidates(
         yield from (factors(inputs[0], share_I, a) for a in alphas)
         return
     yield torch.ones_like(share_I)
-    for of in inputs:
+    for size_I in inputs:
         for a in alphas:
-            yield factors(of, share_I, a)
+            yield factors(size_I, share_I, a)
             if a:
-                yield factors(of, share_I, a, 0.0)
+                yield factors(size_I, share_I, a, 0.0)
 
 
 def weight_error(left_OI: Tensor, gram_II: Tensor) -> float:
@@ -65,12 +65,12 @@ def searched(
     weights_OI: Sequence[Tensor], gram_II: Tensor, grid: Grid, tried: Iterator[Tensor]
 ) -> Tensor:
     """Of the factors that are tried, those under which rounded weights lose least."""
-    best, least = torch.ones(len(gram_II)), float("inf")
-    for columns in tried:
-        lost = 0.0
+    best, min_loss = torch.ones(len(gram_II)), float("inf")
+    for scale in tried:
+        loss = 0.0
         for w in weights_OI:
-            left = grid.rounded(w * columns) / columns - w
-            lost += weight_error(left, gram_II)
-        if lost < least:
-            best, least = columns, lost
+            error = grid.rounded(w * scale) / scale - w
+            loss += weight_error(error, gram_II)
+        if loss < min_loss:
+            best, min_loss = scale, loss
     return best

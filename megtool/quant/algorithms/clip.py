@@ -32,15 +32,15 @@ def by_output(
     out.
     """
     out, width = weight_OI.shape
-    per = grid.columns or width
-    blocks = gram_II.reshape(width // per, per, width // per, per).diagonal(dim1=0, dim2=2)
+    group_size = grid.columns or width
+    blocks = gram_II.reshape(width // group_size, group_size, width // group_size, group_size).diagonal(dim1=0, dim2=2)
     blocks_GPP = blocks.permute(2, 0, 1).contiguous()
 
     def errors(left_OI: Tensor) -> Tensor:
-        left_GOP = left_OI.reshape(out, -1, per).transpose(0, 1)
+        left_GOP = left_OI.reshape(out, -1, group_size).transpose(0, 1)
         return (torch.bmm(left_GOP, blocks_GPP) * left_GOP).sum(dim=2).T
 
-    return _least(weight_OI, grid, second_amax, shrinks, errors)
+    return _search(weight_OI, grid, second_amax, shrinks, errors)
 
 
 def by_weight(
@@ -52,42 +52,42 @@ def by_weight(
 ) -> Tensor:
     """The `amax` of least squared error of the weight itself, columns weighed by `weights_I`."""
     out, width = weight_OI.shape
-    per = grid.columns or width
+    group_size = grid.columns or width
 
     def errors(left_OI: Tensor) -> Tensor:
         size = left_OI.square()
         if weights_I is not None:
             size *= weights_I
-        return size.reshape(out, -1, per).sum(dim=2)
+        return size.reshape(out, -1, group_size).sum(dim=2)
 
-    return _least(weight_OI, grid, second_amax, shrinks, errors)
+    return _search(weight_OI, grid, second_amax, shrinks, errors)
 
 
-def _least(
+def _search(
     weight_OI: Tensor,
     grid: Grid,
-    second_amax: float | None,
-    shrinks: Sequence[float],
+    global_amax: float | None,
+    ratios: Sequence[float],
     errors: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The best `amax` by `errors`, of each row's groups, `[out, groups]`."""
-    top = grid.amax(weight_OI)
-    best = top
-    least: Tensor | None = None
-    for shrink in shrinks:
-        tried = top * shrink
-        left = grid.rounded(weight_OI, tried, second_amax) - weight_OI
-        found = _by_scale(errors(left), grid, top)
-        if least is None:
-            best, least = tried, found
+    full_amax = grid.amax(weight_OI)
+    best = full_amax
+    min_loss: Tensor | None = None
+    for ratio in ratios:
+        candidate = full_amax * ratio
+        error = grid.rounded(weight_OI, candidate, global_amax) - weight_OI
+        loss = _sum_per_scale(errors(error), grid, full_amax)
+        if min_loss is None:
+            best, min_loss = candidate, loss
             continue
-        better = found < least
-        best = torch.where(better, tried, best)
-        least = torch.where(better, found, least)
+        better = loss < min_loss
+        best = torch.where(better, candidate, best)
+        min_loss = torch.where(better, loss, min_loss)
     return best
 
 
-def _by_scale(errors_OG: Tensor, grid: Grid, like: Tensor) -> Tensor:
+def _sum_per_scale(errors_OG: Tensor, grid: Grid, like: Tensor) -> Tensor:
     """Errors of each row's groups added up to those of each scale."""
     if like.dim() == 0:
         return errors_OG.sum()

@@ -50,23 +50,23 @@ def decide(
     with `stores_columns` in a vector of inverses, else in `norm` (None: as they were found).
     """
     grid = grid_of(format)
-    known = seen if seen is not None and seen.num_tokens else None
-    columns, input_amax = None, 0.0
-    if known is not None:
-        stored = partial(_stored, norm=norm, stores_columns=stores_columns)
-        columns, input_amax = _columns(weights, format, grid, method, known, stored)
+    measured = seen if seen is not None and seen.num_tokens else None
+    scale, input_amax = None, 0.0
+    if measured is not None:
+        to_stored = partial(_round_to_stored, norm=norm, stores_pre_quant_scale=stores_columns)
+        scale, input_amax = _solve_smoothing(weights, format, grid, method, measured, to_stored)
     out = Joint(input_amax=input_amax)
-    if columns is not None:
-        out.columns = columns.numpy()
+    if scale is not None:
+        out.columns = scale.numpy()
     if grid.second:
-        tops = [
-            float((w if columns is None else w * columns).abs().max()) for w in weights.values()
+        amaxes = [
+            float((w if scale is None else w * scale).abs().max()) for w in weights.values()
         ]
-        out.second_amax = max(tops, default=0.0) if len(tops) > 1 or known is not None else 0.0
-    gram_II = _gram(known, columns, method)
+        out.second_amax = max(amaxes, default=0.0) if len(amaxes) > 1 or measured is not None else 0.0
+    gram_II = _gram(measured, scale, method)
     for name, weight_OI in weights.items():
-        scaled = weight_OI if columns is None else weight_OI * columns
-        amax, codes = _weight(scaled, gram_II, grid, method, out.second_amax)
+        scaled = weight_OI if scale is None else weight_OI * scale
+        amax, codes = _solve_weight(scaled, gram_II, grid, method, out.second_amax)
         if amax is not None:
             out.amax[name] = amax.numpy()
         if codes is not None:
@@ -74,109 +74,109 @@ def decide(
     return out
 
 
-def _columns(
+def _solve_smoothing(
     weights: Mapping[str, Tensor],
     format: Format,
     grid: Grid,
-    method: Method,
-    seen: Statistics,
-    stored: Callable[[Tensor], Tensor],
+    config: Method,
+    statistics: Statistics,
+    to_stored: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, float]:
     """Factors of columns, as they are stored, and the amax of inputs that are divided by them."""
-    all_OI = list(weights.values())
-    amax_I = torch.from_numpy(seen.amax)
-    columns = None
-    smooths = method.columns != "none" and format.number.smooths
+    weights_OI = list(weights.values())
+    amax_I = torch.from_numpy(statistics.amax)
+    scale = None
+    smooths = config.columns != "none" and format.number.smooths
     trial = None
-    if weights and seen.sample is not None and format.algo in INPUTS:
-        trial = smoothquant.Trial(torch.from_numpy(seen.sample), amax_I, all_OI)
-    clips = smoothquant.CLIPS if method.clips_inputs else (1.0,)
-    rms_I = _root_mean_square(seen)
-    sizes = smoothquant.measures(amax_I, rms_I, robust=method.robust)
-    if smooths and method.columns == "smooth" and method.alpha is not None:
-        columns = smoothquant.factors(sizes[0], all_OI, method.alpha)
+    if weights and statistics.sample is not None and format.algo in INPUTS:
+        trial = smoothquant.Trial(torch.from_numpy(statistics.sample), amax_I, weights_OI)
+    clips = smoothquant.CLIPS if config.clips_inputs else (1.0,)
+    rms_I = _root_mean_square(statistics)
+    sizes = smoothquant.measures(amax_I, rms_I, robust=config.robust)
+    if smooths and config.columns == "smooth" and config.alpha is not None:
+        scale = smoothquant.factors(sizes[0], weights_OI, config.alpha)
     elif smooths:
-        if method.columns == "smooth":
-            tried = smoothquant.candidates(sizes, all_OI, method.alpha_step)
+        if config.columns == "smooth":
+            scales = smoothquant.candidates(sizes, weights_OI, config.alpha_step)
         else:
-            measures = [torch.from_numpy(seen.abs_mean), rms_I]
-            share_I = awq.weight_share(all_OI, grid.columns)
-            tried = awq.candidates(measures, share_I, method.alpha_step, exact=method.exact)
+            measures = [torch.from_numpy(statistics.abs_mean), rms_I]
+            share_I = awq.weight_share(weights_OI, grid.columns)
+            scales = awq.candidates(measures, share_I, config.alpha_step, exact=config.exact)
         if trial is not None:
-            columns, _ = smoothquant.searched(trial, format, grid, tried, clips)
-        elif seen.gram is not None:
-            gram_II = torch.from_numpy(seen.gram) / seen.num_tokens
-            columns = awq.searched(all_OI, gram_II, grid, tried)
-    if columns is not None:
-        columns = stored(columns)
+            scale, _ = smoothquant.searched(trial, format, grid, scales, clips)
+        elif statistics.gram is not None:
+            gram_II = torch.from_numpy(statistics.gram) / statistics.num_tokens
+            scale = awq.searched(weights_OI, gram_II, grid, scales)
+    if scale is not None:
+        scale = to_stored(scale)
     if not input_largest(format):
-        return columns, 0.0
+        return scale, 0.0
     if trial is not None and len(clips) > 1:
-        ones = torch.ones_like(amax_I) if columns is None else columns
-        return columns, trial.input_amax(ones, format, clips)
-    return columns, amax_of(
-        seen,
-        method.inputs,
-        percentile=method.percentile,
+        ones = torch.ones_like(amax_I) if scale is None else scale
+        return scale, trial.input_amax(ones, format, clips)
+    return scale, amax_of(
+        statistics,
+        config.inputs,
+        percentile=config.percentile,
         largest=input_largest(format),
         kind=INPUTS[format.algo],
-        columns=None if columns is None else columns.numpy(),
+        columns=None if scale is None else scale.numpy(),
     )
 
 
-def _stored(columns: Tensor, *, norm: Norm | None, stores_columns: bool) -> Tensor:
-    if stores_columns:
-        return inverses_stored(columns)
-    return columns if norm is None else folded(columns, norm)
+def _round_to_stored(scale: Tensor, *, norm: Norm | None, stores_pre_quant_scale: bool) -> Tensor:
+    if stores_pre_quant_scale:
+        return inverses_stored(scale)
+    return scale if norm is None else folded(scale, norm)
 
 
-def _root_mean_square(seen: Statistics) -> Tensor:
-    return torch.from_numpy(np.sqrt(seen.square_sum / seen.num_tokens).astype(np.float32))
+def _root_mean_square(statistics: Statistics) -> Tensor:
+    return torch.from_numpy(np.sqrt(statistics.square_sum / statistics.num_tokens).astype(np.float32))
 
 
-def _gram(seen: Statistics | None, columns: Tensor | None, method: Method) -> Tensor | None:
+def _gram(statistics: Statistics | None, scale: Tensor | None, config: Method) -> Tensor | None:
     """Second moments of the inputs after columns, where weights are decided about by them."""
-    if seen is None or seen.gram is None or not (method.clips_weights or method.gptq):
+    if statistics is None or statistics.gram is None or not (config.clips_weights or config.gptq):
         return None
-    gram_II = torch.from_numpy(seen.gram) / seen.num_tokens
-    if columns is not None:
-        gram_II /= columns[:, None]
-        gram_II /= columns
-    return gptq.damped(gram_II, method.damping, method.shrinkage)
+    gram_II = torch.from_numpy(statistics.gram) / statistics.num_tokens
+    if scale is not None:
+        gram_II /= scale[:, None]
+        gram_II /= scale
+    return gptq.damped(gram_II, config.damping, config.shrinkage)
 
 
-def _weight(
-    weight_OI: Tensor, gram_II: Tensor | None, grid: Grid, method: Method, second_amax: float
+def _solve_weight(
+    weight_OI: Tensor, gram_II: Tensor | None, grid: Grid, config: Method, global_amax: float
 ) -> tuple[Tensor | None, Tensor | None]:
     """The amax and the codes of one weight, None where they are its own and the nearest ones."""
-    second = second_amax or None
-    if grid.second and second is None:
-        second = float(weight_OI.abs().max())
-    if gram_II is None and not method.mse:
+    global_amax_ = global_amax or None
+    if grid.second and global_amax_ is None:
+        global_amax_ = float(weight_OI.abs().max())
+    if gram_II is None and not config.mse:
         return None, None
     rows = len(weight_OI)
     if grid.rows == 1:
         rows = max(1, ELEMENTS // weight_OI.shape[1])
-    chooses = gram_II is not None and method.gptq and grid.is_integer
+    uses_gptq = gram_II is not None and config.gptq and grid.is_integer
     upper, order = None, None
-    if gram_II is not None and chooses:
-        order = gptq.order_of(gram_II, descending=method.descending)
+    if gram_II is not None and uses_gptq:
+        order = gptq.order_of(gram_II, descending=config.descending)
         upper = gptq.upper_factor(gram_II[order][:, order])
     amaxes, codes = [], []
     for begin in range(0, len(weight_OI), rows):
         part = weight_OI[begin : begin + rows]
         amax = grid.amax(part)
         if gram_II is None:
-            amax = clip.by_weight(part, grid, second)
-        elif method.clips_weights:
-            amax = clip.by_output(part, gram_II, grid, second)
+            amax = clip.by_weight(part, grid, global_amax_)
+        elif config.clips_weights:
+            amax = clip.by_output(part, gram_II, grid, global_amax_)
         if gram_II is not None and upper is not None and order is not None:
-            found = gptq.rounded_columns(part, upper, order, grid, amax, second)
-            for _ in range(method.refinements):
+            part_codes = gptq.rounded_columns(part, upper, order, grid, amax, global_amax_)
+            for _ in range(config.refinements):
                 if not grid.second:
-                    amax = gptq.rescaled(part, found, gram_II, grid, amax)
-                found = gptq.improved(part, found, gram_II, grid, amax, second)
-            codes.append(found.to(torch.int8))
+                    amax = gptq.rescaled(part, part_codes, gram_II, grid, amax)
+                part_codes = gptq.improved(part, part_codes, gram_II, grid, amax, global_amax_)
+            codes.append(part_codes.to(torch.int8))
         amaxes.append(amax)
     amax = amaxes[0] if len(amaxes) == 1 else torch.cat(amaxes)
     return amax, torch.cat(codes) if codes else None

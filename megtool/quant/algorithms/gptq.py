@@ -53,21 +53,21 @@ def rounded_columns(
 ) -> Tensor:
     """The integers `[out, in]`, float32, under scales from `amax`, columns taken in `order_I`;
     `upper_II` is the `upper_factor` of the Gram matrix in that order."""
-    by = grid.spread(grid.scale(amax, second_amax))
-    by = by.expand_as(weight_OI)[:, order_I].T.contiguous()
-    rest = weight_OI[:, order_I].T.contiguous()
-    codes = torch.empty_like(rest)
-    errors = torch.empty(BLOCK, rest.shape[1])
-    for begin in range(0, len(rest), BLOCK):
-        end = min(begin + BLOCK, len(rest))
+    scale = grid.spread(grid.scale(amax, second_amax))
+    scale = scale.expand_as(weight_OI)[:, order_I].T.contiguous()
+    remaining = weight_OI[:, order_I].T.contiguous()
+    codes = torch.empty_like(remaining)
+    errors = torch.empty(BLOCK, remaining.shape[1])
+    for begin in range(0, len(remaining), BLOCK):
+        end = min(begin + BLOCK, len(remaining))
         for i in range(begin, end):
-            code = grid.integers(rest[i] / by[i])
+            code = grid.integers(remaining[i] / scale[i])
             codes[i] = code
-            left = rest[i] - grid.again(code * by[i], second_amax)
-            left /= upper_II[i, i]
-            errors[i - begin] = left
-            rest[i + 1 : end].addr_(upper_II[i, i + 1 : end], left, alpha=-1)
-        rest[end:].addmm_(upper_II[begin:end, end:].T, errors[: end - begin], alpha=-1)
+            error = remaining[i] - grid.again(code * scale[i], second_amax)
+            error /= upper_II[i, i]
+            errors[i - begin] = error
+            remaining[i + 1 : end].addr_(upper_II[i, i + 1 : end], error, alpha=-1)
+        remaining[end:].addmm_(upper_II[begin:end, end:].T, errors[: end - begin], alpha=-1)
     out = torch.empty_like(weight_OI)
     out[:, order_I] = codes.T
     return out
@@ -84,31 +84,31 @@ def improved(
     passes: int = 1,
 ) -> Tensor:
     """Integers of lower error: `passes` times over all columns, the best one for each in turn."""
-    by = grid.spread(grid.scale(amax, second_amax))
-    by = by.expand_as(weight_OI).T.contiguous()
+    scale = grid.spread(grid.scale(amax, second_amax))
+    scale = scale.expand_as(weight_OI).T.contiguous()
     codes = codes_OI.T.contiguous()
-    values = grid.again(codes * by, second_amax)
-    pull = gram_II @ (weight_OI.T - values)  # half the negative gradient, [in, out]
-    moved = torch.empty(BLOCK, codes.shape[1])
+    values = grid.again(codes * scale, second_amax)
+    residual = gram_II @ (weight_OI.T - values)  # half the negative gradient, [in, out]
+    steps = torch.empty(BLOCK, codes.shape[1])
     for _ in range(passes):
         for begin in range(0, len(codes), BLOCK):
             end = min(begin + BLOCK, len(codes))
             for i in range(begin, end):
-                wanted = values[i] + pull[i] / gram_II[i, i]
-                code = grid.integers(wanted / by[i])
-                value = grid.again(code * by[i], second_amax)
+                target = values[i] + residual[i] / gram_II[i, i]
+                code = grid.integers(target / scale[i])
+                value = grid.again(code * scale[i], second_amax)
                 if grid.second:  # the nearest integer need not have the nearest value
-                    worse = (value - wanted).abs() > (values[i] - wanted).abs()
+                    worse = (value - target).abs() > (values[i] - target).abs()
                     code, value = (
                         torch.where(worse, codes[i], code),
                         torch.where(worse, values[i], value),
                     )
                 step = value - values[i]
-                codes[i], values[i], moved[i - begin] = code, value, step
-                pull[begin:end].addr_(gram_II[begin:end, i], step, alpha=-1)
-            now = moved[: end - begin]
-            pull[:begin].addmm_(gram_II[:begin, begin:end], now, alpha=-1)
-            pull[end:].addmm_(gram_II[end:, begin:end], now, alpha=-1)
+                codes[i], values[i], steps[i - begin] = code, value, step
+                residual[begin:end].addr_(gram_II[begin:end, i], step, alpha=-1)
+            block_steps = steps[: end - begin]
+            residual[:begin].addmm_(gram_II[:begin, begin:end], block_steps, alpha=-1)
+            residual[end:].addmm_(gram_II[end:, begin:end], block_steps, alpha=-1)
     return codes.T.contiguous()
 
 
@@ -118,32 +118,32 @@ def rescaled(
     """The `amax` of least error for these integers, row by row by least squares; rows for which it
     would be no better, or not above zero, keep theirs."""
     out, width = weight_OI.shape
-    per = grid.columns or width
-    groups = width // per
-    codes = codes_OI.reshape(out, groups, per)
-    wanted = (codes_OI * (weight_OI @ gram_II)).reshape(out, groups, per).sum(dim=2)
+    group_size = grid.columns or width
+    groups = width // group_size
+    codes = codes_OI.reshape(out, groups, group_size)
+    right_side = (codes_OI * (weight_OI @ gram_II)).reshape(out, groups, group_size).sum(dim=2)
     normal = torch.empty(out, groups, groups)
     for g in range(groups):
-        rows = slice(g * per, (g + 1) * per)
-        pulled = codes[:, g] @ gram_II[rows]
-        normal[:, :, g] = (codes_OI * pulled).reshape(out, groups, per).sum(dim=2)
+        rows = slice(g * group_size, (g + 1) * group_size)
+        projected = codes[:, g] @ gram_II[rows]
+        normal[:, :, g] = (codes_OI * projected).reshape(out, groups, group_size).sum(dim=2)
     diagonal = normal.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(dim=1, keepdim=True)
     diagonal += 1e-6 * mean + (mean == 0)
-    scales = torch.linalg.solve(normal.double(), wanted.double()).float()
-    now = (amax / grid.largest).reshape(out, groups)
-    good = torch.isfinite(scales) & (scales > 0.25 * now) & (scales < 4 * now)
-    before = row_errors(weight_OI, codes_OI, now, gram_II)
-    after = row_errors(weight_OI, codes_OI, torch.where(good, scales, now), gram_II)
+    scales = torch.linalg.solve(normal.double(), right_side.double()).float()
+    current = (amax / grid.largest).reshape(out, groups)
+    good = torch.isfinite(scales) & (scales > 0.25 * current) & (scales < 4 * current)
+    before = row_errors(weight_OI, codes_OI, current, gram_II)
+    after = row_errors(weight_OI, codes_OI, torch.where(good, scales, current), gram_II)
     better = (after < before)[:, None] & good.all(dim=1, keepdim=True)
-    return (torch.where(better, scales, now) * grid.largest).reshape(amax.shape)
+    return (torch.where(better, scales, current) * grid.largest).reshape(amax.shape)
 
 
 def row_errors(weight_OI: Tensor, codes_OI: Tensor, scales: Tensor, gram_II: Tensor) -> Tensor:
     """The squared error of each output."""
-    per = weight_OI.shape[1] // scales.shape[1]
-    left = weight_OI - codes_OI * scales.repeat_interleave(per, dim=1)
-    return ((left @ gram_II) * left).sum(dim=1)
+    group_size = weight_OI.shape[1] // scales.shape[1]
+    error = weight_OI - codes_OI * scales.repeat_interleave(group_size, dim=1)
+    return ((error @ gram_II) * error).sum(dim=1)
 
 
 def upper_factor(gram_II: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ def folded(columns: Tensor, norm: Norm) -> Tensor:
 
     A factor under which a weight would vanish is given up (1).
     """
-    kind = TYPES.get(norm.dtype)
-    if kind is None:
+    dtype = TYPES.get(norm.dtype)
+    if dtype is None:
         return columns
-    one = 1.0 if norm.zero_centered else 0.0
-    before = norm.weight.float() + one
-    after = (before / columns - one).to(kind).float() + one
+    offset = 1.0 if norm.zero_centered else 0.0
+    before = norm.weight.float() + offset
+    after = (before / columns - offset).to(dtype).float() + offset
     moved = torch.where(after == 0, torch.ones_like(columns), before / after)
     return torch.where(before == 0, columns, moved)

@@ -27,10 +27,10 @@ def factors(amax_I: Tensor, weights_OI: Sequence[Tensor], alpha: float) -> Tenso
 
     Source: modelopt 0.47 `model_calib.py` smoothquant, its limits too.
     """
-    top = torch.stack([w.abs().amax(dim=0) for w in weights_OI]).amax(dim=0)
-    by = top.pow(1 - alpha) / amax_I.pow(alpha)
-    by = torch.where((amax_I <= _EPSILON) | (top <= _EPSILON), 1.0, by)
-    return 1 / by.clamp(LEAST, MOST)
+    weight_amax = torch.stack([w.abs().amax(dim=0) for w in weights_OI]).amax(dim=0)
+    inverse = weight_amax.pow(1 - alpha) / amax_I.pow(alpha)
+    inverse = torch.where((amax_I <= _EPSILON) | (weight_amax <= _EPSILON), 1.0, inverse)
+    return 1 / inverse.clamp(LEAST, MOST)
 
 
 def measures(amax_I: Tensor, rms_I: Tensor, *, robust: bool) -> tuple[Tensor, ...]:
@@ -52,9 +52,9 @@ def candidates(
     """What is tried: nothing, and alphas up to 1 with each measure of the inputs."""
     yield torch.ones_like(amaxes[0])
     steps = round(1 / step)
-    for of in amaxes:
+    for size_I in amaxes:
         for i in range(1, steps + 1):
-            yield factors(of, weights_OI, i / steps)
+            yield factors(size_I, weights_OI, i / steps)
 
 
 class Trial:
@@ -67,8 +67,8 @@ class Trial:
     def __init__(self, sample_TI: Tensor, amax_I: Tensor, weights_OI: Sequence[Tensor]) -> None:
         self.sample, self.amax, self.weights = sample_TI, amax_I, weights_OI
         self.outputs = [sample_TI @ w.T for w in weights_OI]
-        size_T = torch.stack([y.square().sum(dim=1) for y in self.outputs]).sum(dim=0)
-        self.share_T1 = (1 / (size_T + size_T.mean() + _EPSILON))[:, None]
+        power_T = torch.stack([y.square().sum(dim=1) for y in self.outputs]).sum(dim=0)
+        self.share_T1 = (1 / (power_T + power_T.mean() + _EPSILON))[:, None]
         self.norms_I = torch.stack([w.square().sum(dim=0) for w in weights_OI]).sum(dim=0)
 
     def input_amax(
@@ -76,17 +76,17 @@ class Trial:
     ) -> float:
         """The inputs' amax, after columns, of the shares `clips` of the largest magnitude the one
         that loses least. Columns count by the weights that multiply them."""
-        top = float((self.amax / columns_I).max())
+        amax = float((self.amax / columns_I).max())
         if not input_largest(format) or len(clips) == 1:
-            return top
+            return amax
         x = self.sample / columns_I
         weight_I = self.norms_I * columns_I.square()
-        best, least = top, float("inf")
-        for clip in clips:
-            left = rounded_inputs(x, format, top * clip) - x
-            lost = float((left.square_() * self.share_T1 * weight_I).sum(dtype=torch.float64))
-            if lost < least:
-                best, least = top * clip, lost
+        best, min_loss = amax, float("inf")
+        for ratio in clips:
+            error = rounded_inputs(x, format, amax * ratio) - x
+            loss = float((error.square_() * self.share_T1 * weight_I).sum(dtype=torch.float64))
+            if loss < min_loss:
+                best, min_loss = amax * ratio, loss
         return best
 
     def error(
@@ -94,10 +94,10 @@ class Trial:
     ) -> float:
         """The error of the outputs with weights (after columns) that have been rounded."""
         x = rounded_inputs(self.sample / columns_I, format, input_amax)
-        lost = 0.0
+        loss = 0.0
         for w, y in zip(rounded_OI, self.outputs, strict=True):
-            lost += float(((x @ w.T - y).square_() * self.share_T1).sum(dtype=torch.float64))
-        return lost
+            loss += float(((x @ w.T - y).square_() * self.share_T1).sum(dtype=torch.float64))
+        return loss
 
 
 def searched(
@@ -109,11 +109,11 @@ def searched(
 ) -> tuple[Tensor, float]:
     """Of the factors that are tried those of least error, and the inputs' amax under them."""
     ones = torch.ones(trial.sample.shape[1])
-    best, least = (ones, trial.input_amax(ones, format, clips)), float("inf")
-    for columns in tried:
-        amax = trial.input_amax(columns, format, clips)
-        rounded = [grid.rounded(w * columns) for w in trial.weights]
-        lost = trial.error(columns, rounded, format, amax)
-        if lost < least:
-            best, least = (columns, amax), lost
+    best, min_loss = (ones, trial.input_amax(ones, format, clips)), float("inf")
+    for scale in tried:
+        amax = trial.input_amax(scale, format, clips)
+        quantized = [grid.rounded(w * scale) for w in trial.weights]
+        loss = trial.error(scale, quantized, format, amax)
+        if loss < min_loss:
+            best, min_loss = (scale, amax), loss
     return best

@@ -77,8 +77,8 @@ class Grid:
         if self.kind.startswith("mx"):
             return power_scale(amax, self.largest)
         if self.kind == "nvfp4":
-            by = float(second_scale(self.algo, second_amax or 0.0))
-            return block_scale(amax, by) * by
+            global_scale = float(second_scale(self.algo, second_amax or 0.0))
+            return block_scale(amax, global_scale) * global_scale
         return plain_scale(amax, self.largest)
 
     def rounded(
@@ -105,22 +105,22 @@ class Grid:
         """Scaled integers as an engine multiplies them: rounded to FP8 where it does so."""
         if not self.second or second_amax is None or not self.is_integer:
             return values
-        by = plain_scale(torch.tensor(second_amax), E4M3_LARGEST)
-        return to_e4m3(values / by).mul_(by)
+        scale = plain_scale(torch.tensor(second_amax), E4M3_LARGEST)
+        return to_e4m3(values / scale).mul_(scale)
 
 
 def grid_of(format: Format) -> Grid:
     """The grid of a format's weights."""
-    kind, _, how = packing_of(format).partition(":")
-    if how == "tensor":
+    kind, _, granularity = packing_of(format).partition(":")
+    if granularity == "tensor":
         return Grid(algo=format.algo, kind=kind, rows=0, columns=0)
-    if how == "channel":
+    if granularity == "channel":
         return Grid(algo=format.algo, kind=kind, rows=1, columns=0)
-    if "x" in how:
-        rows, columns = map(int, how.split("x"))
+    if "x" in granularity:
+        rows, columns = map(int, granularity.split("x"))
         return Grid(algo=format.algo, kind=kind, rows=rows, columns=columns)
-    second = kind == "nvfp4" or format.algo == "W4A8_AWQ"
-    return Grid(algo=format.algo, kind=kind, rows=1, columns=int(how), second=second)
+    has_global_scale = kind == "nvfp4" or format.algo == "W4A8_AWQ"
+    return Grid(algo=format.algo, kind=kind, rows=1, columns=int(granularity), second=has_global_scale)
 
 
 def input_largest(format: Format) -> float:
@@ -133,19 +133,19 @@ def input_largest(format: Format) -> float:
 
 def rounded_inputs(x_TI: Tensor, format: Format, amax: float = 0.0) -> Tensor:
     """What inputs (after columns) are in an engine, with `amax` where they have a scale from it."""
-    kind, _, how = INPUTS.get(format.algo, "none:").partition(":")
+    kind, _, granularity = INPUTS.get(format.algo, "none:").partition(":")
     if kind == "none":
         return x_TI
     if kind == "nvfp4":
         return Grid(algo=format.algo, kind=kind, rows=1, columns=16, second=True).rounded(
             x_TI, None, amax or None
         )
-    if how not in ("tensor", "token"):
-        return Grid(algo=format.algo, kind=kind, rows=1, columns=int(how)).rounded(x_TI)
-    if how == "tensor" and amax:
-        top = torch.tensor(amax)
+    if granularity not in ("tensor", "token"):
+        return Grid(algo=format.algo, kind=kind, rows=1, columns=int(granularity)).rounded(x_TI)
+    if granularity == "tensor" and amax:
+        amax_ = torch.tensor(amax)
         grid = Grid(algo=format.algo, kind=kind, rows=0, columns=0)
-        return grid.rounded(x_TI, top)
-    return Grid(algo=format.algo, kind=kind, rows=0 if how == "tensor" else 1, columns=0).rounded(
+        return grid.rounded(x_TI, amax_)
+    return Grid(algo=format.algo, kind=kind, rows=0 if granularity == "tensor" else 1, columns=0).rounded(
         x_TI
     )

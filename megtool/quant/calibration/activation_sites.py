@@ -44,11 +44,11 @@ def list_points(modules: Iterable[Module], config: ModelConfig) -> tuple[Point, 
     groups: dict[str, list[Module]] = defaultdict(list)
     for m in modules:
         if m.kind in ("linear", "kv_cache") and "mtp" not in m.roles:
-            groups[_input_of(m, config)].append(m)
-    return tuple(_point(name, fed, config) for name, fed in groups.items())
+            groups[_site_name(m, config)].append(m)
+    return tuple(_make_site(name, fed, config) for name, fed in groups.items())
 
 
-_READ_ATTENTION = ("q", "k", "v", "gate", "q_down", "kv_down")
+ATTN_NORM_READERS = ("q", "k", "v", "gate", "q_down", "kv_down")
 
 
 def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, tuple[str, ...]]:
@@ -57,25 +57,25 @@ def readers_of(points: Iterable[Point], modules: Iterable[Module]) -> dict[str, 
     Those of points, and of a mixture also its router and its experts, whose point has no norm:
     factors may go into a norm only where all of these take them up.
     """
-    listed = [m for m in modules if "mtp" not in m.roles]
-    named = {m.name for m in listed}
+    main_modules = [m for m in modules if "mtp" not in m.roles]
+    names = {m.name for m in main_modules}
     out: dict[str, dict[str, None]] = defaultdict(dict)
-    for point in points:
-        if point.norm:
-            out[point.norm].update(dict.fromkeys(point.modules))
-    for m in listed:
+    for site in points:
+        if site.norm:
+            out[site.norm].update(dict.fromkeys(site.modules))
+    for m in main_modules:
         if m.layer is None or m.kind != "linear":
             continue
         layer, last = f"layers.{m.layer}", m.name.rpartition(".")[2]
-        if m.name.rpartition(".")[0] == f"{layer}.attn" and last in _READ_ATTENTION:
+        if m.name.rpartition(".")[0] == f"{layer}.attn" and last in ATTN_NORM_READERS:
             out[f"{layer}.attn_norm"][m.name] = None
         elif m.name.startswith(f"{layer}.mlp.") and last != "down":
-            own = f"{layer}.mlp_norm"  # else one norm is before both
-            out[own if own in named else f"{layer}.attn_norm"][m.name] = None
+            mlp_norm = f"{layer}.mlp_norm"  # else one norm is before both
+            out[mlp_norm if mlp_norm in names else f"{layer}.attn_norm"][m.name] = None
     return {norm: tuple(fed) for norm, fed in out.items()}
 
 
-def _input_of(module: Module, config: ModelConfig) -> str:
+def _site_name(module: Module, config: ModelConfig) -> str:
     """The point whose numbers a module multiplies, or holds.
 
     Queries of latent attention that are projected directly read what keys and values are made of,
@@ -92,33 +92,33 @@ def _input_of(module: Module, config: ModelConfig) -> str:
     return fused_with(module)
 
 
-def _point(name: str, fed: list[Module], config: ModelConfig) -> Point:
-    first = fed[0]
-    _, _, behind = name.partition(".experts.")
-    expert = int(behind.split(".")[0]) if behind else None
+def _make_site(name: str, readers: list[Module], config: ModelConfig) -> Point:
+    first = readers[0]
+    _, _, suffix = name.partition(".experts.")
+    expert = int(suffix.split(".")[0]) if suffix else None
     is_cache = first.kind == "kv_cache"
     return Point(
         name=name,
         what="kv_cache" if is_cache else "input",
         layer=first.layer,
-        modules=tuple(m.name for m in fed),
+        modules=tuple(m.name for m in readers),
         width=first.shape[0] if is_cache else first.shape[1],
-        norm="" if is_cache else _norm(name, first, config),
+        norm="" if is_cache else _foldable_norm(name, first, config),
         expert=expert,
-        together=() if is_cache else _together(fed),
+        together=() if is_cache else _stored_groups(readers),
     )
 
 
-def _together(fed: Iterable[Module]) -> tuple[tuple[str, ...], ...]:
+def _stored_groups(readers: Iterable[Module]) -> tuple[tuple[str, ...], ...]:
     """Modules by the tensor they are stored in, where that holds several."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for m in fed:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for m in readers:
         for stored in m.called("hf")[:1]:
-            found[stored].append(m.name)
-    return tuple(tuple(names) for names in found.values() if len(names) > 1)
+            groups[stored].append(m.name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _norm(name: str, module: Module, config: ModelConfig) -> str:
+def _foldable_norm(name: str, module: Module, config: ModelConfig) -> str:
     """The norm before a module that feeds nothing else."""
     parent, _, last = name.rpartition(".")
     if module.layer is None:

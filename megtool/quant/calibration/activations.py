@@ -14,7 +14,7 @@ from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, StorageError
 from megtool.quant.calibration.calibration_file_io import crc_of
 
-_LARGEST_PART = 2
+_DEVICE_MEMORY_DIVISOR = 2
 """Of free device memory, the share (one in so many) that activations may take."""
 
 
@@ -42,8 +42,8 @@ class Activations:
         self._files = Files() if files is None else files
         sizes = [n * width * dtype.itemsize for n in rows]
         self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        self._held: list[Tensor | None] = [None] * len(self._rows)
-        self._store = device if self._fits() else torch.device("cpu")
+        self._resident: list[Tensor | None] = [None] * len(self._rows)
+        self._store = device if self._fits_on_device() else torch.device("cpu")
         self._source: Path | None = None
         self._source_fd = -1
         self._target: Path | None = None
@@ -60,10 +60,10 @@ class Activations:
 
     def get(self, number: int) -> Tensor:
         """A batch, on the device; not to be written to."""
-        held = self._held[number]
-        if held is None:
-            held = self._read(self._source_fd, number)[0]
-        return held.to(self._device, non_blocking=True)
+        x_TH = self._resident[number]
+        if x_TH is None:
+            x_TH = self._read(self._source_fd, number)[0]
+        return x_TH.to(self._device, non_blocking=True)
 
     def put(self, number: int, x_TH: Tensor) -> None:
         """What the layer made of a batch.
@@ -76,7 +76,7 @@ class Activations:
             self._files.pwrite_all(self._target_fd, data, int(self._starts[number]))
             self._digests[number] = crc_of(data)
         if not self._spilled:
-            self._held[number] = x_TH.to(self._store)
+            self._resident[number] = x_TH.to(self._store)
 
     def begin(self, path: Path | None) -> None:
         """Write what is put from now on to this file as well."""
@@ -116,11 +116,11 @@ class Activations:
             digests = np.empty(len(self), "<u4")
             self._files.pread_into(fd, digests.view(np.uint8), self.num_bytes)
             for number, digest in enumerate(digests):
-                x_TH, found = self._read(fd, number)
-                if found != digest:
+                x_TH, actual = self._read(fd, number)
+                if actual != digest:
                     return False
                 if not self._spilled:
-                    self._held[number] = x_TH.to(self._store)
+                    self._resident[number] = x_TH.to(self._store)
         except (FormatError, StorageError):
             return False
         finally:
@@ -136,7 +136,7 @@ class Activations:
             self._files.close(self._target_fd)
             self._files.remove(self._target)
             self._target_fd, self._target = -1, None
-        self._held = [None] * len(self)
+        self._resident = [None] * len(self)
 
     def _close_source(self) -> None:
         if self._source_fd >= 0:
@@ -150,11 +150,11 @@ class Activations:
         self._files.pread_into(fd, data, int(self._starts[number]))
         return x_TH, crc_of(data)
 
-    def _fits(self) -> bool:
+    def _fits_on_device(self) -> bool:
         """There is room for all batches where they are computed."""
         if self._device.type != "cuda":
             return False
-        return self.num_bytes * _LARGEST_PART < torch.cuda.mem_get_info(self._device)[0]
+        return self.num_bytes * _DEVICE_MEMORY_DIVISOR < torch.cuda.mem_get_info(self._device)[0]
 
 
 def _bytes(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -17,7 +17,6 @@ import torch
 
 from megtool.console import Progress, silent
 from megtool.errors import CalibrationError, UsageError
-from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
@@ -35,12 +34,13 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.requirements import needs
 from megtool.quant.solve_qparams import settle
+from megtool.reshard.source import CheckpointSource
 
 Found = tuple[dict[str, Statistics], Settlement]
 
 
 def calibrate(
-    source: Source,
+    source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
     points: Sequence[Point],
@@ -81,14 +81,14 @@ def calibrate(
     groups = ProcessGroups.alone(device) if groups is None else groups
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
-    decided = {d.module.name: d for d in decisions}
+    by_module = {d.module.name: d for d in decisions}
     if sequential is None:
         sequential = any(needs(recipe, d).sequential for d in decisions)
-    pieces = cut(batches, source.config)
+    micro_batches = cut(batches, source.config)
     ranks = Ranks(groups=groups)
-    kept = None
+    resume = None
     if work is not None:
-        kept = Work(
+        resume = Work(
             work,
             fingerprint=fingerprint,
             leads=groups.rank == 0,
@@ -100,21 +100,21 @@ def calibrate(
                 "route_all": route_all,
                 "layout": f"tp={groups.tp.size} pp={groups.pp.size} dp={groups.dp.size} "
                 f"ep={groups.ep.size} etp={groups.etp.size}",
-                "pieces": [list(p.batch.shape) for p in pieces],
+                "pieces": [list(p.batch.shape) for p in micro_batches],
             },
         )
     run = Run(
         source=source,
         config=source.config,
-        decisions=decided,
+        decisions=by_module,
         recipe=recipe,
         points=tuple(points),
         ranks=ranks,
-        pieces=share(pieces, groups.dp),
+        pieces=share(micro_batches, groups.dp),
         sequential=sequential,
         policy=policy,
         route_all=route_all,
-        work=kept,
+        work=resume,
         spill=spill,
         rehearsed=rehearsed,
         progress=progress,
@@ -128,29 +128,29 @@ def calibrate(
     )
     with contextlib.ExitStack() as stack:
         with ranks.together():
-            if kept is not None:
-                stack.enter_context(kept.claim())
-        found = run.all()
+            if resume is not None:
+                stack.enter_context(resume.claim())
+        results = run.all()
     statistics: dict[str, Statistics] = {}
-    settlement = Settlement()
-    for unit in sorted(found):
-        statistics |= found[unit][0]
-        settlement.add(found[unit][1])
+    qparams = Settlement()
+    for unit in sorted(results):
+        statistics |= results[unit][0]
+        qparams.add(results[unit][1])
     return Artefact(
         fingerprint=fingerprint,
-        num_samples=sum(p.batch.shape[0] for p in pieces),
-        num_tokens=num_valid(pieces),
+        num_samples=sum(p.batch.shape[0] for p in micro_batches),
+        num_tokens=num_valid(micro_batches),
         sequential=sequential,
         policy=policy,
         route_all=route_all,
         statistics=statistics,
-        settlement=settlement,
+        settlement=qparams,
     )
 
 
 def settled_anew(
     artefact: Artefact,
-    source: Source,
+    source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
     points: Sequence[Point],
@@ -171,37 +171,39 @@ def settled_anew(
     if source.config is None:
         raise CalibrationError("nothing says what model this is", hint="--like HF_FOLDER")
     policy = artefact.policy if policy is None else policy
-    decided = {d.module.name: d for d in decisions}
-    settlement = Settlement()
+    by_module = {d.module.name: d for d in decisions}
+    qparams = Settlement()
     by_layer: dict[int | None, list[Point]] = {}
     for p in points:
         by_layer.setdefault(p.layer, []).append(p)
     with CanonicalWeights(source) as weights:
-        for some in by_layer.values():
-            seen = {
-                p.name: artefact.statistics[p.name] for p in some if p.name in artefact.statistics
+        for layer_sites in by_layer.values():
+            measured = {
+                p.name: artefact.statistics[p.name]
+                for p in layer_sites
+                if p.name in artefact.statistics
             }
-            full, notes = filled(some, seen, policy)
-            settlement.add(
+            full, notes = filled(layer_sites, measured, policy)
+            qparams.add(
                 settle(
-                    some,
+                    layer_sites,
                     full,
-                    decided,
+                    by_module,
                     recipe,
                     weights,
                     config=source.config,
                     norms=weights.norm,
                 )
             )
-            settlement.add(Settlement(notes=list(notes)))
-    settled_for = artefact.settled_for if fingerprint is None else fingerprint.recipe
+            qparams.add(Settlement(notes=list(notes)))
+    solved_recipe = artefact.settled_for if fingerprint is None else fingerprint.recipe
     if fingerprint is None and not written:
         written = artefact.fingerprint.recipe
     return replace(
         artefact,
-        fingerprint=replace(artefact.fingerprint, recipe=written or settled_for),
-        settled_for=settled_for,
+        fingerprint=replace(artefact.fingerprint, recipe=written or solved_recipe),
+        settled_for=solved_recipe,
         policy=policy,
-        settlement=settlement,
+        settlement=qparams,
         needs_settling=False,
     )

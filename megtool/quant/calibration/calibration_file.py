@@ -27,10 +27,10 @@ from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.requirements import needs
 
 _VERSION = 3
-_KNOWN = (2, 3)
+_READABLE_VERSIONS = (2, 3)
 """Version 2 knows nothing of sensitivities."""
 
-_AGAIN = "calibrate with this recipe: leave out --calibration, and give --data"
+_RECALIBRATE_HINT = "calibrate with this recipe: leave out --calibration, and give --data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +108,19 @@ class Artefact:
         """
         facts, arrays = calibration_file_io.read(path)
         try:
-            if facts["version"] not in _KNOWN:
+            if facts["version"] not in _READABLE_VERSIONS:
                 raise CalibrationError(
                     f"the calibration is of version {facts['version']!r}, and {_VERSION} is known",
                     file=path,
                     hint="another megtool wrote it: calibrate again with this one",
                 )
-            said = facts["fingerprint"]
-            texts = {k: _text(said[k]) for k in ("model", "recipe", "data", "version")}
+            fingerprint = facts["fingerprint"]
+            texts = {k: _text(fingerprint[k]) for k in ("model", "recipe", "data", "version")}
             losses = facts.get("sensitivities")
             return cls(
-                fingerprint=Fingerprint(**texts, seed=_whole(said["seed"], least=None)),
-                num_samples=_whole(facts["num_samples"]),
-                num_tokens=_whole(facts["num_tokens"]),
+                fingerprint=Fingerprint(**texts, seed=_count(fingerprint["seed"], minimum=None)),
+                num_samples=_count(facts["num_samples"]),
+                num_tokens=_count(facts["num_tokens"]),
                 seen=tuple(sorted(_text(d) for d in facts["seen"])),
                 sequential=_flag(facts["sequential"]),
                 policy=_text(facts["policy"]),
@@ -152,29 +152,29 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
     if not artefacts:
         raise CalibrationError("no calibrations to merge", hint="name at least one file")
     first = artefacts[0]
-    for number, other in enumerate(artefacts[1:], 2):
-        apart = {"model", "recipe"} & set(first.fingerprint.differences(other.fingerprint))
-        if apart:
+    for number, calibration in enumerate(artefacts[1:], 2):
+        differences = {"model", "recipe"} & set(first.fingerprint.differences(calibration.fingerprint))
+        if differences:
             raise CalibrationError(
                 f"the first calibration and number {number} are of different "
-                + " and ".join(f"{name}s" for name in sorted(apart)),
+                + " and ".join(f"{name}s" for name in sorted(differences)),
                 hint="only calibrations of the same model with the same recipe add up",
             )
-        if set(first.statistics) != set(other.statistics):
-            name = sorted(set(first.statistics) ^ set(other.statistics))[0]
+        if set(first.statistics) != set(calibration.statistics):
+            name = sorted(set(first.statistics) ^ set(calibration.statistics))[0]
             raise CalibrationError(
                 f"the first calibration and number {number} do not know the same points: one of "
                 f"them has no {name!r}",
                 hint="calibrate again with one version of megtool",
             )
-        if first.route_all != other.route_all:
+        if first.route_all != calibration.route_all:
             raise CalibrationError(
                 f"the first calibration and number {number}: one was made with --route-all, and "
                 "the other without",
                 hint="calibrate all parts in the same way",
             )
-    seen = sorted(data for a in artefacts for data in a.seen)
-    if len(set(seen)) < len(seen):
+    data_hashes = sorted(data for a in artefacts for data in a.seen)
+    if len(set(data_hashes)) < len(data_hashes):
         raise CalibrationError(
             "two calibrations have seen the same data, which would count twice",
             hint="name each file once, and none beside another that it was added to",
@@ -182,9 +182,9 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
     if len(artefacts) == 1:
         return first
     statistics = dict(first.statistics)
-    for other in artefacts[1:]:
-        statistics = {n: s.merged(other.statistics[n]) for n, s in statistics.items()}
-    data = hashlib.sha256("\n".join(seen).encode()).hexdigest()
+    for calibration in artefacts[1:]:
+        statistics = {n: s.merged(calibration.statistics[n]) for n, s in statistics.items()}
+    data = hashlib.sha256("\n".join(data_hashes).encode()).hexdigest()
     seeds = {a.fingerprint.seed for a in artefacts}
     policies = {a.policy for a in artefacts}
     losses = [a.sensitivities for a in artefacts if a.sensitivities is not None]
@@ -194,7 +194,7 @@ def merged(artefacts: Sequence[Artefact]) -> Artefact:
         ),
         num_samples=sum(a.num_samples for a in artefacts),
         num_tokens=sum(a.num_tokens for a in artefacts),
-        seen=tuple(seen),
+        seen=tuple(data_hashes),
         sequential=any(a.sequential for a in artefacts),
         policy=policies.pop() if len(policies) == 1 else "share",
         route_all=first.route_all,
@@ -232,39 +232,39 @@ def check_fits(
     if route_all and experts and not artefact.route_all:
         raise CalibrationError(
             "--route-all, and in the calibration experts saw the tokens that were routed to them",
-            hint=_AGAIN,
+            hint=_RECALIBRATE_HINT,
         )
-    why = "several runs" if artefact.needs_settling else ""
+    reason = "several runs" if artefact.needs_settling else ""
     if artefact.settled_for != fingerprint.recipe:
-        why = "another recipe"
+        reason = "another recipe"
     elif experts and policy not in (None, artefact.policy) and not artefact.needs_settling:
-        why = f"--unseen-experts {artefact.policy}"
-    if not why:
+        reason = f"--unseen-experts {artefact.policy}"
+    if not reason:
         return True
-    if artefact.sequential and why == "another recipe":
+    if artefact.sequential and reason == "another recipe":
         raise CalibrationError(
             "the calibration is of another recipe, whose algorithm showed each layer what rounding "
             "had made of those before it: its statistics are of no use here",
-            hint=_AGAIN,
+            hint=_RECALIBRATE_HINT,
         )
-    seen = {module for p in listed if p.name in artefact.statistics for module in p.modules}
+    measured = {module for p in listed if p.name in artefact.statistics for module in p.modules}
     for d in decisions:
         if d.format is None:
             continue
-        asked = needs(recipe, d)
-        if asked.data and d.module.name not in seen:
+        requirements = needs(recipe, d)
+        if requirements.data and d.module.name not in measured:
             raise CalibrationError(
                 f"the calibration knows nothing about the inputs of {d.module.name}",
                 tensor=d.module.name,
-                hint=_AGAIN,
+                hint=_RECALIBRATE_HINT,
             )
-        if asked.gram or asked.sample or asked.sequential:
+        if requirements.gram or requirements.sample or requirements.sequential:
             method = d.format.method or recipe.method
             raise CalibrationError(
-                f"the calibration is of {why}, and {method} needs the inputs of {d.module.name} "
+                f"the calibration is of {reason}, and {method} needs the inputs of {d.module.name} "
                 "themselves, which no calibration keeps",
                 tensor=d.module.name,
-                hint=_AGAIN,
+                hint=_RECALIBRATE_HINT,
             )
     return False
 
@@ -289,8 +289,8 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _whole(value: Any, least: int | None = 0) -> int:
-    if type(value) is not int or (least is not None and value < least):
+def _count(value: Any, minimum: int | None = 0) -> int:
+    if type(value) is not int or (minimum is not None and value < minimum):
         raise ValueError(f"{value!r} is no count")
     return value
 

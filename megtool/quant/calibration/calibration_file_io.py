@@ -25,7 +25,7 @@ Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
 _KEY = "megtool_calibration"
-_STEP = 64 << 20
+_CHUNK_BYTES = 64 << 20
 
 
 def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | None = None) -> None:
@@ -38,33 +38,33 @@ def write(path: Path, arrays: Arrays, facts: Mapping[str, Any], files: Files | N
         StorageError: the disk is full, or refuses otherwise; nothing is left behind.
     """
     files = Files() if files is None else files
-    entries, at = [], 0
+    entries, offset = [], 0
     flat = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
     for name, array in flat.items():
         kind = named(array.dtype.name)
-        entries.append(SafetensorsEntry(name, kind, array.shape, at, at + array.nbytes))
-        at += array.nbytes
-    said = {"crc32c": [crc_of(array) for array in flat.values()], "facts": facts}
-    said = json.loads(_text(said))  # as it comes back
-    text = _text({**said, "sealed": _seal(entries, said)})
+        entries.append(SafetensorsEntry(name, kind, array.shape, offset, offset + array.nbytes))
+        offset += array.nbytes
+    metadata = {"crc32c": [crc_of(array) for array in flat.values()], "facts": facts}
+    metadata = json.loads(_to_json(metadata))  # as it comes back
+    text = _to_json({**metadata, "sealed": _seal(entries, metadata)})
     header = encode_header(entries, {_KEY: text}, str(path))
-    place = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = files.open_write(place)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = files.open_write(temporary)
     try:
         files.truncate(fd, 0)
         files.pwrite_all(fd, header, 0)
-        at = len(header)
+        offset = len(header)
         for array in flat.values():
             if array.nbytes:
-                files.pwrite_all(fd, array.reshape(-1).view(np.uint8), at)
-            at += array.nbytes
+                files.pwrite_all(fd, array.reshape(-1).view(np.uint8), offset)
+            offset += array.nbytes
         files.do(fd, "flush", os.fsync, fd)
     except BaseException:
         files.close(fd)
-        files.remove(place)
+        files.remove(temporary)
         raise
     files.close(fd)
-    files.rename(place, path)
+    files.rename(temporary, path)
     files.fsync_dir(path.parent)
 
 
@@ -78,16 +78,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     try:
         size = path.stat().st_size
         header = read_header(path, size)
-        said = json.loads(header.metadata[_KEY], parse_constant=refuse_constant)
-        digests, facts = said["crc32c"], said["facts"]
+        metadata = json.loads(header.metadata[_KEY], parse_constant=refuse_constant)
+        digests, facts = metadata["crc32c"], metadata["facts"]
         if not isinstance(facts, dict) or len(digests) != len(header.entries):
             raise ValueError("facts are missing")
-        if "sealed" in said and said["sealed"] != _seal(header.entries, said):
+        if "sealed" in metadata and metadata["sealed"] != _seal(header.entries, metadata):
             raise ValueError("facts or names are not what was written")
-        whole = np.memmap(path, np.uint8, "c")
+        data = np.memmap(path, np.uint8, "c")
         arrays: dict[str, Array] = {}
         for entry, digest in zip(header.entries, digests, strict=True):
-            part = whole[header.start + entry.begin : header.start + entry.end]
+            part = data[header.start + entry.begin : header.start + entry.end]
             if entry.dtype.name not in ("float32", "float64", "int64", "int8"):
                 raise ValueError(f"{entry.name!r} is of {entry.dtype.name}")
             if crc_of(part) != digest:
@@ -103,20 +103,20 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     return facts, arrays
 
 
-def _seal(entries: Iterable[SafetensorsEntry], said: Mapping[str, Any]) -> int:
+def _seal(entries: Iterable[SafetensorsEntry], metadata: Mapping[str, Any]) -> int:
     """The CRC-32C of what arrays are called, and of all that is said, which no array's covers."""
     names = [[e.name, e.dtype.name, list(e.shape)] for e in entries]
-    return crc32c(_text([names, said["crc32c"], said["facts"]]).encode())
+    return crc32c(_to_json([names, metadata["crc32c"], metadata["facts"]]).encode())
 
 
-def _text(said: Any) -> str:
-    return json.dumps(said, sort_keys=True, allow_nan=False, separators=(",", ":"))
+def _to_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"))
 
 
 def crc_of(array: Array) -> int:
     """The CRC-32C of an array's bytes, a part at a time."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if flat.nbytes <= _STEP:
+    if flat.nbytes <= _CHUNK_BYTES:
         return crc32c(flat.data)
-    parts = [crc32c(flat[i : i + _STEP].data) for i in range(0, flat.nbytes, _STEP)]
+    parts = [crc32c(flat[i : i + _CHUNK_BYTES].data) for i in range(0, flat.nbytes, _CHUNK_BYTES)]
     return crc32c(np.array(parts, "<u4").tobytes())

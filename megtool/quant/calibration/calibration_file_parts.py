@@ -43,22 +43,22 @@ def statistics_of(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Statist
         KeyError, TypeError, ValueError: they cannot be.
     """
     out = {}
-    for name, said in facts.items():
-        found = {k: _array(arrays, f"statistics/{name}/{k}", kind) for k, kind in _SUMS}
+    for name, entry in facts.items():
+        sums = {k: _array(arrays, f"statistics/{name}/{k}", kind) for k, kind in _SUMS}
         part = _array(arrays, f"statistics/{name}/histogram", "int64")
-        low, tokens = _count(said["low"]), _count(said["num_tokens"])
+        low, tokens = _count(entry["low"]), _count(entry["num_tokens"])
         if part.ndim != 1 or not 1 <= low <= BINS - len(part) or (part < 0).any():
             raise ValueError(f"the histogram of {name!r} is none")
-        for key, array in found.items():
-            if array.ndim != 1 or array.shape != found["amax"].shape:
+        for key, array in sums.items():
+            if array.ndim != 1 or array.shape != sums["amax"].shape:
                 raise ValueError(f"{key} of {name!r} has shape {list(array.shape)}")
             if not (np.isfinite(array).all() and (array >= 0).all()):
                 raise ValueError(f"{key} of {name!r} holds what is no magnitude")
         histogram = np.zeros(BINS, np.int64)
-        histogram[0], histogram[low : low + len(part)] = _count(said["zeros"]), part
+        histogram[0], histogram[low : low + len(part)] = _count(entry["zeros"]), part
         # Small, and to be computed with: not left in the file.
         out[name] = Statistics(
-            num_tokens=tokens, histogram=histogram, **{k: np.array(a) for k, a in found.items()}
+            num_tokens=tokens, histogram=histogram, **{k: np.array(a) for k, a in sums.items()}
         )
     return out
 
@@ -66,19 +66,19 @@ def statistics_of(facts: Mapping[str, Any], arrays: Arrays) -> dict[str, Statist
 def settlement_facts(settlement: Settlement, arrays: dict[str, Array]) -> dict[str, Any]:
     """Facts of a settlement; its arrays go into `arrays`."""
     formats: dict[Format, int] = {}
-    treatments, caches = {}, {}
+    weights, kv_caches = {}, {}
     for name, t in settlement.treatments.items():
         for key in ("columns", "amax", "codes"):
             if (array := getattr(t, key)) is not None:
                 arrays[f"treatments/{name}/{key}"] = array
-        treatments[name] = {
+        weights[name] = {
             "format": formats.setdefault(t.format, len(formats)),
             "stores_columns": bool(t.stores_columns),
             "second_amax": float(t.second_amax),
             "input_amax": float(t.input_amax),
         }
     for name, c in settlement.caches.items():
-        caches[name] = {
+        kv_caches[name] = {
             "format": formats.setdefault(c.format, len(formats)),
             "key_amax": float(c.key_amax),
             "value_amax": float(c.value_amax),
@@ -86,9 +86,9 @@ def settlement_facts(settlement: Settlement, arrays: dict[str, Array]) -> dict[s
     for name, factors in settlement.norms.items():
         arrays[f"norms/{name}"] = factors
     return {
-        "formats": [_plain(f) for f in formats],
-        "treatments": treatments,
-        "caches": caches,
+        "formats": [_encode_format(f) for f in formats],
+        "treatments": weights,
+        "caches": kv_caches,
         "norms": sorted(settlement.norms),
         "notes": list(settlement.notes),
     }
@@ -100,81 +100,81 @@ def settlement_of(facts: Mapping[str, Any], arrays: Arrays) -> Settlement:
     Raises:
         KeyError, TypeError, ValueError, IndexError: they cannot be.
     """
-    formats = [_format(f) for f in facts["formats"]]
+    formats = [_decode_format(f) for f in facts["formats"]]
     out = Settlement(notes=[str(n) for n in facts["notes"]])
-    for name, said in facts["treatments"].items():
-        at = f"treatments/{name}"
-        codes = _array(arrays, f"{at}/codes", "int8", least=None)
-        columns = _array(arrays, f"{at}/columns", "float32")
-        if columns is not None and (columns.ndim != 1 or not (columns > 0).all()):
+    for name, entry in facts["treatments"].items():
+        prefix = f"treatments/{name}"
+        codes = _array(arrays, f"{prefix}/codes", "int8", minimum=None)
+        scale = _array(arrays, f"{prefix}/columns", "float32")
+        if scale is not None and (scale.ndim != 1 or not (scale > 0).all()):
             raise ValueError(f"columns of {name!r} are no factors")
         if codes is not None and codes.ndim != 2:
             raise ValueError(f"codes of {name!r} have shape {list(codes.shape)}")
         out.treatments[name] = Treatment(
             module=name,
-            format=formats[_count(said["format"])],
-            columns=columns,
-            stores_columns=said["stores_columns"] is True,
-            amax=_array(arrays, f"{at}/amax", "float32"),
-            second_amax=_magnitude(said["second_amax"]),
+            format=formats[_count(entry["format"])],
+            columns=scale,
+            stores_columns=entry["stores_columns"] is True,
+            amax=_array(arrays, f"{prefix}/amax", "float32"),
+            second_amax=_magnitude(entry["second_amax"]),
             codes=codes,
-            input_amax=_magnitude(said["input_amax"]),
+            input_amax=_magnitude(entry["input_amax"]),
         )
-    for name, said in facts["caches"].items():
+    for name, entry in facts["caches"].items():
         out.caches[name] = Cache(
             module=name,
-            format=formats[_count(said["format"])],
-            key_amax=_magnitude(said["key_amax"]),
-            value_amax=_magnitude(said["value_amax"]),
+            format=formats[_count(entry["format"])],
+            key_amax=_magnitude(entry["key_amax"]),
+            value_amax=_magnitude(entry["value_amax"]),
         )
     for name in facts["norms"]:
-        factors = arrays[f"norms/{name}"]
-        if factors.ndim != 1 or not (np.isfinite(factors).all() and (factors > 0).all()):
+        scales = arrays[f"norms/{name}"]
+        if scales.ndim != 1 or not (np.isfinite(scales).all() and (scales > 0).all()):
             raise ValueError(f"factors of {name!r} are none")
-        out.norms[name] = np.array(factors, np.float32)
+        out.norms[name] = np.array(scales, np.float32)
     return out
 
 
-def _plain(found: Format) -> dict[str, Any]:
-    values = {f.name: getattr(found, f.name) for f in fields(Format)}
-    return values | {"choose": list(found.choose)}
+def _encode_format(format: Format) -> dict[str, Any]:
+    values = {f.name: getattr(format, f.name) for f in fields(Format)}
+    return values | {"choose": list(format.choose)}
 
 
-def _format(said: Mapping[str, Any]) -> Format:
+def _decode_format(entry: Mapping[str, Any]) -> Format:
     for key, kind in (("name", str), ("algo", str), ("kv_algo", str), ("method", str)):
-        if not isinstance(said[key], kind):
-            raise TypeError(f"{key} of a format is {said[key]!r}")
-    if bool(said["algo"]) == bool(said["kv_algo"]):
+        if not isinstance(entry[key], kind):
+            raise TypeError(f"{key} of a format is {entry[key]!r}")
+    if bool(entry["algo"]) == bool(entry["kv_algo"]):
         raise ValueError("a format is for modules or for the KV cache")
-    if said["algo"] not in {"", *FORMATS} or said["kv_algo"] not in {"", *KV_BITS}:
-        raise ValueError(f"unknown format {said['algo'] or said['kv_algo']!r}")
+    if entry["algo"] not in {"", *FORMATS} or entry["kv_algo"] not in {"", *KV_BITS}:
+        raise ValueError(f"unknown format {entry['algo'] or entry['kv_algo']!r}")
     return Format(
-        name=said["name"],
-        algo=said["algo"],
-        kv_algo=said["kv_algo"],
-        choose=tuple(str(c) for c in said["choose"]),
-        group_size=_count(said["group_size"]),
-        bits=_magnitude(said["bits"]),
-        constant=said["constant"] is True,
-        input_amax=_magnitude(said["input_amax"]),
-        method=said["method"],
-        round_twice=said["round_twice"] is True,
-        line=_count(said["line"]),
+        name=entry["name"],
+        algo=entry["algo"],
+        kv_algo=entry["kv_algo"],
+        choose=tuple(str(c) for c in entry["choose"]),
+        group_size=_count(entry["group_size"]),
+        bits=_magnitude(entry["bits"]),
+        constant=entry["constant"] is True,
+        input_amax=_magnitude(entry["input_amax"]),
+        method=entry["method"],
+        round_twice=entry["round_twice"] is True,
+        line=_count(entry["line"]),
     )
 
 
-def _array(arrays: Arrays, name: str, kind: str, *, least: float | None = 0) -> Any:
+def _array(arrays: Arrays, name: str, kind: str, *, minimum: float | None = 0) -> Any:
     """An array of a type, finite and not less than `least`; None where there is none."""
-    found = arrays.get(name)
-    if found is None:
+    array = arrays.get(name)
+    if array is None:
         if name.startswith("statistics/"):
             raise KeyError(name)
         return None
-    if found.dtype.name != kind:
-        raise TypeError(f"{name!r} is of {found.dtype.name}")
-    if least is not None and not (np.isfinite(found).all() and (found >= least).all()):
+    if array.dtype.name != kind:
+        raise TypeError(f"{name!r} is of {array.dtype.name}")
+    if minimum is not None and not (np.isfinite(array).all() and (array >= minimum).all()):
         raise ValueError(f"{name!r} holds what is no magnitude")
-    return found
+    return array
 
 
 def _count(value: Any) -> int:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.cast import numbers
 from megtool.errors import CalibrationError
-from megtool.inference.rank_weights import Source
 from megtool.quant.algorithms.pre_quant_scale import Norm
+from megtool.reshard.source import CheckpointSource
 
 _TILE = 1 << 20
 
@@ -23,7 +23,7 @@ class CanonicalWeights:
     Use in `with`; not for several threads at once.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: CheckpointSource) -> None:
         self._side = source.side
         self._reader = Reader(source.catalogue, Files())
 
@@ -39,14 +39,14 @@ class CanonicalWeights:
         shape = self._side.canonical[name].shape  # a view may cut dimensions into finer ones
         out = np.empty(shape, np.float32)
         flat = out.reshape(-1)
-        for at, tile in view.tiles(_TILE):
-            values = flat[at : at + tile.size]
+        for offset, tile in view.tiles(_TILE):
+            values = flat[offset : offset + tile.size]
             values[:] = numbers(tile, view.dtype)
             if not np.isfinite(values).all():
-                place = at + int(np.argmin(np.isfinite(values)))
-                index = [int(i) for i in np.unravel_index(place, shape)]
+                position = offset + int(np.argmin(np.isfinite(values)))
+                index = [int(i) for i in np.unravel_index(position, shape)]
                 raise CalibrationError(
-                    f"element {index} of the weight is {flat[place]}",
+                    f"element {index} of the weight is {flat[position]}",
                     tensor=name,
                     hint="`megtool inspect SRC --stats` counts them; load a sound checkpoint, or "
                     "one of an earlier iteration",

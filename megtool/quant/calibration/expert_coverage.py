@@ -51,7 +51,7 @@ def coverage(
 
     An expert's number is the most that any of its points saw.
     """
-    seen: dict[str, dict[int, int]] = defaultdict(dict)
+    tokens_of: dict[str, dict[int, int]] = defaultdict(dict)
     layers: dict[str, int] = {}
     for p in points:
         if p.expert is None or p.layer is None:
@@ -59,7 +59,7 @@ def coverage(
         mixture = p.name.partition(".experts.")[0]
         layers[mixture] = p.layer
         tokens = statistics[p.name].num_tokens if p.name in statistics else 0
-        seen[mixture][p.expert] = max(tokens, seen[mixture].get(p.expert, 0))
+        tokens_of[mixture][p.expert] = max(tokens, tokens_of[mixture].get(p.expert, 0))
     return [
         Coverage(
             mixture=mixture,
@@ -67,7 +67,7 @@ def coverage(
             tokens=tuple(n for _, n in sorted(by_expert.items())),
             enough=enough,
         )
-        for mixture, by_expert in seen.items()
+        for mixture, by_expert in tokens_of.items()
     ]
 
 
@@ -95,35 +95,35 @@ def filled(
             hint=f"known: {', '.join(POLICIES)}",
         )
     out = dict(statistics)
-    places: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    sibling_groups: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for p in points:
         if p.expert is not None and p.name in statistics:
             before, _, behind = p.name.partition(".experts.")
-            places[before, behind.partition(".")[2]].append(p)
+            sibling_groups[before, behind.partition(".")[2]].append(p)
     notes: dict[str, None] = {}
-    for (mixture, _), siblings in places.items():
-        few = [p for p in siblings if statistics[p.name].num_tokens < enough]
+    for (mixture, _), siblings in sibling_groups.items():
+        uncovered = [p for p in siblings if statistics[p.name].num_tokens < enough]
         if policy == "none":
-            few = [p for p in few if not statistics[p.name].num_tokens]
-        if not few:
+            uncovered = [p for p in uncovered if not statistics[p.name].num_tokens]
+        if not uncovered:
             continue
-        numbers = _listed([p.expert for p in few if p.expert is not None])
-        seen = [s for p in siblings if (s := statistics[p.name]).num_tokens]
-        shared = reduce(Statistics.merged, seen) if policy == "share" and seen else None
-        for p in few:
+        numbers = _format_experts([p.expert for p in uncovered if p.expert is not None])
+        measured = [s for p in siblings if (s := statistics[p.name]).num_tokens]
+        shared = reduce(Statistics.merged, measured) if policy == "share" and measured else None
+        for p in uncovered:
             if shared is None:
                 del out[p.name]
             else:
                 out[p.name] = shared
-        how = "their weights alone decide"
+        action = "their weights alone decide"
         if shared is not None:
-            how = f"they share what all {len(siblings)} saw"
-        little = "no token" if policy == "none" else f"fewer than {enough} tokens"
-        notes[f"{mixture}: {numbers} saw {little}; {how}"] = None
+            action = f"they share what all {len(siblings)} saw"
+        shortage = "no token" if policy == "none" else f"fewer than {enough} tokens"
+        notes[f"{mixture}: {numbers} saw {shortage}; {action}"] = None
     return out, list(notes)
 
 
-def _listed(numbers: list[int]) -> str:
+def _format_experts(numbers: list[int]) -> str:
     """`expert 3`, or `experts 0-2, 7`."""
     runs: list[list[int]] = []
     for n in sorted(numbers):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROBES, PROBE = 8, 2048
 """Of every tensor so many places are looked at, of so many elements: training changes all."""
 
-_NOT_RUN = frozenset(
+_UNUSED_FIELDS = frozenset(
     ("extra", "max_positions", "moe_layer_freq", "window_skip_freq", "num_mtp_layers")
 )
 """Fields that no forward pass asks for, or that have several ways to say the same."""
@@ -83,34 +83,34 @@ def of_model(catalogue: Catalogue, side: CanonicalView) -> str:
     Raises:
         StorageError: a file cannot be read.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if side.config is not None:
-        found.update(_line(_computed(side.config)))
+        digest.update(_line(_forward_config(side.config)))
     with Reader(catalogue, Files()) as reader:
         for name, tensor in sorted(side.canonical.items()):
             if ":" in name:
                 continue
-            place = side.placements[name]
-            kind = reader.canonical(place).dtype.name
-            found.update(_line([name, list(tensor.shape), kind]))
+            placement = side.placements[name]
+            dtype = reader.canonical(placement).dtype.name
+            digest.update(_line([name, list(tensor.shape), dtype]))
             if 0 not in tensor.shape:
-                for part in _probed(reader, place, tensor.shape):
-                    found.update(part)
-    return found.hexdigest()
+                for part in _probe_tensor(reader, placement, tensor.shape):
+                    digest.update(part)
+    return digest.hexdigest()
 
 
-def _computed(config: ModelConfig) -> dict[str, Any]:
+def _forward_config(config: ModelConfig) -> dict[str, Any]:
     """What of a configuration changes the numbers of a forward pass, the same for every format."""
-    said = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_RUN}
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _UNUSED_FIELDS}
     if config.rope_scaling is not None:  # nothing else looks at how long a text may be
-        said["max_positions"] = config.max_positions
-        said["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
-    said["moe_layers"] = sorted(config.moe_layers)
+        values["max_positions"] = config.max_positions
+        values["rope_scaling"] = {k: v for k, v in config.rope_scaling.items() if v is not None}
+    values["moe_layers"] = sorted(config.moe_layers)
     skip, layers = config.window_skip_freq, range(config.num_layers)
     if not isinstance(skip, tuple):
         skip = tuple(int(skip is None or (layer + 1) % skip != 0) for layer in layers)
-    said["windows"] = skip if config.window_size else None
-    return {name: _plain(value) for name, value in said.items()}
+    values["windows"] = skip if config.window_size else None
+    return {name: _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -122,42 +122,42 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _probed(reader: Reader, place: Placement, shape: Sequence[int]) -> Iterator[bytes]:
+def _probe_tensor(reader: Reader, placement: Placement, shape: Sequence[int]) -> Iterator[bytes]:
     """The bytes of a tensor at places in rows from the first to the last, and in columns all over.
 
     They do not depend on how the tensor is stored: `place` may have more dimensions than `shape`.
     """
     rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
     width, last = min(PROBE, columns), PROBES - 1
-    spots = [
+    probes = [
         (i * (rows - 1) // last, (3 * i % PROBES) * (columns - width) // last)
         for i in range(PROBES)
     ]
-    sizes = [math.prod(place.shape[:k]) for k in range(len(place.shape) + 1)]
+    sizes = [math.prod(placement.shape[:k]) for k in range(len(placement.shape) + 1)]
     outer = sizes.index(rows) if rows in sizes else len(sizes)
     try:
-        depth = cut_dims(place, reader.catalogue[place.stored])
+        depth = cut_dims(placement, reader.catalogue[placement.stored])
     except FormatError:
         depth = -1
     if depth < outer:  # its rows cannot be read alone
-        whole = reader.canonical(place).read().reshape(rows, columns)
-        for row, start in dict.fromkeys(spots):
-            yield whole[row, start : start + width].tobytes()
+        tensor = reader.canonical(placement).read().reshape(rows, columns)
+        for row, start in dict.fromkeys(probes):
+            yield tensor[row, start : start + width].tobytes()
         return
-    for row, start in dict.fromkeys(spots):
-        at = np.unravel_index(row, place.shape[:outer])
-        lo = [int(i) for i in at] + [0] * (len(place.shape) - outer)
-        hi = [int(i) + 1 for i in at] + list(place.shape[outer:])
-        cut = depth == len(place.shape) == outer + 1  # else the row is read whole
+    for row, start in dict.fromkeys(probes):
+        index = np.unravel_index(row, placement.shape[:outer])
+        lo = [int(i) for i in index] + [0] * (len(placement.shape) - outer)
+        hi = [int(i) + 1 for i in index] + list(placement.shape[outer:])
+        cut = depth == len(placement.shape) == outer + 1  # else the row is read whole
         if cut:
             lo[-1], hi[-1] = start, start + width
-        part = reader.canonical(narrow(place, lo, hi)).read().reshape(-1)
+        part = reader.canonical(narrow(placement, lo, hi)).read().reshape(-1)
         yield (part if cut else part[start : start + width]).tobytes()
 
 
 def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
     """Of what every module becomes, and of the algorithm with its options."""
-    found = hashlib.sha256(_line({k: recipe.algorithm[k] for k in sorted(recipe.algorithm)}))
+    digest = hashlib.sha256(_line({k: recipe.algorithm[k] for k in sorted(recipe.algorithm)}))
     for d in sorted(decisions, key=lambda d: d.module.name):
         if (f := d.format) is None:
             continue
@@ -170,26 +170,26 @@ def of_recipe(recipe: Recipe, decisions: Iterable[Decision]) -> str:
             "method": f.method,
         } | ({"input_amax": f.input_amax} if f.input_amax else {})
         facts = {**facts, "round_twice": True} if f.round_twice else facts
-        found.update(_line([d.module.name, facts]))
-    return found.hexdigest()
+        digest.update(_line([d.module.name, facts]))
+    return digest.hexdigest()
 
 
 def of_batches(batches: Sequence[Batch]) -> str:
     """Of tokens and what is said about them; how rows are put into batches does not count."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for batch in batches:
         rows, width = batch.shape
-        named = {
+        tensors = {
             n: getattr(batch, n)
             for n in ("tokens_BS", "positions_BS", "valid_BS", "documents_BS")
             if getattr(batch, n) is not None
         }
-        values = {n: t.cpu().expand(rows, width).contiguous().numpy() for n, t in named.items()}
+        values = {n: t.cpu().expand(rows, width).contiguous().numpy() for n, t in tensors.items()}
         for row in range(rows):
             for name, value in values.items():
-                found.update(_line([name, width]))
-                found.update(value[row].astype("<i8").tobytes())
-    return found.hexdigest()
+                digest.update(_line([name, width]))
+                digest.update(value[row].astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _line(value: Any) -> bytes:

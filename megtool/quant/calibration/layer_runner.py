@@ -37,16 +37,16 @@ class Layers:
         self.pieces = [moved(p, self.device) for p in pieces]
         self.num_replays = 0
         self._frames: dict[tuple[int, int], ForwardContext] = {}
-        self._graphs_serve = self.device.type == "cuda" or rehearsed
+        self._allows_graphs = self.device.type == "cuda" or rehearsed
         self._pool: object = None
-        self._keeper = on_demand_of(decoder)
-        if self._keeper is not None:
-            held = decoder.state_dict()
+        self._streamer = on_demand_of(decoder)
+        if self._streamer is not None:
+            weights = decoder.state_dict()
             sizes = [
-                sum(held[n].numel() * held[n].element_size() for n in names)
-                for names in self._keeper.units.values()
+                sum(weights[n].numel() * weights[n].element_size() for n in names)
+                for names in self._streamer.units.values()
             ]
-            self._keeper.reads_ahead = max(sizes) <= AHEAD_BYTES or self.device.type == "cuda"
+            self._streamer.reads_ahead = max(sizes) <= AHEAD_BYTES or self.device.type == "cuda"
 
     @torch.no_grad()
     def embed(self) -> Iterator[Tensor]:
@@ -71,30 +71,30 @@ class Layers:
     @contextlib.contextmanager
     def norm_alone(self) -> Iterator[None]:
         """Within it, `finish` loads no more than it needs."""
-        if self._keeper is None:
+        if self._streamer is None:
             yield
             return
-        names = [n for n in self._keeper.units["head"] if n.startswith("decoder.final_layernorm.")]
-        with self._keeper.holding(names):
+        names = [n for n in self._streamer.units["head"] if n.startswith("decoder.final_layernorm.")]
+        with self._streamer.holding(names):
             yield
 
     def release(self) -> None:
         """Let go of the weights in memory, where they come on demand."""
-        if self._keeper is not None:
-            self._keeper.release()
+        if self._streamer is not None:
+            self._streamer.release()
 
     def close(self) -> None:
         """Let go of everything."""
         self._frames.clear()
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._streamer is not None:
+            self._streamer.close()
 
     def replayed(self, layer: int, state: Sequence[Tensor], *, graphable: bool) -> Replayed | None:
         """The layer as graphs, one for each shape of which there are enough pieces.
 
         None where there are none to be: on a CPU, or where a pass waits for the host.
         """
-        if not (self._graphs_serve and graphable) or self.decoder.groups.world.size > 1:
+        if not (self._allows_graphs and graphable) or self.decoder.groups.world.size > 1:
             return None
         module = self.decoder.decoder.layers[str(layer)]
         if not all(m.is_graphable for m in module.modules() if isinstance(m, MoeMlp)):
@@ -108,11 +108,11 @@ class Layers:
 
     def graphs(self, function: Function, state: Sequence[Tensor]) -> CudaGraphs:
         """Graphs of a function; all of them take turns in one pool of memory."""
-        more = {} if self._pool is None else {"pool": self._pool}
-        made = graphed(function, self.device, state=state, copies=True, **more)
+        options = {} if self._pool is None else {"pool": self._pool}
+        captured = graphed(function, self.device, state=state, copies=True, **options)
         if self.device.type == "cuda":
-            self._pool = made.pool
-        return made
+            self._pool = captured.pool
+        return captured
 
     def _frame(self, piece: Piece) -> ForwardContext:
         """Positions and masks of a piece: the same ones for all plain pieces of a shape."""

@@ -58,10 +58,10 @@ def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
     Raises:
         CalibrationError: there is nothing to see.
     """
-    most, out, first = tokens_at_once(config), [], 0
+    max_tokens, out, first = tokens_at_once(config), [], 0
     for batch in batches:
         rows, width = batch.shape
-        step = max(1, most // width)
+        step = max(1, max_tokens // width)
         for start in range(0, rows, step):
             some = slice(start, start + step)
             out.append(Piece(batch=rows_of(batch, some, rows), first=first + start))
@@ -76,10 +76,10 @@ def cut(batches: Sequence[Batch], config: ModelConfig) -> list[Piece]:
 
 def share(pieces: Sequence[Piece], dp: Group) -> list[Piece]:
     """The pieces of a data-parallel rank: as many on each, some of them for the others' sake."""
-    own = list(pieces[dp.rank :: dp.size])
-    if len(own) < -(-len(pieces) // dp.size):
-        own.append(replace(pieces[-1], counts=False))
-    return own
+    local = list(pieces[dp.rank :: dp.size])
+    if len(local) < -(-len(pieces) // dp.size):
+        local.append(replace(pieces[-1], counts=False))
+    return local
 
 
 def tokens_at_once(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 How = Literal["max", "percentile", "mse", "entropy"]
 HOWS: tuple[How, ...] = get_args(How)
 
-_POINTS_A_BIN = 8  # magnitudes tried for each bin of a histogram: codes may be closer than bins
+_SAMPLES_PER_BIN = 8  # magnitudes tried for each bin of a histogram: codes may be closer than bins
 _COARSE, _FINE = 96, 32  # clips tried for the least error: over all, then around the best
 _LOWEST_CLIP = 2.0**-7  # of amax
 _LINEAR_BINS, _FIRST_BINS, _STRIDE = 2048, 128, 4  # of the search by entropy: TensorRT's
@@ -56,21 +56,21 @@ def amax_of(
         raise CalibrationError(
             "an amax of no tokens", hint="quant.coverage.filled says what to take instead"
         )
-    top = float(statistics.amax.max())
-    amax = top if columns is None else float((statistics.amax / columns).max())
-    if how == "max" or not top:
+    largest_input = float(statistics.amax.max())
+    amax = largest_input if columns is None else float((statistics.amax / columns).max())
+    if how == "max" or not largest_input:
         return amax
     if how == "percentile":
         clip = _percentile(statistics, percentile)
     elif kind.partition(":")[2] != "tensor":
         return amax
     elif how == "mse":
-        clip = _least_error(statistics, _rounding(kind, largest))
+        clip = _min_error_clip(statistics, _round_function(kind, largest))
     else:
         counts = linear_counts(statistics, _LINEAR_BINS)
         bins = least_divergence(counts, _levels(kind, largest), stride=_STRIDE)
-        clip = top * bins / _LINEAR_BINS
-    return amax * min(clip / top, 1.0)
+        clip = largest_input * bins / _LINEAR_BINS
+    return amax * min(clip / largest_input, 1.0)
 
 
 def channel_amax(statistics: Statistics, columns: Floats | None = None) -> Floats:
@@ -106,29 +106,29 @@ def _edges(statistics: Statistics) -> Doubles:
 def _percentile(statistics: Statistics, percentile: float) -> float:
     """As NumPy's, of all elements, were those of a bin spread evenly over it."""
     counts, edges = statistics.histogram, _edges(statistics)
-    behind = np.cumsum(counts)
-    last = int(behind[-1]) - 1
+    cumulative = np.cumsum(counts)
+    last = int(cumulative[-1]) - 1
     rank = percentile / 100 * last
 
     def element(number: int) -> float:
         if number >= last:
             return float(edges[-1])
-        at = int(np.searchsorted(behind, number, side="right"))
-        part = (number - int(behind[at] - counts[at]) + 0.5) / int(counts[at])
-        return float(edges[at] + part * (edges[at + 1] - edges[at]))
+        bin_ = int(np.searchsorted(cumulative, number, side="right"))
+        part = (number - int(cumulative[bin_] - counts[bin_]) + 0.5) / int(counts[bin_])
+        return float(edges[bin_] + part * (edges[bin_ + 1] - edges[bin_]))
 
     low = int(rank)
     return element(low) + (rank - low) * (element(low + 1) - element(low))
 
 
-def _least_error(statistics: Statistics, rounded: Callable[[Doubles], Doubles]) -> float:
+def _min_error_clip(statistics: Statistics, rounded: Callable[[Doubles], Doubles]) -> float:
     """The clip with the least squared error over the histogram; the largest of equal ones."""
     used = np.flatnonzero(statistics.histogram)
     edges = _edges(statistics)
-    parts = (np.arange(_POINTS_A_BIN) + 0.5) / _POINTS_A_BIN
+    parts = (np.arange(_SAMPLES_PER_BIN) + 0.5) / _SAMPLES_PER_BIN
     low, high = edges[used, None], edges[used + 1, None]
     sizes = (low + parts * (high - low)).ravel()
-    counts = np.repeat(statistics.histogram[used] / _POINTS_A_BIN, _POINTS_A_BIN)
+    counts = np.repeat(statistics.histogram[used] / _SAMPLES_PER_BIN, _SAMPLES_PER_BIN)
 
     def error(clip: float) -> float:
         off = rounded(sizes / clip) * clip - sizes
@@ -144,13 +144,13 @@ def _least_error(statistics: Statistics, rounded: Callable[[Doubles], Doubles]) 
     clips = np.concatenate(
         (np.geomspace(_LOWEST_CLIP, 0.25, half, endpoint=False), np.linspace(0.25, 1, half))
     )
-    found = best(top * clips)
-    near = int(np.argmin(np.abs(clips * top - found)))
+    coarse = best(top * clips)
+    near = int(np.argmin(np.abs(clips * top - coarse)))
     around = np.linspace(clips[max(near - 1, 0)], clips[min(near + 1, len(clips) - 1)], _FINE)
-    return best(np.append(top * around, found))
+    return best(np.append(top * around, coarse))
 
 
-def _rounding(kind: str, largest: float) -> Callable[[Doubles], Doubles]:
+def _round_function(kind: str, largest: float) -> Callable[[Doubles], Doubles]:
     """Rounding of magnitudes in parts of the clip."""
     if kind.startswith("int"):
         return lambda x: np.minimum(np.rint(x * largest), largest) / largest
@@ -177,28 +177,28 @@ def _to_e4m3(x: Doubles, largest: float) -> Doubles:
 def _levels(kind: str, largest: float) -> Doubles:
     """The magnitudes that a kind has codes for, in parts of the largest one, ascending."""
     if kind.startswith("int"):
-        found = np.arange(int(largest) + 1) / largest
+        levels = np.arange(int(largest) + 1) / largest
     elif kind.startswith("fp8"):
         codes = np.arange(127)
         exponent, mantissa = np.divmod(codes, 8)
         values = np.ldexp(
             (exponent > 0) * 8.0 + mantissa, np.maximum(exponent, 1) - 10
         )  # e4m3: a bias of 7, and 3 bits of mantissa
-        found = values / 448.0
+        levels = values / 448.0
     elif kind.startswith("fp4") or kind.startswith("nvfp4") or kind.startswith("mxfp4"):
-        found = np.array(FP4) / 6.0
+        levels = np.array(FP4) / 6.0
     else:
         raise CalibrationError(f"no rounding of inputs is called {kind!r}")
-    found.flags.writeable = False
-    return found
+    levels.flags.writeable = False
+    return levels
 
 
 def linear_counts(statistics: Statistics, num: int) -> NDArray[np.int64]:
     """The histogram over equal bins from 0 to the largest magnitude, its bins spread evenly."""
     edges = _edges(statistics)
-    behind = np.concatenate(([0], np.cumsum(statistics.histogram)))
-    below = np.interp(np.linspace(0, edges[-1], num + 1), edges, behind)
-    below[-1] = behind[-1]
+    cumulative = np.concatenate(([0], np.cumsum(statistics.histogram)))
+    below = np.interp(np.linspace(0, edges[-1], num + 1), edges, cumulative)
+    below[-1] = cumulative[-1]
     out: NDArray[np.int64] = np.diff(np.rint(below).astype(np.int64))
     return out
 
@@ -220,29 +220,29 @@ def least_divergence(
     uniform = bool(np.allclose(np.diff(levels), levels[1] - levels[0]))
     num = 1 << (len(levels) - 1).bit_length() if uniform else len(levels)
     between = (levels[1:] + levels[:-1]) / 2
-    best, least = len(values), np.inf
+    best, min_divergence = len(values), np.inf
     for keep in range(min(first, len(values)), len(values) + 1, stride):
-        kept = values[:keep]
+        clipped = values[:keep]
         if uniform:
             part = np.digitize(np.arange(keep), np.linspace(0, keep, num + 1)) - 1
         else:
             part = np.searchsorted(between, (np.arange(keep) + 0.5) / keep)
-        used = kept != 0
-        sums = np.bincount(part[used], weights=kept[used], minlength=num)
+        used = clipped != 0
+        sums = np.bincount(part[used], weights=clipped[used], minlength=num)
         bins = np.bincount(part[used], minlength=num)
         after = np.where(used, (sums / np.maximum(bins, 1))[part], 0.0)
-        before = kept.copy()
-        before[-1] += total - kept.sum()
-        divergence = _divergence(before, after)
-        if divergence <= least:
-            best, least = keep, divergence
+        before = clipped.copy()
+        before[-1] += total - clipped.sum()
+        divergence = _kl_divergence(before, after)
+        if divergence <= min_divergence:
+            best, min_divergence = keep, divergence
     return best
 
 
-def _divergence(p: Doubles, q: Doubles) -> float:
+def _kl_divergence(p: Doubles, q: Doubles) -> float:
     """KL(p || q) of two distributions that need not add up to one."""
-    there = p > 0
-    if not q.sum() or bool((q[there] == 0).any()):
+    nonzero = p > 0
+    if not q.sum() or bool((q[nonzero] == 0).any()):
         return float("inf")
-    p, q = p[there] / p.sum(), q[there] / q.sum()
+    p, q = p[nonzero] / p.sum(), q[nonzero] / q.sum()
     return float((p * np.log(p / q)).sum())

@@ -41,9 +41,9 @@ class Ranks:
             if self.groups.world.size == 1:
                 raise
             fault = error
-        for told in self.gathered(fault):
-            if told is not None:
-                raise told
+        for error_ in self.gathered(fault):
+            if error_ is not None:
+                raise error_
 
     def of_stage(self, value: Any) -> list[Any]:
         """The values of the ranks that have the same layers, in one order on all of them."""

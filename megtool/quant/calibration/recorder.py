@@ -24,12 +24,12 @@ from megtool.quant.calibration.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Watched:
+class _WatchedSite:
     """A point, where it is, and what was seen there so far (None: others hold the expert)."""
 
-    point: Point
+    site: Point
     place: HookLocation
-    tally: Tally | None
+    statistics: Tally | None
 
 
 class Recorder:
@@ -57,13 +57,13 @@ class Recorder:
     ) -> None:
         self.decoder = decoder
         self.groups = decoder.groups if groups is None else groups
-        self._points: dict[int | None, list[Point]] = defaultdict(list)
+        self._sites: dict[int | None, list[Point]] = defaultdict(list)
         for point in points:
-            self._points[point.layer].append(point)
-        self._gram, self._even = frozenset(gram), frozenset(even)
+            self._sites[point.layer].append(point)
+        self._gram, self._normalize_tokens = frozenset(gram), frozenset(even)
         self._sample, self._route_all = frozenset(sample), route_all
-        self._watched: list[_Watched] = []
-        self._mixture: MoeMlp | None = None
+        self._watched: list[_WatchedSite] = []
+        self._moe: MoeMlp | None = None
         self._labels: dict[int, Tensor] = {}
         self._labels_T: Tensor | None = None
         self._on_host = self.groups.device.type == "cpu"
@@ -71,13 +71,13 @@ class Recorder:
     @property
     def state(self) -> list[Tensor]:
         """The tensors that a pass over the layer advances: `state` of `kernels.graphs.Graphs`."""
-        return [t for w in self._watched if w.tally is not None for t in w.tally.state]
+        return [t for w in self._watched if w.statistics is not None for t in w.statistics.state]
 
     @property
     def is_graphable(self) -> bool:
         """A pass over the layer neither waits for the device nor keeps rows of it."""
-        tallies = [w.tally for w in self._watched if w.tally is not None]
-        return self._mixture is None and all(t.rows is None for t in tallies)
+        tallies = [w.statistics for w in self._watched if w.statistics is not None]
+        return self._moe is None and all(t.rows is None for t in tallies)
 
     def start(self, layer: int | None) -> None:
         """Watch a layer (None: the head), and no other.
@@ -86,20 +86,20 @@ class Recorder:
             MappingError: a point of it is not in this decoder.
         """
         self.stop()
-        watched: dict[tuple[int, str], list[_Watched]] = defaultdict(list)
-        for point in self._points[layer]:
+        watched: dict[tuple[int, str], list[_WatchedSite]] = defaultdict(list)
+        for point in self._sites[layer]:
             place = places(self.decoder, point.name)[0]
-            tally = self._tally(point, place) if place.is_here else None
-            seen = _Watched(point=point, place=place, tally=tally)
-            self._watched.append(seen)
-            watched[id(place.module), place.attribute].append(seen)
-        for those in watched.values():
-            self._tap(those)
-        if layer is None or all(p.expert is None for p in self._points[layer]):
+            tally = self._make_statistics(point, place) if place.is_here else None
+            entry = _WatchedSite(site=point, place=place, statistics=tally)
+            self._watched.append(entry)
+            watched[id(place.module), place.attribute].append(entry)
+        for entries in watched.values():
+            self._install_hook(entries)
+        if layer is None or all(p.expert is None for p in self._sites[layer]):
             return
         mlp = self.decoder.decoder.layers[str(layer)].get_submodule("mlp")
         if isinstance(mlp, MoeMlp):
-            self._mixture = mlp
+            self._moe = mlp
             mlp.shows_all = self._route_all
 
     def see(self, batch: Batch, *, first_sample: int = 0) -> None:
@@ -110,12 +110,12 @@ class Recorder:
         if batch.valid_BS is not None:
             labels_T = labels_T.masked_fill(~batch.valid_BS.flatten().to(labels_T.device), -1)
         # The same storage for the same shape, as graphs need it.
-        held = self._labels.setdefault(len(labels_T), labels_T)
-        if held is not labels_T:
-            held.copy_(labels_T)
-        self._labels_T = held
-        if self._mixture is not None:
-            self._mixture.labels_T = self._own(held)
+        buffer = self._labels.setdefault(len(labels_T), labels_T)
+        if buffer is not labels_T:
+            buffer.copy_(labels_T)
+        self._labels_T = buffer
+        if self._moe is not None:
+            self._moe.labels_T = self._local_labels(buffer)
 
     def take(self) -> dict[str, Statistics]:
         """The statistics of the layer by point, which is watched no longer.
@@ -125,15 +125,15 @@ class Recorder:
         """
         watched = self._watched
         self.stop()
-        self._raise_any(watched)
+        self._raise_nonfinite(watched)
         return {
-            w.point.name: reduced(
-                w.tally,
+            w.site.name: reduced(
+                w.statistics,
                 w.place,
-                w.point.width,
+                w.site.width,
                 self.groups,
-                gram=w.point.name in self._gram,
-                sample=w.point.name in self._sample,
+                gram=w.site.name in self._gram,
+                sample=w.site.name in self._sample,
             )
             for w in watched
         }
@@ -143,40 +143,40 @@ class Recorder:
         for w in self._watched:
             w.place.set(None)
         self._watched, self._labels_T = [], None
-        if self._mixture is not None:
-            self._mixture.shows_all, self._mixture.labels_T = False, None
-            self._mixture.labels_R = None
-            self._mixture = None
+        if self._moe is not None:
+            self._moe.shows_all, self._moe.labels_T = False, None
+            self._moe.labels_R = None
+            self._moe = None
 
-    def _tally(self, point: Point, place: HookLocation) -> Tally:
+    def _make_statistics(self, point: Point, place: HookLocation) -> Tally:
         columns = place.columns.size
         return Tally(
             point.width * place.repeats // columns,
             self.groups.device,
             gram_width=point.width if point.name in self._gram else 0,
-            even=point.name in self._even,
+            even=point.name in self._normalize_tokens,
             samples=point.name in self._sample,
         )
 
-    def _tap(self, those: Sequence[_Watched]) -> None:
+    def _install_hook(self, entries: Sequence[_WatchedSite]) -> None:
         """Put the tap of all points that are at one place."""
-        place = those[0].place
-        here = [w for w in those if w.tally is not None]
+        place = entries[0].place
+        local = [w for w in entries if w.statistics is not None]
 
         def rows(x_TW: Tensor) -> Tensor:
-            labels_T = self._labeled(x_TW, place.rows.size)
+            labels_T = self._row_labels(x_TW, place.rows.size)
             padded = self._is_padded(labels_T)
-            for w in here:
-                self._count(w, x_TW, labels_T, padded)
+            for w in local:
+                self._add_rows(w, x_TW, labels_T, padded)
             return x_TW
 
         def cache(key_BSKD: Tensor, value_BSKD: Tensor) -> tuple[Tensor, Tensor]:
-            both = torch.cat((key_BSKD.flatten(2), value_BSKD.flatten(2)), -1)
-            rows(both.flatten(0, 1))
+            kv_BSW = torch.cat((key_BSKD.flatten(2), value_BSKD.flatten(2)), -1)
+            rows(kv_BSW.flatten(0, 1))
             return key_BSKD, value_BSKD
 
         def experts(rows_RW: Tensor, counts_E: Tensor) -> Tensor:
-            self._count_experts(here, rows_RW, counts_E)
+            self._add_experts(local, rows_RW, counts_E)
             return rows_RW
 
         if place.expert is not None:
@@ -184,7 +184,7 @@ class Recorder:
         else:
             place.set(cache if place.attribute == "cache_tap" else rows)
 
-    def _labeled(self, x_TW: Tensor, ranks: int) -> Tensor:
+    def _row_labels(self, x_TW: Tensor, ranks: int) -> Tensor:
         """The labels of this rank's rows, of which all `ranks` have some.
 
         Raises:
@@ -192,77 +192,77 @@ class Recorder:
         """
         labels_T = self._labels_T
         if labels_T is None or len(labels_T) != x_TW.shape[0] * ranks:
-            known = "nothing" if labels_T is None else f"{len(labels_T)} tokens"
+            expected = "nothing" if labels_T is None else f"{len(labels_T)} tokens"
             raise UsageError(
-                f"a pass over {x_TW.shape[0] * ranks} tokens, and {known} to see",
+                f"a pass over {x_TW.shape[0] * ranks} tokens, and {expected} to see",
                 hint="Recorder.see is told of every batch before its pass",
             )
-        return self._own(labels_T) if ranks > 1 else labels_T
+        return self._local_labels(labels_T) if ranks > 1 else labels_T
 
-    def _own(self, labels_T: Tensor) -> Tensor:
+    def _local_labels(self, labels_T: Tensor) -> Tensor:
         """Of this rank's rows of what lies between blocks."""
         if not self.decoder.sequence_parallel:
             return labels_T
         tp = self.groups.tp
         return labels_T.view(tp.size, -1)[tp.rank]
 
-    def _count_experts(self, here: Sequence[_Watched], rows_RW: Tensor, counts_E: Tensor) -> None:
-        mixture = self._mixture
-        if mixture is None:
+    def _add_experts(self, entries: Sequence[_WatchedSite], rows_RW: Tensor, counts_E: Tensor) -> None:
+        moe = self._moe
+        if moe is None:
             return
-        labels_R = mixture.labels_R
-        if labels_R is None or (self._route_all and not mixture.is_showing):
+        labels_R = moe.labels_R
+        if labels_R is None or (self._route_all and not moe.is_showing):
             return
         counts, padded = counts_E.tolist(), self._is_padded(labels_R)
         parts, labels = torch.split(rows_RW, counts), torch.split(labels_R, counts)
-        for w in here:
+        for w in entries:
             if w.place.expert is not None and counts[w.place.expert]:
-                self._count(w, parts[w.place.expert], labels[w.place.expert], padded)
+                self._add_rows(w, parts[w.place.expert], labels[w.place.expert], padded)
 
-    def _count(self, w: _Watched, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
-        tally, columns = w.tally, w.place.columns
-        if tally is None:
+    def _add_rows(self, w: _WatchedSite, x_TW: Tensor, labels_T: Tensor, padded: bool) -> None:
+        statistics, columns = w.statistics, w.place.columns
+        if statistics is None:
             return
         if not self._on_host:
-            full = gather_columns(x_TW, columns) if self._needs_all(tally, columns) else None
-            tally.add_labeled(x_TW, labels_T, full)
+            full = gather_columns(x_TW, columns) if self._needs_all_columns(statistics, columns) else None
+            statistics.add_labeled(x_TW, labels_T, full)
             return
         if padded:
             is_real_T = labels_T >= 0
             x_TW, labels_T = x_TW[is_real_T], labels_T[is_real_T]
-        full = gather_columns(x_TW, columns) if self._needs_all(tally, columns) else None
-        bad = tally.add(x_TW, full)
+        full = gather_columns(x_TW, columns) if self._needs_all_columns(statistics, columns) else None
+        bad = statistics.add(x_TW, full)
         if bad is not None:
             sample = int(labels_T[bad])
             if self.groups.world.size == 1:
                 self.stop()
-                _raise(w.point, sample)
-            tally.fault.fill_(min(sample, int(tally.fault)))
+                _raise_at(w.site, sample)
+            statistics.fault.fill_(min(sample, int(statistics.fault)))
 
     def _is_padded(self, labels_T: Tensor) -> bool:
         """Some rows do not count; looked up on a CPU alone."""
         return self._on_host and bool((labels_T < 0).any())
 
     @staticmethod
-    def _needs_all(tally: Tally, columns: Group) -> bool:
-        return tally.gram is not None and columns.size > 1
+    def _needs_all_columns(statistics: Tally, columns: Group) -> bool:
+        return statistics.gram is not None and columns.size > 1
 
-    def _raise_any(self, watched: Sequence[_Watched]) -> None:
+    def _raise_nonfinite(self, watched: Sequence[_WatchedSite]) -> None:
         """Raise the first fault that any rank of the stage has found, on all of them."""
         if not watched:
             return
         none = torch.tensor(NO_FAULT, device=self.groups.device)
-        faults = torch.stack([none if w.tally is None else w.tally.fault for w in watched])
+        faults = torch.stack([none if w.statistics is None else w.statistics.fault for w in watched])
         for group in (self.groups.tp, self.groups.replicas):
             faults = -all_max(-faults, group)
         for w, sample in zip(watched, faults.tolist(), strict=True):
             if sample != NO_FAULT:
-                _raise(w.point, sample)
+                _raise_at(w.site, sample)
 
 
-def _raise(point: Point, sample: int) -> NoReturn:
-    where = "the head" if point.layer is None else f"layer {point.layer}"
+def _raise_at(point: Point, sample: int) -> NoReturn:
+    location = "the head" if point.layer is None else f"layer {point.layer}"
     raise CalibrationError(
-        f"an activation at {point.name} ({where}) is NaN or infinite, in sample {sample}",
+        f"an activation at {point.name} ({location}) is NaN or infinite, in sample {sample}",
         hint="`megtool inspect --stats` shows NaN in weights; float16 overflows: --dtype float32",
     )

@@ -28,24 +28,24 @@ def reduced(
     them; `tally` is None on the others.
     """
     device = groups.device
-    here = _own(tally, place, width, device)
+    sums = _local_sums(tally, place, width, device)
     product = _gram(tally, place, width, device) if gram else None
     rows = _rows(tally, place, width, device) if sample else None
     is_expert = place.expert is not None
     for group in (place.rows, groups.expert_dp if is_expert else groups.replicas):
         if rows is not None:
-            rows = _sampled(rows, here, group)
-        here = here.summed(group)
+            rows = _gather_sample(rows, sums, group)
+        sums = sums.all_reduce(group)
         product = None if product is None else all_sum(product, group)
     if is_expert:  # one rank of the ep group has it, and nothing adds nothing
-        here = here.summed(groups.ep)
+        sums = sums.all_reduce(groups.ep)
         product = None if product is None else all_sum(product, groups.ep)
         if rows is not None:
             padded = rows.new_zeros(SAMPLE, width)
             padded[: len(rows)] = rows
             num_rows = int(all_sum(torch.tensor(len(rows), device=device), groups.ep))
             rows = all_sum(padded, groups.ep)[:num_rows]
-    return here.statistics(product, rows)
+    return sums.to_host(product, rows)
 
 
 class _Sums:
@@ -54,7 +54,7 @@ class _Sums:
     def __init__(self, sums: Tensor, amax: Tensor) -> None:
         self.sums, self.amax = sums, amax
 
-    def summed(self, group: Group) -> _Sums:
+    def all_reduce(self, group: Group) -> _Sums:
         """Of all ranks of the group."""
         return _Sums(all_sum(self.sums, group), all_max(self.amax, group))
 
@@ -63,7 +63,7 @@ class _Sums:
         """Rows."""
         return int(self.sums[-1])
 
-    def statistics(self, gram: Tensor | None, sample: Tensor | None) -> Statistics:
+    def to_host(self, gram: Tensor | None, sample: Tensor | None) -> Statistics:
         """On the host."""
         width = len(self.amax)
         sums = self.sums.cpu().numpy()
@@ -78,20 +78,20 @@ class _Sums:
         )
 
 
-def _own(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> _Sums:
+def _local_sums(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> _Sums:
     """This rank's rows, all columns. Counts below 2^53 are whole in float64."""
-    if tally is None:
+    if local is None:
         sums = torch.zeros(2 * width + BINS + 1, dtype=torch.float64, device=device)
         return _Sums(sums, torch.zeros(width, device=device))
-    columns = torch.stack((tally.abs_sum, tally.square_sum, tally.amax.double()))
-    columns = _side_by_side(columns, place)
-    counts = torch.cat((tally.histogram, tally.num_tokens.view(1)))
+    columns = torch.stack((local.abs_sum, local.square_sum, local.amax.double()))
+    columns = _gather_columns(columns, place)
+    counts = torch.cat((local.histogram, local.num_tokens.view(1)))
     counts = torch.cat((all_sum(counts[:-1], place.columns) // place.repeats, counts[-1:]))
     sums = torch.cat((columns[0], columns[1], counts.double()))
     return _Sums(sums, columns[2].float())
 
 
-def _side_by_side(x: Tensor, place: HookLocation) -> Tensor:
+def _gather_columns(x: Tensor, place: HookLocation) -> Tensor:
     """`[..., this rank's columns]` as `[..., all columns]`."""
     if place.columns.size == 1:
         return x
@@ -100,31 +100,31 @@ def _side_by_side(x: Tensor, place: HookLocation) -> Tensor:
     return every[..., :: place.repeats, :, :].transpose(-3, -2).flatten(-3)
 
 
-def _gram(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
-    if tally is None or tally.gram is None:
+def _gram(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
+    if local is None or local.gram is None:
         return torch.zeros(width, width, device=device)
-    return gather_rows(tally.gram, place.columns)
+    return gather_rows(local.gram, place.columns)
 
 
-def _rows(tally: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
+def _rows(local: Tally | None, place: HookLocation, width: int, device: torch.device) -> Tensor:
     """All columns of the rows this rank has kept, the same of which other columns' ranks have."""
-    sampled = None if tally is None else tally.sampled
+    sampled = None if local is None else local.sampled
     if sampled is None:
         return torch.zeros(0, width, device=device)
-    return _side_by_side(sampled, place)
+    return _gather_columns(sampled, place)
 
 
-def _sampled(rows: Tensor, here: _Sums, group: Group) -> Tensor:
+def _gather_sample(rows: Tensor, sums: _Sums, group: Group) -> Tensor:
     """A sample of all ranks' rows."""
     if group.size == 1:
         return rows
-    sizes = torch.tensor([[len(rows), here.num_tokens]], device=rows.device)
+    sizes = torch.tensor([[len(rows), sums.num_tokens]], device=rows.device)
     sizes = gather_rows(sizes, group)
     padded = rows.new_zeros(1, SAMPLE, rows.shape[1])
     padded[0, : len(rows)] = rows
     every = gather_rows(padded, group).cpu().numpy()
-    found = thinned([(every[i, :held], tokens) for i, (held, tokens) in enumerate(sizes.tolist())])
-    return rows[:0] if found is None else torch.from_numpy(found).to(rows.device)
+    merged = thinned([(every[i, :num_rows], tokens) for i, (num_rows, tokens) in enumerate(sizes.tolist())])
+    return rows[:0] if merged is None else torch.from_numpy(merged).to(rows.device)
 
 
 def _array(x: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -35,8 +35,8 @@ _LOG = logging.getLogger(__name__)
 CHOOSING = "choosing"
 """The folder in it of what was measured before, to choose formats by."""
 
-_ABOUT = "calibration.json"
-_MOST = 1 << 20
+_METADATA_FILE = "calibration.json"
+_MAX_METADATA_BYTES = 1 << 20
 
 
 class Work:
@@ -57,7 +57,7 @@ class Work:
     ) -> None:
         self.folder, self.leads = folder, leads
         self.files = Files() if files is None else files
-        self._about = {"fingerprint": asdict(fingerprint), "settings": dict(settings)}
+        self._metadata = {"fingerprint": asdict(fingerprint), "settings": dict(settings)}
 
     @contextlib.contextmanager
     def claim(self) -> Iterator[None]:
@@ -85,18 +85,18 @@ class Work:
             lock.release()
 
     def _check(self) -> None:
-        path = self.folder / _ABOUT
-        data = self.files.read_whole(path, at_most=_MOST)
+        path = self.folder / _METADATA_FILE
+        data = self.files.read_whole(path, at_most=_MAX_METADATA_BYTES)
         if data is None:
-            strange = [n for n in self.files.names(self.folder) if n not in ("lock", CHOOSING)]
-            if strange:
+            unknown = [n for n in self.files.names(self.folder) if n not in ("lock", CHOOSING)]
+            if unknown:
                 raise CalibrationError(
-                    f"the folder for work holds {strange[0]!r}, which no calibration made",
+                    f"the folder for work holds {unknown[0]!r}, which no calibration made",
                     file=self.folder,
                     hint="--work NAME: an empty folder, or one that does not exist yet",
                 )
-            place = path.with_name(f".{_ABOUT}.tmp")
-            text = json.dumps(self._about, indent=1, sort_keys=True).encode()
+            place = path.with_name(f".{_METADATA_FILE}.tmp")
+            text = json.dumps(self._metadata, indent=1, sort_keys=True).encode()
             fd = self.files.open_write(place)
             try:
                 self.files.truncate(fd, 0)
@@ -107,19 +107,19 @@ class Work:
             self.files.rename(place, path)
             return
         try:
-            said = json.loads(data)
-            apart = [
+            stored = json.loads(data)
+            differences = [
                 key
-                for part, values in self._about.items()
+                for part, values in self._metadata.items()
                 for key, value in values.items()
-                if said[part][key] != value
+                if stored[part][key] != value
             ]
         except (ValueError, KeyError, TypeError):
-            apart = ["kind"]
-        if apart:
+            differences = ["kind"]
+        if differences:
             raise CalibrationError(
                 "the folder for work belongs to another calibration: not the same "
-                + " and ".join(apart),
+                + " and ".join(differences),
                 file=self.folder,
                 hint="remove the folder, or choose another (--work NAME)",
             )
@@ -140,19 +140,19 @@ class Work:
             "statistics": statistics_facts(statistics, arrays),
             "settlement": settlement_facts(settlement, arrays),
         }
-        calibration_file_io.write(self._unit(unit), arrays, facts, self.files)
+        calibration_file_io.write(self._unit_file(unit), arrays, facts, self.files)
 
     def recorded(self, unit: int) -> tuple[dict[str, Statistics], Settlement] | None:
         """What came of a unit; None where it is not finished, or its file is damaged."""
-        path = self._unit(unit)
+        path = self._unit_file(unit)
         if self.files.stat(path) is None:
             return None
         try:
             facts, arrays = calibration_file_io.read(path)
             if facts["unit"] != unit:
                 raise ValueError(f"it is of unit {facts['unit']}")
-            found = statistics_of(facts["statistics"], arrays)
-            return found, settlement_of(facts["settlement"], arrays)
+            statistics = statistics_of(facts["statistics"], arrays)
+            return statistics, settlement_of(facts["settlement"], arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
             _LOG.warning("%s is damaged, and is made again: %s", path, e)
             return None
@@ -174,5 +174,5 @@ class Work:
         """Remove what entered a unit."""
         self.files.remove(self.entering(unit, part))
 
-    def _unit(self, unit: int) -> Path:
+    def _unit_file(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"

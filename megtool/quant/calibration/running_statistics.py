@@ -14,7 +14,7 @@ from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, 
 _TILE = (1 << 15) - 1  # elements worked on at a time: a cache's worth, and less than torch cuts
 _SHIFT = 23 - BINS_AN_OCTAVE.bit_length() + 1  # bits of a float32 below those that tell the bin
 _ALL_BINS = 1 << (31 - _SHIFT)
-_FIRST = (127 + OCTAVES[0]) * BINS_AN_OCTAVE  # the pattern of the smallest magnitude with a bin
+_FIRST_BIN = (127 + OCTAVES[0]) * BINS_AN_OCTAVE  # the pattern of the smallest magnitude with a bin
 _COPIES = 32  # of the counts on a GPU, so that few of its threads add to one at a time
 _TINY = torch.finfo(torch.float32).tiny
 NO_FAULT = torch.iinfo(torch.int64).max
@@ -52,14 +52,14 @@ class Tally:
         self.fault = zeros(dtype=torch.int64).fill_(NO_FAULT)
         self.gram = zeros(width, gram_width, dtype=torch.float32) if gram_width else None
         self.rows: list[Tensor] | None = [] if samples else None
-        self._even = even
-        self._seen, self._stride = 0, 1
+        self._normalize_tokens = even
+        self._num_rows, self._stride = 0, 1
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """All tensors that `add` changes."""
-        own = (self.num_tokens, self.amax, self.abs_sum, self.square_sum, self.counts, self.fault)
-        return own if self.gram is None else (*own, self.gram)
+        state = (self.num_tokens, self.amax, self.abs_sum, self.square_sum, self.counts, self.fault)
+        return state if self.gram is None else (*state, self.gram)
 
     def add(self, x_TW: Tensor, full_TV: Tensor | None = None) -> int | None:
         """Count rows in, on a CPU; the first that is not finite, where there is one.
@@ -92,10 +92,10 @@ class Tally:
         torch.maximum(self.amax, size.amax(0), out=self.amax)
         self.abs_sum += size.sum(0, dtype=torch.float64)
         bins = _bins(size)
-        places = torch.arange(bins.shape[0], device=bins.device) % self.counts.shape[0]
-        where = (bins + places.unsqueeze(1) * _ALL_BINS).flatten()
-        one = torch.ones((), dtype=torch.int64, device=bins.device).expand(where.shape)
-        self.counts.view(-1).scatter_add_(0, where, one)
+        copies = torch.arange(bins.shape[0], device=bins.device) % self.counts.shape[0]
+        indices = (bins + copies.unsqueeze(1) * _ALL_BINS).flatten()
+        ones = torch.ones((), dtype=torch.int64, device=bins.device).expand(indices.shape)
+        self.counts.view(-1).scatter_add_(0, indices, ones)
         num = is_real_T.sum()
         self.counts[0, 0] -= (is_real_T.numel() - num) * x_TW.shape[1]
         self.num_tokens += num
@@ -110,7 +110,7 @@ class Tally:
         if self.gram is not None:
             x_TW = x_TW.float()
             full = x_TW if full_TV is None else full_TV.detach().float()
-            if self._even:
+            if self._normalize_tokens:
                 x_TW = x_TW / full.norm(dim=1, keepdim=True).clamp_(min=_TINY)
             self.gram.addmm_(x_TW.T, full)
 
@@ -118,8 +118,8 @@ class Tally:
         """Keep every n-th of all rows there ever were, n doubling as they become too many."""
         if self.rows is None:
             return
-        start = -self._seen % self._stride
-        self._seen += x_TW.shape[0]
+        start = -self._num_rows % self._stride
+        self._num_rows += x_TW.shape[0]
         self.rows.append(x_TW[start :: self._stride].float().clone())
         while sum(len(r) for r in self.rows) > SAMPLE:
             self.rows = [torch.cat(self.rows)[::2].clone()]
@@ -149,9 +149,9 @@ def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     largest, sums, squares = (torch.empty(len(tiles), width) for _ in range(3))
 
     @torch.inference_mode(torch.is_inference_mode_enabled())  # each thread has its own
-    def some(own: range) -> Tensor:
+    def sum_tiles(indices: range) -> Tensor:
         counts = torch.zeros(_ALL_BINS, dtype=torch.int64)
-        for i in own:
+        for i in indices:
             tile = tiles[i]
             size = tile.abs() if tile.dtype == torch.float32 else tile.float().abs_()
             torch.amax(size, 0, out=largest[i])
@@ -162,9 +162,9 @@ def _sums(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     threads = min(torch.get_num_threads(), len(tiles) // 4)
     if threads < 2:
-        counts = some(range(len(tiles)))
+        counts = sum_tiles(range(len(tiles)))
     else:
-        parts = _pool(threads).map(some, (range(k, len(tiles), threads) for k in range(threads)))
+        parts = _pool(threads).map(sum_tiles, (range(k, len(tiles), threads) for k in range(threads)))
         counts = torch.stack(list(parts)).sum(0)
     if len(tiles) == 1:
         return largest[0], sums[0].double(), squares[0].double(), counts
@@ -184,9 +184,9 @@ def _bins(size: Tensor) -> Tensor:
 
 def folded(counts: Tensor) -> Tensor:
     """Counts of all bit patterns, `[2^13]`, as those of `BINS`: outer ones take what is beyond."""
-    end = _FIRST + BINS - 1
+    end = _FIRST_BIN + BINS - 1
     out = counts.new_zeros(BINS)
-    out[0] = counts[:_FIRST].sum()
-    out[1:] = counts[_FIRST:end]
+    out[0] = counts[:_FIRST_BIN].sum()
+    out[1:] = counts[_FIRST_BIN:end]
     out[-1] += counts[end:].sum()
     return out

@@ -41,7 +41,7 @@ class Sensitivities:
         """
         try:
             method, tokens, losses = value["method"], value["num_tokens"], value["losses"]
-            found = {
+            parsed = {
                 str(unit): {str(key): float(loss) for key, loss in some.items()}
                 for unit, some in losses.items()
             }
@@ -50,9 +50,9 @@ class Sensitivities:
             raise FormatError(f"no sensitivities: {e}") from e
         if method not in ("kl_div", "gradient") or count < 1:
             raise FormatError(f"sensitivities by {method!r} over {tokens!r} tokens")
-        if any(not 0 <= x < math.inf for some in found.values() for x in some.values()):
+        if any(not 0 <= x < math.inf for some in parsed.values() for x in some.values()):
             raise FormatError("sensitivities hold what is no loss")
-        return cls(method=method, num_tokens=count, losses=found)
+        return cls(method=method, num_tokens=count, losses=parsed)
 
 
 def merged(parts: Sequence[Sensitivities]) -> Sensitivities | None:

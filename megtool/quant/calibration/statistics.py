@@ -80,14 +80,14 @@ class Statistics:
                 f"statistics of {len(self.amax)} and of {len(other.amax)} columns do not add up",
                 hint="they are of different models",
             )
-        both = self.gram is not None and other.gram is not None
+        has_gram = self.gram is not None and other.gram is not None
         return Statistics(
             num_tokens=self.num_tokens + other.num_tokens,
             amax=np.maximum(self.amax, other.amax),
             abs_sum=self.abs_sum + other.abs_sum,
             square_sum=self.square_sum + other.square_sum,
             histogram=self.histogram + other.histogram,
-            gram=self.gram + other.gram if both else None,  # type: ignore[operator]
+            gram=self.gram + other.gram if has_gram else None,  # type: ignore[operator]
             sample=thinned([(s.sample, s.num_tokens) for s in (self, other)]),
         )
 
@@ -102,13 +102,13 @@ def thinned(parts: Sequence[tuple[Floats | None, int]]) -> Floats | None:
 
     Each part has as large a share of it as of the tokens, evenly spaced.
     """
-    held = [(rows, tokens) for rows, tokens in parts if rows is not None and len(rows)]
-    if not held:
+    samples = [(rows, tokens) for rows, tokens in parts if rows is not None and len(rows)]
+    if not samples:
         return next((rows for rows, _ in parts if rows is not None), None)
-    whole = sum(tokens for _, tokens in held)
-    share = min(SAMPLE / whole, *(len(rows) / tokens for rows, tokens in held))
-    kept = []
-    for rows, tokens in held:
+    total = sum(tokens for _, tokens in samples)
+    share = min(SAMPLE / total, *(len(rows) / tokens for rows, tokens in samples))
+    selected = []
+    for rows, tokens in samples:
         count = min(len(rows), math.floor(share * tokens + 1e-9))
-        kept.append(rows[np.arange(count) * len(rows) // max(count, 1)])
-    return np.concatenate(kept)
+        selected.append(rows[np.arange(count) * len(rows) // max(count, 1)])
+    return np.concatenate(selected)

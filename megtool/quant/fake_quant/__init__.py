@@ -1,1 +1,1 @@
-"""Simulation: a model computing as an engine will, in ordinary numbers."""
+"""Fake quantization: a model that computes with rounded values, as an engine will."""

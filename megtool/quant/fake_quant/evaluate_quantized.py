@@ -1,4 +1,4 @@
-"""Evaluate: a quantized model beside the one it was made of, on the same text."""
+"""Evaluates a quantized model against its unquantized source, on the same text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megtool.inference.compare import Comparison, compare
 from megtool.inference.forward import Forward
 from megtool.inference.windows import TokenDocument
-from megtool.quant.fake_quant.fake_quant_model import Simulation
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Quality:
 def compare_quantized(
     source: Forward,
     quantized: Forward,
-    simulation: Simulation | None,
+    simulation: FakeQuantModel | None,
     documents: Sequence[TokenDocument],
     *,
     window: int,

@@ -1,4 +1,4 @@
-"""Simulation: a loaded decoder that computes, for a while, as the engine will."""
+"""A loaded decoder that temporarily computes with fake-quantized weights, inputs and caches."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rounding:
+class InputRounding:
     """What becomes of one input: its kind (of `treatment.INPUTS`), scale and columns' factors."""
 
     kind: str
     scale: float
     columns: Tensor | None
 
-    def equals(self, other: Rounding | None) -> bool:
+    def equals(self, other: InputRounding | None) -> bool:
         """The same becomes of another one."""
         if other is None or (self.kind, self.scale) != (other.kind, other.scale):
             return False
@@ -49,7 +49,7 @@ class Rounding:
         return torch.equal(self.columns, other.columns)
 
 
-class Simulation:
+class FakeQuantModel:
     """A decoder with inputs and caches rounded as `settlement` says; in `with`, or by `start`.
 
     With `weights`, for a decoder of the model before quantization, weights are rounded too, and
@@ -82,20 +82,20 @@ class Simulation:
         self._decoder, self._settlement, self._dtype = decoder, settlement, dtype
         self._folded = not weights
         stage = decoder.stage
-        here = [
+        local_sites = [
             p for p in points if (p.layer in stage.layers if p.layer is not None else stage.head)
         ]
         self._taps: list[tuple[HookLocation, Callable[..., Any]]] = []
         self._before: list[tuple[HookLocation, Any]] = []
         self._hooks: list[RemovableHandle] = []
-        self._made: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._asked: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
-        self._together = [(p.layer, names) for p in here for names in p.together]
-        self._find_taps(here)
+        self._together = [(p.layer, names) for p in local_sites for names in p.together]
+        self._install_hooks(local_sites)
         named = {
             m: p.layer
-            for p in here
+            for p in local_sites
             for m in p.modules
             if (t := settlement.treatments.get(m)) is not None
             and (weights or t.format.algo == "W4A8_AWQ")
@@ -106,7 +106,7 @@ class Simulation:
                 if module in self._views.parts:
                     self._modules[layer].append(module)
 
-    def start(self) -> Simulation:
+    def start(self) -> FakeQuantModel:
         """Compute as the engine does from now on."""
         decoder = self._decoder
         try:
@@ -131,13 +131,13 @@ class Simulation:
             hook.remove()
         if self._asked is not None:
             self._decoder.before_head = self._asked
-        for name, (made, own) in self._made.items():
-            if self._decoder.get_parameter(name) is made:
-                restored(self._decoder, name, own)
+        for name, (parameter, original) in self._replaced.items():
+            if self._decoder.get_parameter(name) is parameter:
+                restored(self._decoder, name, original)
         self._before, self._hooks, self._asked = [], [], None
-        self._made.clear()
+        self._replaced.clear()
 
-    def __enter__(self) -> Simulation:
+    def __enter__(self) -> FakeQuantModel:
         return self.start()
 
     def __exit__(
@@ -172,15 +172,19 @@ class Simulation:
         """Put rounded weights in the place of a layer's own, unless they are there."""
         decoder, modules = self._decoder, self._modules[layer]
         names = self._views.parameters(modules)
-        if all(n in self._made and decoder.get_parameter(n) is self._made[n][0] for n in names):
+        if all(
+            n in self._replaced and decoder.get_parameter(n) is self._replaced[n][0] for n in names
+        ):
             return
-        for name in [n for n in self._made if decoder.get_parameter(n) is not self._made[n][0]]:
-            del self._made[name]  # let go of by who loads on demand
-        own = {name: decoder.get_parameter(name) for name in names}
+        for name in [
+            n for n in self._replaced if decoder.get_parameter(n) is not self._replaced[n][0]
+        ]:
+            del self._replaced[name]  # let go of by who loads on demand
+        originals = {name: decoder.get_parameter(name) for name in names}
         rounded = self.rounded(layer)
         for name in names:
             replaced(decoder, name, rounded[name])
-            self._made[name] = decoder.get_parameter(name), own[name]
+            self._replaced[name] = decoder.get_parameter(name), originals[name]
 
     @property
     def taps(self) -> Sequence[tuple[HookLocation, Callable[..., Any]]]:
@@ -203,11 +207,11 @@ class Simulation:
             for name in self._views.parameters(modules)
         }
         for module in modules:
-            held, treatment = self._views.read(module), treatments[module]
+            stored_weight, treatment = self._views.read(module), treatments[module]
             if self._folded:
-                weight = run_weight(held, treatment)
+                weight = run_weight(stored_weight, treatment)
             else:
-                weight = fake_weight(held, treatment, dtype=self._dtype, as_run=True)
+                weight = fake_weight(stored_weight, treatment, dtype=self._dtype, as_run=True)
             self._views.write(module, weight, out)
         return out
 
@@ -217,17 +221,17 @@ class Simulation:
         if self._folded:
             return {}
         out: dict[str, Treatment] = {}
-        for at, names in self._together:
-            held = [
+        for site, names in self._together:
+            amaxes = [
                 t
                 for m in names
-                if at == layer and m in self._views.parts
+                if site == layer and m in self._views.parts
                 if (t := self._settlement.treatments[m]).format.algo == "FP8"
             ]
-            if len(held) > 1:
-                tops = [tensor_amax(self._views.read(t.module), t) for t in held]
-                one = np.asarray(max(tops), np.float32)
-                out |= {t.module: replace(t, amax=one) for t in held}
+            if len(amaxes) > 1:
+                tops = [tensor_amax(self._views.read(t.module), t) for t in amaxes]
+                shared = np.asarray(max(tops), np.float32)
+                out |= {t.module: replace(t, amax=shared) for t in amaxes}
         return out
 
     def weight(self, module: str) -> Tensor | None:
@@ -235,8 +239,8 @@ class Simulation:
         has = hasattr(self, "_views") and module in self._views.parts
         return self._views.read(module) if has else None
 
-    def _find_taps(self, points: Sequence[Point]) -> None:
-        inputs: dict[tuple[int, str], list[tuple[HookLocation, Rounding]]] = defaultdict(list)
+    def _install_hooks(self, points: Sequence[Point]) -> None:
+        inputs: dict[tuple[int, str], list[tuple[HookLocation, InputRounding]]] = defaultdict(list)
         for point in points:
             if point.what == "kv_cache":
                 for cache in (self._settlement.caches.get(m) for m in point.modules):
@@ -251,40 +255,44 @@ class Simulation:
             for place in self._places(point):
                 if place.is_here:
                     inputs[id(place.module), place.attribute].append((place, rounding))
-        for found in inputs.values():
-            place, rounding = found[0]
+        for roundings in inputs.values():
+            place, rounding = roundings[0]
             if place.expert is not None:
                 num_experts = place.module.get_parameter("weight").shape[0]
-                by_expert = {p.expert: self._own(r, p) for p, r in found if p.expert is not None}
+                by_expert = {
+                    p.expert: self._local_rounding(r, p)
+                    for p, r in roundings
+                    if p.expert is not None
+                }
                 tap: Callable[..., Any] = _expert_tap(
                     by_expert, num_experts, place, self._decoder.groups.device
                 )
             else:
-                tap = _input_tap(self._own(rounding, place), place)
+                tap = _input_tap(self._local_rounding(rounding, place), place)
             self._taps.append((place, tap))
 
     def _places(self, point: Point) -> tuple[HookLocation, ...]:
         return places(self._decoder, point.name)
 
-    def _rounding(self, point: Point) -> Rounding | None:
+    def _rounding(self, point: Point) -> InputRounding | None:
         """What becomes of a point's input; None where it stays as it is."""
-        found = {m: self._rounding_for(m) for m in point.modules}
-        first_name, first = next(iter(found.items()))
-        for name, other in found.items():
-            same = other is None if first is None else first.equals(other)
-            if not same:
+        roundings = {m: self._rounding_for(m) for m in point.modules}
+        first_name, first = next(iter(roundings.items()))
+        for name, rounding in roundings.items():
+            is_equal = rounding is None if first is None else first.equals(rounding)
+            if not is_equal:
                 raise UsageError(
                     f"{first_name} and {name} multiply the same input, rounded in different ways",
                     hint="engines run them as one: let one rule of the recipe decide about both",
                 )
         return first
 
-    def _rounding_for(self, module: str) -> Rounding | None:
+    def _rounding_for(self, module: str) -> InputRounding | None:
         treatment = self._settlement.treatments.get(module)
         kind = None if treatment is None else INPUTS.get(treatment.format.algo)
         if treatment is None or kind is None:
             return None
-        return Rounding(
+        return InputRounding(
             kind=kind,
             scale=float(input_scale(treatment)) if needs_scale(treatment) else 0.0,
             columns=self._columns(treatment),
@@ -295,20 +303,20 @@ class Simulation:
             return None
         return torch.from_numpy(np.array(treatment.columns, np.float32))
 
-    def _own(self, rounding: Rounding, place: HookLocation) -> Rounding:
+    def _local_rounding(self, rounding: InputRounding, place: HookLocation) -> InputRounding:
         """For this rank's columns, on its device."""
         columns, group = rounding.columns, place.columns
         if columns is not None:
             width = len(columns) // group.size
             columns = columns[group.rank * width :][:width].to(self._decoder.groups.device)
-        return Rounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
+        return InputRounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
 
 
 def _cache_tap(cache: Cache) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return lambda key, value: fake_cache(key, value, cache)
 
 
-def _input_tap(rounding: Rounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
+def _input_tap(rounding: InputRounding, place: HookLocation) -> Callable[[Tensor], Tensor]:
     group = place.columns
 
     def tap(x_TI: Tensor) -> Tensor:
@@ -324,7 +332,10 @@ def _input_tap(rounding: Rounding, place: HookLocation) -> Callable[[Tensor], Te
 
 
 def _expert_tap(
-    by_expert: Mapping[int, Rounding], num_experts: int, place: HookLocation, device: torch.device
+    by_expert: Mapping[int, InputRounding],
+    num_experts: int,
+    place: HookLocation,
+    device: torch.device,
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Rows sorted by expert, each as its expert has it, without a loop over experts.
 

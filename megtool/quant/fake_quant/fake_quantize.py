@@ -1,4 +1,4 @@
-"""Simulate: weights, inputs and caches as an engine computes with them, in ordinary numbers.
+"""Fake quantization of weights, inputs and KV caches, in float32.
 
 `fake_weight` gives what a packed weight means, `fake_input` and `fake_cache` what becomes of what
 is multiplied and cached. All take and give numbers as the source model has them: factors of columns
@@ -76,7 +76,7 @@ def fake_weight(
 ) -> Tensor:
     """What the packed weight means, divided by the columns' factors again: float32 `[out, in]`.
 
-    Before that division it equals, bit for bit, what `megtool.number_formats` decodes of what it encoded
+    Before that division it equals, bit for bit, what `number_formats` decodes of what it encoded
     (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
     from, its stored one (`bfloat16`, whatever `weight_OI` itself is): FP8 with a scale a tensor
     that is to be rounded twice is rounded to it first. With `columns` the product is
@@ -93,13 +93,17 @@ def fake_weight(
     algo = treatment.format.algo
     packing = packing_of(treatment.format)
     layout(packing, tuple(weight_OI.shape))  # says what does not divide
-    name, _, how = packing.partition(":")
+    name, _, granularity = packing.partition(":")
     device = weight_OI.device
     columns = _on(treatment.columns, device)
-    top = _whole_amax(weight_OI, columns) if how == "tensor" or name == "nvfp4" or as_run else None
+    top = (
+        _whole_amax(weight_OI, columns)
+        if granularity == "tensor" or name == "nvfp4" or as_run
+        else None
+    )
     codes = None if treatment.codes is None else torch.from_numpy(treatment.codes)
     amax = _on(treatment.amax, device)
-    if amax is not None and how == "tensor":
+    if amax is not None and granularity == "tensor":
         amax = amax.reshape(1, 1)
     second = None
     if name == "nvfp4" and top is not None:
@@ -117,23 +121,23 @@ def fake_weight(
         part = slice(begin, min(begin + step, rows))
         x = weight_OI[part].float()
         x = x if columns is None else x * columns
-        view = _blocks(x, how)
-        dims = _reduced(how)
+        view = _blocks(x, granularity)
+        dims = _reduced(granularity)
         if amax is None:
-            found = top.reshape(1, 1) if how == "tensor" and top is not None else None
-            if found is None and dims == (2,):
-                found = group_amax(x, view.shape[2])
-            elif found is None:
-                found = view.abs().amax(dims, keepdim=True)
+            tensor_amax = top.reshape(1, 1) if granularity == "tensor" and top is not None else None
+            if tensor_amax is None and dims == (2,):
+                tensor_amax = group_amax(x, view.shape[2])
+            elif tensor_amax is None:
+                tensor_amax = view.abs().amax(dims, keepdim=True)
         else:
-            found = _part(amax, how, part).reshape(
+            tensor_amax = _part(amax, granularity, part).reshape(
                 [1 if d in dims else n for d, n in enumerate(view.shape)]
             )
-        scale = _scale(name, found, second)
+        scale = _scale(name, tensor_amax, second)
         if codes is None:
             view = _rounded(name, view / scale, quotient)
         else:
-            view = _meaning(name, _blocks(codes[part].to(device), how))
+            view = _meaning(name, _blocks(codes[part].to(device), granularity))
         result = (view * scale).reshape(x.shape)
         if run is not None:
             result = to_e4m3(result / run) * run
@@ -182,29 +186,29 @@ def _whole_amax(weight_OI: Tensor, columns: Tensor | None) -> Tensor:
     return (torch.maximum(-low, high).float() * columns).max()
 
 
-def _blocks(x: Tensor, how: str) -> Tensor:
+def _blocks(x: Tensor, granularity: str) -> Tensor:
     """`[out, in]` with dimensions of their own for what one scale serves."""
-    if how in ("tensor", "channel"):
+    if granularity in ("tensor", "channel"):
         return x
-    sizes = [int(n) for n in how.split("x")]
+    sizes = [int(n) for n in granularity.split("x")]
     rows, width = x.shape
     if len(sizes) == 1:
         return x.view(rows, width // sizes[0], sizes[0])
     return x.view(rows // sizes[0], sizes[0], width // sizes[1], sizes[1])
 
 
-def _reduced(how: str) -> tuple[int, ...]:
+def _reduced(granularity: str) -> tuple[int, ...]:
     """Those of `_blocks` that one scale serves."""
-    if how in ("tensor", "channel"):
-        return (0, 1) if how == "tensor" else (1,)
-    return (1, 3) if "x" in how else (2,)
+    if granularity in ("tensor", "channel"):
+        return (0, 1) if granularity == "tensor" else (1,)
+    return (1, 3) if "x" in granularity else (2,)
 
 
-def _part(amax: Tensor, how: str, rows: slice) -> Tensor:
+def _part(amax: Tensor, granularity: str, rows: slice) -> Tensor:
     """The amax of some rows."""
-    if how == "tensor":
+    if granularity == "tensor":
         return amax
-    per = int(how.split("x")[0]) if "x" in how else 1
+    per = int(granularity.split("x")[0]) if "x" in granularity else 1
     return amax[rows.start // per : -(-rows.stop // per)]
 
 
@@ -311,19 +315,19 @@ def _rounded_rows(
 ) -> Tensor:
     x = x_TI.float()
     x = x / columns if columns is not None else x
-    name, _, how = kind.partition(":")
-    if how == "tensor":
+    name, _, granularity = kind.partition(":")
+    if granularity == "tensor":
         # Engines multiply by the reciprocal.
         inverse = 1 / scale if isinstance(scale, Tensor) else float(np.float32(1) / scale)
         x = x * inverse
         x = to_integers(x, -128, 127) if name == "int8" else round_e4m3_(x)
         x.mul_(scale)
-    elif how == "token":
+    elif granularity == "token":
         top = x.abs().amax(-1, keepdim=True)
         each = plain_scale(largest(top) if largest is not None else top, E4M3_LARGEST)
         x = round_e4m3_(x / each).mul_(each)
     else:
-        x = _rounded_groups(x, name, int(how), scale)
+        x = _rounded_groups(x, name, int(granularity), scale)
     if columns is not None:
         x.mul_(columns)
     return x.to(x_TI.dtype)

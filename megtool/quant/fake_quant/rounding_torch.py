@@ -1,6 +1,6 @@
-"""Rounding to small numbers with torch, on any device: the values that codes mean, not the codes.
+"""Rounding to low-precision values with torch, on any device: values, not codes.
 
-The same numbers, to the last bit, as `megtool.number_formats` encodes and decodes; nothing waits for the
+The same values, to the last bit, as `number_formats` encodes and decodes; nothing waits for the
 host, so that all of it may be part of a CUDA graph. Every function takes and gives float32.
 """
 
@@ -91,8 +91,8 @@ def power_scale(amax: Tensor, largest: float) -> Tensor:
 
 
 def block_scale(amax: Tensor, second: Tensor | float) -> Tensor:
-    """NVFP4's scales of blocks, in E4M3: `megtool.number_formats.scales.modelopt_block`. The factor of a
+    """NVFP4's scales of blocks, in E4M3: see `number_formats.scales.modelopt_block`. The factor of a
     block is this times `second`."""
-    found = amax / (E2M1_LARGEST * second)
-    found = torch.where(found == 0, 1.0, found)
-    return to_e4m3(found.clamp_(min=2.0**-9))
+    scale = amax / (E2M1_LARGEST * second)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return to_e4m3(scale.clamp_(min=2.0**-9))

@@ -1,4 +1,4 @@
-"""Views: the weights of modules inside the fused and cut parameters of a decoder.
+"""Weights of single modules as views of a decoder's fused and sharded parameters.
 
 A parameter holds several canonical weights (queries, keys and values by groups of heads), or a part
 of one, as a rank has it: the tables that load and reshard say where each element is.
@@ -29,7 +29,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WeightPart:
     """What a rank has of a weight: pieces of it in its own `parameter`, perhaps none.
 
     Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
@@ -53,12 +53,12 @@ class WeightViews:
         self._decoder = decoder
         config, groups = decoder.config, decoder.groups
         layers = {str(n) for n in decoder.stage.layers}
-        wanted = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
-        self.parts: dict[str, Part] = {}
-        if not wanted:
+        names = {f"{m}.weight" for m in modules if _layer(m) in (*layers, "")}
+        self.parts: dict[str, WeightPart] = {}
+        if not names:
             return
-        side = canonical_side(config, {_layer(n) for n in wanted})
-        for name in sorted(wanted - set(side.canonical)):
+        side = canonical_side(config, {_layer(n) for n in names})
+        for name in sorted(names - set(side.canonical)):
             raise MappingError(f"the model has no weight {name!r}", tensor=name)
         target = write_side(
             side,
@@ -67,26 +67,30 @@ class WeightViews:
             per_layer=True,
             divisible_by=VOCAB_MULTIPLE,
         )
-        seat = RankCoordinates(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
+        seat = RankCoordinates(
+            stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
+        )
         ranks = rank_parameters(target.tensors, config, groups.parallel)
-        stored = {n: target.placements[n].stored for n in wanted}
+        stored = {n: target.placements[n].stored for n in names}
         fused = set(stored.values())
-        mine = {t.key: t for t in local_tensors(ranks, seat).values() if t.key in fused}
-        local = local_side(mine.values(), side, target)
-        found: dict[str, list[tuple[Placement, Placement]]] = {
-            n: [] for n, key in stored.items() if key in mine
+        local_tensors_by_key = {
+            t.key: t for t in local_tensors(ranks, seat).values() if t.key in fused
         }
-        for part, there in local.source.items():
+        local = local_side(local_tensors_by_key.values(), side, target)
+        placements: dict[str, list[tuple[Placement, Placement]]] = {
+            n: [] for n, key in stored.items() if key in local_tensors_by_key
+        }
+        for part, source_box in local.source.items():
             name = part.rpartition("#")[0]
-            if name in found:
-                found[name].append((local.target[part], there))
+            if name in placements:
+                placements[name].append((local.target[part], source_box))
         sizes = {t.name: prod(t.shape) for t in target.tensors}
-        for name, pieces in found.items():
+        for name, pieces in placements.items():
             if ".experts." in name and not pieces:  # another rank's
                 continue
-            tensor = mine[stored[name]]
+            tensor = local_tensors_by_key[stored[name]]
             share = groups.ep.size if ".experts." in name else 1
-            self.parts[name.removesuffix(".weight")] = Part(
+            self.parts[name.removesuffix(".weight")] = WeightPart(
                 parameter=tensor.name,
                 shape=side.canonical[name].shape,
                 is_cut=prod(tensor.shape) * share < sizes[tensor.key],
@@ -100,10 +104,10 @@ class WeightViews:
     def read(self, module: str) -> Tensor:
         """The whole weight `[out, in]`, in memory of its own."""
         part = self.parts[module]
-        held = self._decoder.get_parameter(part.parameter).detach()
-        out = torch.zeros(part.shape, dtype=held.dtype, device=held.device)
-        for here, there in part.pieces:
-            _strided(out, there).copy_(_strided(held, here))
+        parameter = self._decoder.get_parameter(part.parameter).detach()
+        out = torch.zeros(part.shape, dtype=parameter.dtype, device=parameter.device)
+        for local_box, weight_box in part.pieces:
+            _strided(out, weight_box).copy_(_strided(parameter, local_box))
         return all_sum(out, self._group(module)) if part.is_cut else out
 
     def write(
@@ -112,9 +116,11 @@ class WeightViews:
         """Put this rank's part of a weight in its place, as the type that is there: in tensors by
         the parameters' names, or the parameters themselves."""
         part, weight_OI = self.parts[module], weight_OI.contiguous()
-        held = self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
-        for here, there in part.pieces:
-            _strided(held.detach(), here).copy_(_strided(weight_OI, there))
+        parameter = (
+            self._decoder.get_parameter(part.parameter) if into is None else into[part.parameter]
+        )
+        for local_box, weight_box in part.pieces:
+            _strided(parameter.detach(), local_box).copy_(_strided(weight_OI, weight_box))
 
     def _group(self, module: str) -> Group:
         groups = self._decoder.groups

@@ -1,1 +1,1 @@
-"""Choosing: formats for each part of a model, within a budget."""
+"""Automatic mixed precision: a format for each part of a model, within a budget of bits."""

@@ -1,4 +1,4 @@
-"""Auto: formats for each unit of a model, so that it is hurt least within a budget of bytes."""
+"""Chooses a format for each decision unit so that the loss grows least within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import Any
 from megtool.console import format_bytes
 from megtool.errors import CalibrationError, UsageError
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.mixed_precision.decision_units import Unit, key_of, list_units
-from megtool.quant.mixed_precision.knapsack import Item, Option, Selection, curve, select, smallest
+from megtool.quant.mixed_precision.decision_units import DecisionUnit, key_of, list_units
+from megtool.quant.mixed_precision.knapsack import (
+    FormatOption,
+    KnapsackItem,
+    KnapsackSelection,
+    curve,
+    select,
+    smallest,
+)
 from megtool.quant.recipes.engine_models import cache_alone, cache_alone_hint, turns_rows
 from megtool.quant.recipes.engine_support import Target, permitted
 from megtool.quant.recipes.formats import Format
@@ -22,7 +29,7 @@ from megtool.quant.recipes.rules import KEEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenFormat:
     """What was chosen for a unit, and all it could have become: label, bytes, predicted loss."""
 
     name: str
@@ -31,11 +38,11 @@ class Chosen:
     num_bytes: int
     loss: float
     options: tuple[tuple[str, int, float], ...]
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BudgetPoint:
     """A point of the curve: with so many bits a weight, so much loss is predicted."""
 
     bits: float
@@ -44,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FormatChoice:
     """An automatic recipe, decided.
 
     `decisions` are those about all modules, with a format or none. `loss` is predicted: the sum of
@@ -54,14 +61,14 @@ class Choice:
     """
 
     decisions: tuple[Decision, ...]
-    units: tuple[Chosen, ...]
+    units: tuple[ChosenFormat, ...]
     method: str
     weights: int
     budget_bytes: int
     num_bytes: int
     loss: float
     bound: float
-    curve: tuple[Place, ...]
+    curve: tuple[BudgetPoint, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,7 +93,7 @@ class Choice:
                     "format": u.label,
                     "num_bytes": u.num_bytes,
                     "loss": u.loss,
-                    "why": u.why,
+                    "why": u.reason,
                     "options": [
                         {"format": label, "num_bytes": size, "loss": loss}
                         for label, size, loss in u.options
@@ -110,7 +117,7 @@ def choose(
     architecture: str = "",
     bits: float = 0.0,
     group_size: int = 0,
-) -> Choice:
+) -> FormatChoice:
     """Formats for all that a recipe leaves to a choice.
 
     `bits` replaces the recipe's budget (0: its own). With a `target`, only formats that it loads,
@@ -139,36 +146,39 @@ def choose(
         loaded = {a for algos in alone for a in algos}
         sets = permitted(target, fixed, sets[0], experts=experts, turned=turned)
     budgets = _budgets(units, by_module, bits)
-    found: list[tuple[Selection, list[list[tuple[Format | None, Option]]]]] = []
+    selections: list[tuple[KnapsackSelection, list[list[tuple[Format | None, FormatOption]]]]] = []
     for algos in sets:
         options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
         if all(smallest(_items(units, options, c)) <= b for c, b in budgets.items()):
-            found.append((_solved(units, options, budgets), options))
-    if not found:
+            selections.append((_solved(units, options, budgets), options))
+    if not selections:
         raise _too_small(units, by_module, recipe, sensitivities, sets, budgets)
-    best, options = min(found, key=lambda f: (f[0].loss, f[0].num_bytes))
+    best, options = min(selections, key=lambda f: (f[0].loss, f[0].num_bytes))
     allowed = {o[0].algo for listed in options for o in listed if o[0]}
-    if left := sorted({f.algo for u in units for f in u.formats} - allowed):
-        told, lacks = " and ".join(left), "mix" if loaded.issuperset(left) else "load"
+    if unsupported := sorted({f.algo for u in units for f in u.formats} - allowed):
+        algo_list, lacks = (
+            " and ".join(unsupported),
+            "mix" if loaded.issuperset(unsupported) else "load",
+        )
         notes.append(
-            f"{told} left out: {target.name if target else 'the engine'} does not {lacks} them"
+            f"{algo_list} left out: {target.name if target else 'the engine'} does not {lacks} them"
         )
     units_done, by_name = [], {}
     for unit, listed, pick in zip(units, options, best.picks, strict=True):
-        taken, why = listed[pick], _why(listed, pick)
+        option, reason = listed[pick], _explain_pick(listed, pick)
         units_done.append(
-            Chosen(
+            ChosenFormat(
                 name=unit.name,
                 modules=unit.modules,
-                label=taken[1].name,
-                num_bytes=taken[1].num_bytes,
-                loss=taken[1].loss,
+                label=option[1].name,
+                num_bytes=option[1].num_bytes,
+                loss=option[1].loss,
                 options=tuple((o.name, o.num_bytes, o.loss) for _, o in listed),
-                why=why,
+                reason=reason,
             )
         )
         for m in unit.modules:
-            by_name[m] = _decided(by_module[m], recipe, taken[0], why)
+            by_name[m] = _decided(by_module[m], recipe, option[0], reason)
         notes += [
             f"{unit.name} cannot be {c}: groups do not divide it"
             for c in unit.choice.choose
@@ -176,12 +186,12 @@ def choose(
         ]
     weights = sum(by_module[m].module.numel for u in units for m in u.modules)
     decided = tuple(by_name.get(d.module.name, d) for d in decisions)
-    if target is not None and (told := cache_alone(target.engine, decided)):
+    if target is not None and (algo_list := cache_alone(target.engine, decided)):
         raise UsageError(
-            f"all weights would be kept, and {target.name} {told}",
+            f"all weights would be kept, and {target.name} {algo_list}",
             hint="fewer --bits; or " + cache_alone_hint(target.engine),
         )
-    return Choice(
+    return FormatChoice(
         decisions=decided,
         units=tuple(units_done),
         method=sensitivities.method,
@@ -191,7 +201,7 @@ def choose(
         loss=best.loss,
         bound=best.bound,
         curve=tuple(
-            Place(bits=8 * s.num_bytes / max(weights, 1), num_bytes=s.num_bytes, loss=s.loss)
+            BudgetPoint(bits=8 * s.num_bytes / max(weights, 1), num_bytes=s.num_bytes, loss=s.loss)
             for s in curve(_items(units, options))
         ),
         notes=tuple(notes),
@@ -199,7 +209,7 @@ def choose(
 
 
 def _budgets(
-    units: Sequence[Unit], by_module: Mapping[str, Decision], bits: float
+    units: Sequence[DecisionUnit], by_module: Mapping[str, Decision], bits: float
 ) -> dict[str, int]:
     """Bytes of everything that each of the recipe's choices decides about."""
     weights: dict[str, int] = defaultdict(int)
@@ -211,17 +221,17 @@ def _budgets(
 
 
 def _options(
-    unit: Unit,
+    unit: DecisionUnit,
     by_module: Mapping[str, Decision],
     recipe: Recipe,
     sensitivities: Sensitivities,
     algos: frozenset[str],
-) -> list[tuple[Format | None, Option]]:
+) -> list[tuple[Format | None, FormatOption]]:
     """What a unit may become, from the recipe's first format to being kept."""
-    known = sensitivities.losses.get(unit.name, {})
-    out: list[tuple[Format | None, Option]] = []
+    losses = sensitivities.losses.get(unit.name, {})
+    out: list[tuple[Format | None, FormatOption]] = []
     for f in (f for f in unit.formats if f.algo in algos):
-        if (key := key_of(f, recipe)) not in known:
+        if (key := key_of(f, recipe)) not in losses:
             groups = f" in groups of {f.group_size}" if f.group_size else ""
             raise CalibrationError(
                 f"nothing was measured about {unit.name} as {f.label}{groups}",
@@ -229,32 +239,32 @@ def _options(
                 "with this recipe, and with data",
             )
         size = sum(weigh(recipe, by_module[m].module, f) for m in unit.modules)
-        out.append((f, Option(name=f.label, num_bytes=size, loss=known[key])))
-    kept = sum(by_module[m].module.num_bytes for m in unit.modules)
-    return [*out, (None, Option(name=KEEP, num_bytes=kept, loss=0.0))]
+        out.append((f, FormatOption(name=f.label, num_bytes=size, loss=losses[key])))
+    unquantized_bytes = sum(by_module[m].module.num_bytes for m in unit.modules)
+    return [*out, (None, FormatOption(name=KEEP, num_bytes=unquantized_bytes, loss=0.0))]
 
 
 def _items(
-    units: Sequence[Unit],
-    options: Sequence[Sequence[tuple[Format | None, Option]]],
+    units: Sequence[DecisionUnit],
+    options: Sequence[Sequence[tuple[Format | None, FormatOption]]],
     choice: str = "",
-) -> list[Item]:
+) -> list[KnapsackItem]:
     return [
-        Item(name=u.name, options=tuple(o for _, o in listed))
+        KnapsackItem(name=u.name, options=tuple(o for _, o in listed))
         for u, listed in zip(units, options, strict=True)
         if not choice or u.choice.name == choice
     ]
 
 
 def _solved(
-    units: Sequence[Unit],
-    options: Sequence[Sequence[tuple[Format | None, Option]]],
+    units: Sequence[DecisionUnit],
+    options: Sequence[Sequence[tuple[Format | None, FormatOption]]],
     budgets: Mapping[str, int],
-) -> Selection:
+) -> KnapsackSelection:
     """The best choice for each of the budgets, as one."""
     parts = {c: select(_items(units, options, c), b) for c, b in budgets.items()}
     picks = {c: iter(s.picks) for c, s in parts.items()}
-    return Selection(
+    return KnapsackSelection(
         picks=tuple(next(picks[u.choice.name]) for u in units),
         num_bytes=sum(s.num_bytes for s in parts.values()),
         loss=sum(s.loss for s in parts.values()),
@@ -263,7 +273,7 @@ def _solved(
 
 
 def _too_small(
-    units: Sequence[Unit],
+    units: Sequence[DecisionUnit],
     by_module: Mapping[str, Decision],
     recipe: Recipe,
     sensitivities: Sensitivities,
@@ -292,19 +302,21 @@ def _rounded_up(bits: float) -> float:
     return -int(-bits * 100 // 1) / 100
 
 
-def _why(listed: Sequence[tuple[Format | None, Option]], pick: int) -> str:
+def _explain_pick(listed: Sequence[tuple[Format | None, FormatOption]], pick: int) -> str:
     """A choice in words: what it costs and saves, or what was not worth it."""
-    taken, kept = listed[pick], listed[-1][1]
-    if taken[0] is not None:
-        saved = format_bytes(max(kept.num_bytes - taken[1].num_bytes, 0))
-        return f"chosen: {taken[1].name} costs {taken[1].loss:.3g} nats for {saved} less"
+    picked, unquantized = listed[pick], listed[-1][1]
+    if picked[0] is not None:
+        saved = format_bytes(max(unquantized.num_bytes - picked[1].num_bytes, 0))
+        return f"chosen: {picked[1].name} costs {picked[1].loss:.3g} nats for {saved} less"
     if len(listed) == 1:
         return "chosen: kept, as no format suits it"
-    other = min((o for f, o in listed if f), key=lambda o: o.loss)
-    saved = format_bytes(max(kept.num_bytes - other.num_bytes, 0))
-    return f"chosen: kept, as {other.name} would cost {other.loss:.3g} nats for {saved} less"
+    best = min((o for f, o in listed if f), key=lambda o: o.loss)
+    saved = format_bytes(max(unquantized.num_bytes - best.num_bytes, 0))
+    return f"chosen: kept, as {best.name} would cost {best.loss:.3g} nats for {saved} less"
 
 
-def _decided(decision: Decision, recipe: Recipe, found: Format | None, why: str) -> Decision:
-    size = weigh(recipe, decision.module, found)
-    return replace(decision, format=found, why=why, num_bytes=size, choices=())
+def _decided(
+    decision: Decision, recipe: Recipe, number_format: Format | None, reason: str
+) -> Decision:
+    size = weigh(recipe, decision.module, number_format)
+    return replace(decision, format=number_format, why=reason, num_bytes=size, choices=())

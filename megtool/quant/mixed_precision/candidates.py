@@ -1,4 +1,4 @@
-"""Survey: what each unit of a model would be settled as in each of its formats, from one pass."""
+"""Quantization parameters of every decision unit in each candidate format, from one pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megtool.quant.calibration.micro_batches import Piece
 from megtool.quant.calibration.rank_sync import Ranks
 from megtool.quant.calibration.recorder import Recorder
 from megtool.quant.calibration.statistics import Statistics
-from megtool.quant.fake_quant.fake_quant_model import Simulation
-from megtool.quant.mixed_precision.decision_units import Unit, key_of
-from megtool.quant.mixed_precision.sensitivity_cache import Measured
+from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
+from megtool.quant.mixed_precision.decision_units import DecisionUnit, key_of
+from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
 from megtool.quant.qparams import Settlement
 from megtool.quant.recipes.formats import Format
 from megtool.quant.recipes.match import Decision
@@ -36,10 +36,10 @@ SETTLING = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CandidateRun:
     """A unit in a format."""
 
-    unit: Unit
+    unit: DecisionUnit
     key: str
 
     def finite(self, loss: float) -> float:
@@ -71,16 +71,16 @@ class Passes:
     def __call__(self, passes: float) -> None:
         """So many more are done."""
         self._done += passes
-        whole = math.floor(self._done + 1e-6)
-        self._progress("sensitivity", whole - self._told, math.floor(self._expected + 1e-6))
-        self._told = whole
+        finished = math.floor(self._done + 1e-6)
+        self._progress("sensitivity", finished - self._told, math.floor(self._expected + 1e-6))
+        self._told = finished
 
     def of(self, num_tokens: int) -> float:
         """Passes of other numbers of tokens."""
         return num_tokens / self._num_tokens
 
 
-class Survey:
+class CandidateSurvey:
     """A model and its units, and what each would be settled as in each of its formats.
 
     Every rank makes the same calls, over `pieces` of its own, of which each data-parallel rank has
@@ -90,34 +90,34 @@ class Survey:
     def __init__(
         self,
         decoder: Decoder,
-        units: Sequence[Unit],
+        units: Sequence[DecisionUnit],
         decisions: Sequence[Decision],
         recipe: Recipe,
         points: Sequence[Point],
         weights: CanonicalWeights,
         pieces: Sequence[Piece],
-        kept: Measured | None = None,
+        cache: SensitivityCache | None = None,
     ) -> None:
         self.decoder, self.units, self.pieces = decoder, units, pieces
         self.ranks = Ranks(groups=decoder.groups)
         self._decisions = {d.module.name: d for d in decisions}
-        self._recipe, self._weights, self._kept = recipe, weights, kept
+        self._recipe, self._weights, self._cache = recipe, weights, cache
         self._points: dict[str, list[Point]] = defaultdict(list)
         owner = {m: u.name for u in units for m in u.modules}
         for point in points:
             if point.what == "input" and point.modules[0] in owner:
                 self._points[owner[point.modules[0]]].append(point)
-        self.settled: dict[tuple[str, str], Settlement] = {}
+        self.qparams: dict[tuple[str, str], Settlement] = {}
 
-    def points_of(self, unit: Unit) -> list[Point]:
+    def points_of(self, unit: DecisionUnit) -> list[Point]:
         """Where the unit's inputs are."""
         return self._points[unit.name]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[CandidateRun]:
         """All units in all formats, in the model's order, the head's last."""
         last = len(self.decoder.stage.layers)
         order = sorted(self.units, key=lambda u: last if u.layer is None else u.layer)
-        return [Run(u, key_of(f, self._recipe)) for u in order for f in u.formats]
+        return [CandidateRun(u, key_of(f, self._recipe)) for u in order for f in u.formats]
 
     def head_passes(self) -> float:
         """What logits and their softmax take, as passes through a layer."""
@@ -130,7 +130,7 @@ class Survey:
         each = layer / max(config.num_layers, 1)
         return 2 * config.vocab_size * config.hidden_size / max(each, 1)
 
-    def settle(self, passes: Passes) -> None:
+    def solve(self, passes: Passes) -> None:
         """Run all pieces through the model as it is, and settle every unit in every format.
 
         It goes on behind the last layer that an earlier run has kept.
@@ -142,12 +142,12 @@ class Survey:
         if done == len(numbers):
             return
         points = [p for u in self.units for p in self._points[u.name]]
-        asked = {p.name: self._asked(p) for p in points}
+        requirements = {p.name: self._requirements(p) for p in points}
         recorder = Recorder(
             self.decoder,
             points,
-            gram={n for n, (gram, _) in asked.items() if gram},
-            sample={n for n, (_, sample) in asked.items() if sample},
+            gram={n for n, (gram, _) in requirements.items() if gram},
+            sample={n for n, (_, sample) in requirements.items() if sample},
         )
         layers = Layers(self.decoder, self.pieces)
         states = Activations(
@@ -158,8 +158,10 @@ class Survey:
         )
         try:
             begin = self._enter(done, layers, states)
-            rest = [n for n in numbers[begin:] if n is not None]
-            passes.expect(SETTLING * len(rest) * sum(passes.of(p.num_tokens) for p in self.pieces))
+            upcoming = [n for n in numbers[begin:] if n is not None]
+            passes.expect(
+                SETTLING * len(upcoming) * sum(passes.of(p.num_tokens) for p in self.pieces)
+            )
             for number, layer in enumerate(numbers[begin:], start=begin):
                 with self.ranks.together():
                     recorder.start(layer)
@@ -175,8 +177,8 @@ class Survey:
                         states.put(i, layers.run(layer, i, x_TH))
                         passes(SETTLING * passes.of(piece.num_tokens))
                     states.end(self._written(number + 1))
-                    seen = recorder.take()
-                self._settle_layer(number, layer, seen)
+                    statistics = recorder.take()
+                self._solve_layer(number, layer, statistics)
             self._forget(len(numbers))
         finally:
             states.close()
@@ -185,15 +187,15 @@ class Survey:
     def _finished(self, numbers: Sequence[int | None]) -> int:
         """How many layers (and the head) are settled on every rank, from the first on; they are
         taken over."""
-        known = []
+        finished = []
         for number in range(len(numbers)):
-            found = None if self._kept is None else self._kept.settled(number)
-            if found is None:
+            qparams = None if self._cache is None else self._cache.read_qparams(number)
+            if qparams is None:
                 break
-            known.append(found)
-        done: int = min(self.ranks.gathered(len(known)))
-        for found in known[:done]:
-            self.settled |= found
+            finished.append(qparams)
+        done: int = min(self.ranks.gathered(len(finished)))
+        for qparams in finished[:done]:
+            self.qparams |= qparams
         return done
 
     def _enter(self, done: int, layers: Layers, states: Activations) -> int:
@@ -208,7 +210,7 @@ class Survey:
     def _entering(self, number: int) -> Path | None:
         """The file of what enters a layer, of which every data-parallel rank has one."""
         groups = self.decoder.groups
-        return None if self._kept is None else self._kept.work.entering(number, groups.dp.rank)
+        return None if self._cache is None else self._cache.work.entering(number, groups.dp.rank)
 
     def _written(self, number: int) -> Path | None:
         """The same on the rank that writes it: others have the same rows."""
@@ -216,77 +218,83 @@ class Survey:
 
     def _forget(self, number: int) -> None:
         groups = self.decoder.groups
-        if self._kept is not None and groups.tp.is_first:
-            self._kept.work.forget(number, groups.dp.rank)
+        if self._cache is not None and groups.tp.is_first:
+            self._cache.work.forget(number, groups.dp.rank)
 
-    def _asked(self, point: Point) -> tuple[bool, bool]:
+    def _requirements(self, point: Point) -> tuple[bool, bool]:
         unit = next(u for u in self.units if point.modules[0] in u.modules)
         decision = self._decisions[point.modules[0]]
-        found = [needs(self._recipe, replace(decision, format=f)) for f in unit.formats]
-        return any(n.gram for n in found), any(n.sample for n in found)
+        requirements = [needs(self._recipe, replace(decision, format=f)) for f in unit.formats]
+        return any(n.gram for n in requirements), any(n.sample for n in requirements)
 
-    def _settle_layer(
+    def _solve_layer(
         self, number: int, layer: int | None, statistics: Mapping[str, Statistics]
     ) -> None:
         runs = [(u, f) for u in self.units if u.layer == layer for f in u.formats]
-        groups, own, fault = self.decoder.groups, dict[tuple[str, str], Settlement](), None
+        groups, solved, fault = self.decoder.groups, dict[tuple[str, str], Settlement](), None
         try:
-            for unit, found in runs[groups.rank :: groups.world.size]:
-                own[unit.name, key_of(found, self._recipe)] = self._settle(unit, found, statistics)
+            for unit, number_format in runs[groups.rank :: groups.world.size]:
+                solved[unit.name, key_of(number_format, self._recipe)] = self._solve_unit(
+                    unit, number_format, statistics
+                )
         except MegtoolError as error:
             fault = error  # the others wait for what this rank was to settle
         every: dict[tuple[str, str], Settlement] = {}
-        for part, told in self.ranks.gathered((own, fault)):
-            if told is not None:
-                raise told
+        for part, rank_fault in self.ranks.gathered((solved, fault)):
+            if rank_fault is not None:
+                raise rank_fault
             every |= part
-        keys = ((unit.name, key_of(found, self._recipe)) for unit, found in runs)
+        keys = ((unit.name, key_of(number_format, self._recipe)) for unit, number_format in runs)
         some = {key: every[key] for key in keys}
-        if self._kept is not None:
+        if self._cache is not None:
             with self.ranks.together():
                 if groups.rank == 0:
-                    self._kept.record_settled(number, some)
+                    self._cache.record_qparams(number, some)
             self._forget(number)
-            some = self._kept.settled(number) or some  # large arrays stay on disk
-        self.settled |= some
+            some = self._cache.read_qparams(number) or some  # large arrays stay on disk
+        self.qparams |= some
 
-    def _settle(
-        self, unit: Unit, found: Format, statistics: Mapping[str, Statistics]
+    def _solve_unit(
+        self, unit: DecisionUnit, number_format: Format, statistics: Mapping[str, Statistics]
     ) -> Settlement:
-        seen = {m: replace(self._decisions[m], format=found, choices=()) for m in unit.modules}
+        decisions = {
+            m: replace(self._decisions[m], format=number_format, choices=()) for m in unit.modules
+        }
         points = self._points[unit.name]
-        seen_points = _seen(points, statistics)
+        seen_points = _statistics_of(points, statistics)
         return settle(
             points,
             seen_points,
-            seen,
+            decisions,
             self._recipe,
             self._weights,
             config=self.decoder.config,
             norms=self._weights.norm,
         )
 
-    def simulated(self, run: Run) -> Simulation:
+    def simulated(self, run: CandidateRun) -> FakeQuantModel:
         """The model with that unit alone rounded, in `with`."""
-        settled = self.settled[run.unit.name, run.key]
-        return Simulation(self.decoder, self._points[run.unit.name], settled, weights=True)
+        qparams = self.qparams[run.unit.name, run.key]
+        return FakeQuantModel(self.decoder, self._points[run.unit.name], qparams, weights=True)
 
 
-def _seen(points: Sequence[Point], statistics: Mapping[str, Statistics]) -> dict[str, Statistics]:
+def _statistics_of(
+    points: Sequence[Point], statistics: Mapping[str, Statistics]
+) -> dict[str, Statistics]:
     """Statistics of points; of an expert without a token, those of all others together."""
     out = {p.name: statistics[p.name] for p in points}
     for point in points:
         if point.expert is None or out[point.name].num_tokens:
             continue
         last = point.name.rpartition(".")[2]
-        others = [
+        partners = [
             statistics[p.name]
             for p in points
             if p.name.rpartition(".")[2] == last and statistics[p.name].num_tokens
         ]
-        if others:
-            both = others[0]
-            for other in others[1:]:
-                both = both.merged(other)
-            out[point.name] = both
+        if partners:
+            merged = partners[0]
+            for partner in partners[1:]:
+                merged = merged.merged(partner)
+            out[point.name] = merged
     return out

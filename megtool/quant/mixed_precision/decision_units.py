@@ -1,4 +1,4 @@
-"""Units: what is decided about as one, because engines run it as one, and what it may become."""
+"""Decision units: modules that an engine runs as one and that take one format together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megtool.quant.recipes.rules import KEEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class DecisionUnit:
     """Modules that get one format: q, k and v; gate and up; all experts of a layer.
 
     `formats` are those it may get, besides being kept, in the recipe's order; formats whose groups
@@ -37,14 +37,16 @@ def unit_of(module: Module) -> str:
     return name
 
 
-def key_of(found: Format, recipe: Recipe) -> str:
+def key_of(number_format: Format, recipe: Recipe) -> str:
     """A format by all that its effect depends on, whatever a recipe calls it."""
-    return f"{found.algo}:{found.group_size}:{found.method or recipe.method}"
+    return (
+        f"{number_format.algo}:{number_format.group_size}:{number_format.method or recipe.method}"
+    )
 
 
 def list_units(
     decisions: Sequence[Decision], recipe: Recipe, *, group_size: int = 0
-) -> tuple[Unit, ...]:
+) -> tuple[DecisionUnit, ...]:
     """The units of all decisions that are left to a choice, in the model's order.
 
     `group_size` replaces that of formats that have several to choose from (0: their own).
@@ -67,16 +69,17 @@ def list_units(
     for name, some in groups.items():
         if not any(d.choices for d in some):
             continue
-        other = next((d for d in some if d.format != some[0].format), None)
-        if other is not None or some[0].format is None:
+        conflicting = next((d for d in some if d.format != some[0].format), None)
+        if conflicting is not None or some[0].format is None:
             raise RecipeError(
                 f"engines run {name} as one, and the recipe gives {some[0].module.name} "
-                f"{some[0].label}, {(other or some[0]).module.name} {(other or some[0]).label}",
+                f"{some[0].label}, {(conflicting or some[0]).module.name} "
+                f"{(conflicting or some[0]).label}",
                 hint="let one rule decide about all of it",
             )
         listed = [format_of(c, recipe, group_size) for c in some[0].choices if c != KEEP]
         out.append(
-            Unit(
+            DecisionUnit(
                 name=name,
                 layer=some[0].module.layer,
                 modules=tuple(d.module.name for d in some),
@@ -93,23 +96,29 @@ def format_of(name: str, recipe: Recipe, group_size: int = 0) -> Format:
     Raises:
         RecipeError: there is none.
     """
-    found = recipe.formats.get(name)
-    if found is None:
+    number_format = recipe.formats.get(name)
+    if number_format is None:
         if name not in FORMATS:
             raise RecipeError(f"unknown format {name!r} to choose", hint=nearest(name, FORMATS))
-        known = FORMATS[name].groups
-        found = Format(name=name, algo=name, group_size=known[0] if known else 0)
-    if group_size and len(found.number.groups) > 1 and group_size in found.number.groups:
-        return replace(found, group_size=group_size)
-    return found
+        group_sizes = FORMATS[name].groups
+        number_format = Format(
+            name=name, algo=name, group_size=group_sizes[0] if group_sizes else 0
+        )
+    if (
+        group_size
+        and len(number_format.number.groups) > 1
+        and group_size in number_format.number.groups
+    ):
+        return replace(number_format, group_size=group_size)
+    return number_format
 
 
-def _divides(found: Format, module: Module) -> bool:
+def _divides(number_format: Format, module: Module) -> bool:
     """Groups and blocks go into the weight, and rows are in pairs where they are packed so."""
     rows, columns = module.shape
-    number = found.number
-    if found.group_size and columns % found.group_size:
+    number = number_format.number
+    if number_format.group_size and columns % number_format.group_size:
         return False
-    if number.scaling == "block" and rows % found.group_size:
+    if number.scaling == "block" and rows % number_format.group_size:
         return False
     return not (number.bits == 4 and number.groups[0] == 128 and rows % 2)

@@ -1,4 +1,4 @@
-"""Gradient: what rounding each unit costs, estimated from one backward pass over the data."""
+"""Sensitivity of each decision unit, estimated from one backward pass over the data."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.micro_batches import Piece, moved, num_valid, rows_of, share
 from megtool.quant.calibration.rank_sync import Ranks
-from megtool.quant.mixed_precision.candidates import Passes, Run, Survey
-from megtool.quant.mixed_precision.decision_units import Unit
-from megtool.quant.mixed_precision.sensitivity_cache import Key, Measured
+from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
+from megtool.quant.mixed_precision.decision_units import DecisionUnit
+from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
 
 BACKWARD_TOKENS = 1024
 """Tokens of one backward pass, whose activations are all in memory at once."""
@@ -31,10 +31,10 @@ _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RecordedInput:
     """A call of a module of a unit: what went in, what came out, and what that is worth."""
 
-    unit: Unit
+    unit: DecisionUnit
     module: nn.Module
     inputs: tuple[Any, ...]
     options: dict[str, Any]
@@ -43,10 +43,10 @@ class _Seen:
 
 
 def by_gradient(
-    survey: Survey,
+    survey: CandidateSurvey,
     pieces: Sequence[Piece],
     progress: Progress,
-    kept: Measured | None = None,
+    cache: SensitivityCache | None = None,
 ) -> dict[Key, float]:
     """Half the sum over outputs y of (dL/dy)^2 (y rounded - y)^2, mean over tokens, of all runs.
 
@@ -55,51 +55,53 @@ def by_gradient(
     that `kept` knows the sums of. Data-parallel ranks share `pieces` out.
     """
     ranks, groups = survey.ranks, survey.decoder.groups
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, list[CandidateRun]] = {}
     for run in survey.runs():
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
     every = [p for piece in pieces for p in _small(piece)]
     small, tokens, done = share(every, groups.dp), num_valid(every), 0
-    known, count = ranks.gathered(({}, 0) if kept is None else kept.losses())[0]
-    if known.keys() == sums.keys() and count <= len(small):
+    losses, count = ranks.gathered(({}, 0) if cache is None else cache.losses())[0]
+    if losses.keys() == sums.keys() and count <= len(small):
         done = count
-        sums = known if groups.rank == 0 else sums
+        sums = losses if groups.rank == 0 else sums
     passes, num_layers = Passes(progress, BACKWARD_TOKENS), len(survey.decoder.stage.layers)
     # Forward, backward for twice as long, and once more for each format of a unit.
     most = max((len(some) for some in runs.values()), default=0)
     each = 3 * (num_layers + survey.head_passes()) + most * num_layers
     passes.expect(each * sum(passes.of(p.num_tokens) for p in small[done:]))
     if done < len(small):
-        survey.settle(passes)
+        survey.solve(passes)
         simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
     for number, piece in enumerate(small[done:], start=done):
         with ranks.together():
             calls = _backward(survey, piece) if piece.counts else []
             part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
             while calls:
-                seen = calls.pop()
-                for run in runs.get(seen.unit.name, ()):
+                call = calls.pop()
+                for run in runs.get(call.unit.name, ()):
                     with simulations[id(run)]:
-                        sums[run.unit.name, run.key] += _damage(seen)
+                        sums[run.unit.name, run.key] += _damage(call)
                 passes(part)
             for run in (r for some in runs.values() for r in some):
                 run.finite(sums[run.unit.name, run.key])
-        if kept is not None:
-            _record(kept, _added(sums, groups), number + 1, ranks)
+        if cache is not None:
+            _record(cache, _added(sums, groups), number + 1, ranks)
     return {key: x / tokens for key, x in _added(sums, groups).items()}
 
 
 def _added(sums: Mapping[Key, float], groups: ProcessGroups) -> dict[Key, float]:
     """The sums over all data-parallel ranks."""
-    own = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
-    return dict(zip(sums, all_sum(own, groups.dp).tolist(), strict=True))
+    local_sums = torch.tensor(list(sums.values()), dtype=torch.float64, device=groups.device)
+    return dict(zip(sums, all_sum(local_sums, groups.dp).tolist(), strict=True))
 
 
-def _record(kept: Measured, sums: Mapping[Key, float], num_pieces: int, ranks: Ranks) -> None:
+def _record(
+    cache: SensitivityCache, sums: Mapping[Key, float], num_pieces: int, ranks: Ranks
+) -> None:
     with ranks.together():
         if ranks.groups.rank == 0:
-            kept.record_losses(sums, num_pieces)
+            cache.record_losses(sums, num_pieces)
 
 
 def _small(piece: Piece) -> Iterator[Piece]:
@@ -110,19 +112,19 @@ def _small(piece: Piece) -> Iterator[Piece]:
         yield replace(piece, batch=rows_of(piece.batch, some, rows))
 
 
-def _backward(survey: Survey, piece: Piece) -> list[_Seen]:
+def _backward(survey: CandidateSurvey, piece: Piece) -> list[_RecordedInput]:
     """One pass there and back over a piece: every call of the units' modules."""
     decoder = survey.decoder
-    calls: list[_Seen] = []
+    calls: list[_RecordedInput] = []
 
-    def watched(unit: Unit) -> _Hook:
+    def watched(unit: DecisionUnit) -> _Hook:
         def hook(
             module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
         ) -> None:
-            found: list[Tensor] = []
-            output.register_hook(found.append)  # type: ignore[no-untyped-call]
-            held = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
-            calls.append(_Seen(unit, module, held, options, output.detach(), found))
+            tensors: list[Tensor] = []
+            output.register_hook(tensors.append)  # type: ignore[no-untyped-call]
+            detached = tuple(i.detach() if isinstance(i, Tensor) else i for i in inputs)
+            calls.append(_RecordedInput(unit, module, detached, options, output.detach(), tensors))
 
         return hook
 
@@ -171,7 +173,7 @@ class _Head(nn.Module):
 
 
 @torch.no_grad()
-def _damage(seen: _Seen) -> float:
+def _damage(seen: _RecordedInput) -> float:
     """What a call costs as the module computes now."""
     if not seen.gradient:  # an output that no counted token depends on
         return 0.0

@@ -1,4 +1,4 @@
-"""Divergence: how far a model's answers move when one unit of it alone is rounded.
+"""Sensitivity as KL divergence: how far the output moves when one decision unit alone is quantized.
 
 Every unit in every format it may get is a run of its own, which leaves the model's at its own
 layer: what enters that is kept, and all runs go through the layers behind together, each layer
@@ -18,19 +18,19 @@ from megtool.inference.evaluate import MOST_LOGITS
 from megtool.parallel.collectives import all_sum
 from megtool.quant.calibration.layer_runner import Layers
 from megtool.quant.calibration.micro_batches import Piece, num_valid
-from megtool.quant.mixed_precision.candidates import Passes, Run, Survey
-from megtool.quant.mixed_precision.sensitivity_cache import Key, Measured
+from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
+from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
 
 AT_ONCE = 32
 """Runs that end, and are kept, together; the model's own run is made once more for so many."""
 
 
 def by_divergence(
-    survey: Survey,
+    survey: CandidateSurvey,
     pieces: Sequence[Piece],
     memory_bytes: int,
     progress: Progress,
-    kept: Measured | None = None,
+    kept: SensitivityCache | None = None,
 ) -> dict[Key, float]:
     """KL(model || model with one unit rounded), mean over the tokens of all ranks, of all runs.
 
@@ -52,15 +52,15 @@ def by_divergence(
     for wave, begin in zip(waves, begins, strict=True):
         passes.expect(sum(n >= begin for n in numbers))
         passes.expect(sum(sum(n >= _behind(r) for n in numbers) + head for r in wave))
-    survey.settle(passes)
+    survey.solve(passes)
     layers = Layers(decoder, pieces)
     # What enters the layer a wave begins with; behind the last layer for the head's.
     entering = {first: list(layers.embed())}
     for number, (wave, begin) in enumerate(zip(waves, begins, strict=True)):
         later = set(begins[number + 1 :])
         states, streams = _carried(survey, layers, wave, begin, entering, later, passes)
-        found = _divergences(survey, layers, wave, states, streams, passes, head)
-        for run, loss in zip(wave, found, strict=True):
+        divergences = _divergences(survey, layers, wave, states, streams, passes, head)
+        for run, loss in zip(wave, divergences, strict=True):
             losses[run.unit.name, run.key] = loss
         with ranks.together():
             if kept is not None and decoder.groups.rank == 0:
@@ -74,15 +74,15 @@ END = 1 << 30
 """Behind the last layer."""
 
 
-def _behind(run: Run) -> int:
+def _behind(run: CandidateRun) -> int:
     """The layer that a run begins with."""
     return END if run.unit.layer is None else run.unit.layer
 
 
 def _carried(
-    survey: Survey,
+    survey: CandidateSurvey,
     layers: Layers,
-    wave: Sequence[Run],
+    wave: Sequence[CandidateRun],
     begin: int,
     entering: dict[int, list[Tensor]],
     later: Collection[int],
@@ -116,9 +116,9 @@ def _carried(
 
 @torch.inference_mode()
 def _divergences(
-    survey: Survey,
+    survey: CandidateSurvey,
     layers: Layers,
-    wave: Sequence[Run],
+    wave: Sequence[CandidateRun],
     states: Sequence[Tensor],
     streams: Sequence[Sequence[Tensor]],
     passes: Passes,
@@ -135,8 +135,8 @@ def _divergences(
     for i, piece in enumerate(layers.pieces):
         valid_T = piece.valid_T
         picked = torch.arange(piece.num_tokens) if valid_T is None else valid_T.nonzero()[:, 0]
-        for at in range(0, len(picked), step):
-            some = picked[at : at + step].to(layers.device)
+        for start in range(0, len(picked), step):
+            some = picked[start : start + step].to(layers.device)
             log_p_CV = decoder.logits(layers.finish(states[i][some])).float().log_softmax(-1)
             p_CV = log_p_CV.exp()
             for number, run in enumerate(wave):
@@ -149,6 +149,6 @@ def _divergences(
                 kl_CV = torch.expm1(-gap_CV).add_(gap_CV).mul_(p_CV)
                 sums[number] += float(kl_CV.sum(dtype=torch.float64))
                 passes(head * len(some) / tokens)
-    own = torch.tensor([*sums, tokens], dtype=torch.float64, device=layers.device)
-    *sums, every = all_sum(own, decoder.groups.dp).tolist()
+    local_sums = torch.tensor([*sums, tokens], dtype=torch.float64, device=layers.device)
+    *sums, every = all_sum(local_sums, decoder.groups.dp).tolist()
     return [run.finite(max(s / max(every, 1), 0.0)) for s, run in zip(sums, wave, strict=True)]

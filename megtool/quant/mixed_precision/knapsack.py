@@ -1,4 +1,4 @@
-"""Choice: one option for each item, so that losses are least and bytes stay within a budget."""
+"""Chooses one option per item: the least total loss whose bytes stay within a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ answer is then near the optimum, not proved to be it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class FormatOption:
     """What one item may become: what it then weighs, and what that is predicted to cost."""
 
     name: str
@@ -26,15 +26,15 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class KnapsackItem:
     """Something that takes exactly one of its options."""
 
     name: str
-    options: tuple[Option, ...]
+    options: tuple[FormatOption, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class KnapsackSelection:
     """The number of the option of each item, and their sums.
 
     No choice within the budget has a loss below `bound`; the selection is optimal where that is
@@ -48,7 +48,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class KnapsackStep:
     """A point of the curve of all budgets: the least loss of so many bytes.
 
     It differs from the point before by `item` having taken its option `option` (both empty in the
@@ -72,12 +72,14 @@ class _Rise:
     loss: float
 
 
-def smallest(items: Sequence[Item]) -> int:
+def smallest(items: Sequence[KnapsackItem]) -> int:
     """Bytes of the smallest choice there is."""
     return sum(min(o.num_bytes for o in item.options) for item in items)
 
 
-def select(items: Sequence[Item], budget: int, *, most_states: int = MOST_STATES) -> Selection:
+def select(
+    items: Sequence[KnapsackItem], budget: int, *, most_states: int = MOST_STATES
+) -> KnapsackSelection:
     """The choice of least loss within `budget` bytes; of equal ones the smallest.
 
     Partial choices are extended item by item. One goes when another is no larger and no worse, or
@@ -95,16 +97,18 @@ def select(items: Sequence[Item], budget: int, *, most_states: int = MOST_STATES
     best = _total(items, picks)
     bound = _relaxed(items, hulls, budget)
     if best[1] <= bound or not items:
-        return Selection(picks=picks, num_bytes=best[0], loss=best[1], bound=min(bound, best[1]))
-    found, exact = _searched(items, hulls, budget, best[1], most_states)
-    if found is not None and _better(_total(items, found), best):
-        picks, best = found, _total(items, found)
-    return Selection(
+        return KnapsackSelection(
+            picks=picks, num_bytes=best[0], loss=best[1], bound=min(bound, best[1])
+        )
+    best_picks, exact = _searched(items, hulls, budget, best[1], most_states)
+    if best_picks is not None and _better(_total(items, best_picks), best):
+        picks, best = best_picks, _total(items, best_picks)
+    return KnapsackSelection(
         picks=picks, num_bytes=best[0], loss=best[1], bound=best[1] if exact else bound
     )
 
 
-def curve(items: Sequence[Item]) -> tuple[Step, ...]:
+def curve(items: Sequence[KnapsackItem]) -> tuple[KnapsackStep, ...]:
     """Budgets and the losses they allow, from the smallest choice to the one without loss.
 
     Every point is the best choice of its size; between two lie others, a little above the line.
@@ -114,19 +118,19 @@ def curve(items: Sequence[Item]) -> tuple[Step, ...]:
     """
     _check(items, None)
     hulls = [_hull(item) for item in items]
-    taken = [item.options[hull[0]] for item, hull in zip(items, hulls, strict=True)]
-    size = sum(o.num_bytes for o in taken)
-    out = [Step(num_bytes=size, loss=math.fsum(o.loss for o in taken))]
+    options = [item.options[hull[0]] for item, hull in zip(items, hulls, strict=True)]
+    size = sum(o.num_bytes for o in options)
+    out = [KnapsackStep(num_bytes=size, loss=math.fsum(o.loss for o in options))]
     for rise in _rises(items, hulls):
         item = items[rise.item]
-        taken[rise.item] = option = item.options[hulls[rise.item][rise.place]]
+        options[rise.item] = option = item.options[hulls[rise.item][rise.place]]
         size += rise.num_bytes
-        loss = math.fsum(o.loss for o in taken)
-        out.append(Step(num_bytes=size, loss=loss, item=item.name, option=option.name))
+        loss = math.fsum(o.loss for o in options)
+        out.append(KnapsackStep(num_bytes=size, loss=loss, item=item.name, option=option.name))
     return tuple(out)
 
 
-def _check(items: Sequence[Item], budget: int | None) -> None:
+def _check(items: Sequence[KnapsackItem], budget: int | None) -> None:
     for item in items:
         for option in item.options:
             if not np.isfinite(option.loss):
@@ -144,12 +148,12 @@ def _better(a: tuple[int, float], b: tuple[int, float]) -> bool:
     return (a[1], a[0]) < (b[1], b[0])
 
 
-def _total(items: Sequence[Item], picks: Sequence[int]) -> tuple[int, float]:
+def _total(items: Sequence[KnapsackItem], picks: Sequence[int]) -> tuple[int, float]:
     chosen = [item.options[p] for item, p in zip(items, picks, strict=True)]
     return sum(o.num_bytes for o in chosen), float(sum(o.loss for o in chosen))
 
 
-def _useful(item: Item) -> list[int]:
+def _useful(item: KnapsackItem) -> list[int]:
     """Options by size that cost less than all smaller ones."""
     order = sorted(
         range(len(item.options)), key=lambda i: (item.options[i].num_bytes, item.options[i].loss, i)
@@ -161,7 +165,7 @@ def _useful(item: Item) -> list[int]:
     return out
 
 
-def _hull(item: Item) -> list[int]:
+def _hull(item: KnapsackItem) -> list[int]:
     """The options on the lower convex hull of (bytes, loss), by size."""
     out: list[int] = []
     for i in _useful(item):
@@ -171,12 +175,12 @@ def _hull(item: Item) -> list[int]:
     return out
 
 
-def _slope(item: Item, a: int, b: int) -> float:
+def _slope(item: KnapsackItem, a: int, b: int) -> float:
     small, large = item.options[a], item.options[b]
     return (large.loss - small.loss) / (large.num_bytes - small.num_bytes)
 
 
-def _rises(items: Sequence[Item], hulls: Sequence[Sequence[int]]) -> list[_Rise]:
+def _rises(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]]) -> list[_Rise]:
     """All steps along all hulls, those that gain most for a byte first."""
     out = []
     for number, (item, hull) in enumerate(zip(items, hulls, strict=True)):
@@ -187,16 +191,18 @@ def _rises(items: Sequence[Item], hulls: Sequence[Sequence[int]]) -> list[_Rise]
     return sorted(out, key=lambda r: (r.slope, r.item, r.place))
 
 
-def _greedy(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> tuple[int, ...]:
+def _greedy(
+    items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budget: int
+) -> tuple[int, ...]:
     """A good choice: steps by what they gain for a byte while they fit, then whatever fits."""
     places = [0] * len(items)
-    left = budget - sum(
+    remaining = budget - sum(
         item.options[hull[0]].num_bytes for item, hull in zip(items, hulls, strict=True)
     )
     for rise in _rises(items, hulls):
-        if rise.num_bytes <= left and places[rise.item] == rise.place - 1:
+        if rise.num_bytes <= remaining and places[rise.item] == rise.place - 1:
             places[rise.item] = rise.place
-            left -= rise.num_bytes
+            remaining -= rise.num_bytes
     picks = [hull[place] for hull, place in zip(hulls, places, strict=True)]
     while True:
         fitting = [
@@ -204,23 +210,25 @@ def _greedy(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) 
             for number, item in enumerate(items)
             if (now := item.options[picks[number]])
             for i, o in enumerate(item.options)
-            if o.loss < now.loss and o.num_bytes - now.num_bytes <= left
+            if o.loss < now.loss and o.num_bytes - now.num_bytes <= remaining
         ]
         if not fitting:
             return tuple(picks)
         _, number, i = min(fitting)
-        left -= items[number].options[i].num_bytes - items[number].options[picks[number]].num_bytes
+        remaining -= (
+            items[number].options[i].num_bytes - items[number].options[picks[number]].num_bytes
+        )
         picks[number] = i
 
 
-def _relaxed(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> float:
+def _relaxed(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budget: int) -> float:
     """The least loss within the budget if options could be mixed: no choice has less."""
     sizes, losses = _line(items, hulls, range(len(items)))
     return float(np.interp(budget, sizes, losses))
 
 
 def _line(
-    items: Sequence[Item], hulls: Sequence[Sequence[int]], some: Sequence[int]
+    items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], some: Sequence[int]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The convex line of least losses by bytes of some of the items, relaxed."""
     first = [items[i].options[hulls[i][0]] for i in some]
@@ -231,7 +239,7 @@ def _line(
 
 
 def _searched(
-    items: Sequence[Item],
+    items: Sequence[KnapsackItem],
     hulls: Sequence[Sequence[int]],
     budget: int,
     best: float,
@@ -251,22 +259,22 @@ def _searched(
         parent = np.tile(np.arange(len(sizes), dtype=np.int32), len(useful))
         pick = np.repeat(np.array(useful, np.int32), len(sizes))
         line = _line(items, hulls, order[place + 1 :])
-        left = budget - grown
-        hopeful = (left >= line[0][0]) & (cost + np.interp(left, *line) <= allowed)
-        kept = np.flatnonzero(hopeful)
-        kept = kept[np.lexsort((kept, cost[kept], grown[kept]))]
-        kept = kept[_falls(cost[kept])]
-        if len(kept) > most_states:
+        remaining = budget - grown
+        hopeful = (remaining >= line[0][0]) & (cost + np.interp(remaining, *line) <= allowed)
+        survivors = np.flatnonzero(hopeful)
+        survivors = survivors[np.lexsort((survivors, cost[survivors], grown[survivors]))]
+        survivors = survivors[_falls(cost[survivors])]
+        if len(survivors) > most_states:
             exact = False
-            kept = _thinned(kept, grown[kept], most_states)
-        sizes, losses = grown[kept], cost[kept]
-        steps.append((parent[kept], pick[kept]))
-        if not len(kept):  # by rounding alone: the choice that `best` is of was within
+            survivors = _thinned(survivors, grown[survivors], most_states)
+        sizes, losses = grown[survivors], cost[survivors]
+        steps.append((parent[survivors], pick[survivors]))
+        if not len(survivors):  # by rounding alone: the choice that `best` is of was within
             return None, exact
-    at = len(losses) - 1  # losses fall as sizes grow
+    index = len(losses) - 1  # losses fall as sizes grow
     picks = [0] * len(items)
     for number, (parent, pick) in zip(reversed(order), reversed(steps), strict=True):
-        picks[number], at = int(pick[at]), int(parent[at])
+        picks[number], index = int(pick[index]), int(parent[index])
     return tuple(picks), exact
 
 
@@ -278,25 +286,27 @@ def _falls(losses: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.flatnonzero(losses < before)
 
 
-def _thinned(kept: NDArray[np.intp], sizes: NDArray[np.int64], most: int) -> NDArray[np.intp]:
+def _thinned(states: NDArray[np.intp], sizes: NDArray[np.int64], most: int) -> NDArray[np.intp]:
     """At most `most` of the states by size: the largest, so the best, of each width of sizes."""
     width = max(int(sizes[-1] - sizes[0]), 1)
     bins = (sizes - sizes[0]) * (most - 1) // width
     last = np.append(np.flatnonzero(np.diff(bins)), len(bins) - 1)
-    out: NDArray[np.intp] = kept[last]
+    out: NDArray[np.intp] = states[last]
     return out
 
 
-def _by_clearness(items: Sequence[Item], hulls: Sequence[Sequence[int]], budget: int) -> list[int]:
+def _by_clearness(
+    items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budget: int
+) -> list[int]:
     """Items whose second-best option is far behind first: those in doubt multiply states last."""
-    price, left = (
+    price, remaining = (
         0.0,
         budget - sum(i.options[h[0]].num_bytes for i, h in zip(items, hulls, strict=True)),
     )
     for rise in _rises(items, hulls):
         price = -rise.slope
-        left -= rise.num_bytes
-        if left < 0:
+        remaining -= rise.num_bytes
+        if remaining < 0:
             break
     doubt = []
     for number, item in enumerate(items):

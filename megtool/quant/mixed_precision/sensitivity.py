@@ -1,4 +1,4 @@
-"""Sensitivity: what rounding each unit of a model costs, by divergence or by gradient."""
+"""Sensitivity of each decision unit, by KL divergence or by gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
 from megtool.errors import UsageError
 from megtool.inference.load import load
-from megtool.inference.rank_weights import Source
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.activation_sites import Point
@@ -23,13 +22,14 @@ from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.micro_batches import Piece, cut, num_valid, share
 from megtool.quant.calibration.rank_sync import Ranks
 from megtool.quant.calibration.sensitivities import How, Sensitivities
-from megtool.quant.mixed_precision.candidates import Survey
+from megtool.quant.mixed_precision.candidates import CandidateSurvey
 from megtool.quant.mixed_precision.decision_units import list_units
 from megtool.quant.mixed_precision.gradient_sensitivity import by_gradient
 from megtool.quant.mixed_precision.kl_sensitivity import by_divergence
-from megtool.quant.mixed_precision.sensitivity_cache import Measured
+from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
+from megtool.reshard.source import CheckpointSource
 
 MOST_TOKENS, SHORT = 256, 64
 """Divergence takes a run for each unit and format, and some hundred tokens tell which of two is
@@ -53,18 +53,18 @@ def check_layout(recipe: Recipe, parallel: ParallelConfig) -> None:
     """
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep", "etp")}
     refused = ["pp"] if method_for(recipe) == "kl_div" else [*sizes]
-    if said := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
+    if flags := " ".join(f"--{axis} {sizes[axis]}" for axis in refused if sizes[axis] > 1):
         raise UsageError(
-            f"{said}, and what formats cost by {method_for(recipe)} is not measured so",
+            f"{flags}, and what formats cost by {method_for(recipe)} is not measured so",
             hint="torchrun without "
-            + ("it" if len(said.split()) == 2 else "them")
+            + ("it" if len(flags.split()) == 2 else "them")
             + ": ranks then "
             "share the data out" + ("; or with --tp or --ep" if refused == ["pp"] else ""),
         )
 
 
 def measure(
-    source: Source,
+    source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
     points: Sequence[Point],
@@ -101,51 +101,56 @@ def measure(
     check_layout(recipe, groups.parallel)
     ranks = Ranks(groups=groups)
     units = list_units(decisions, recipe, group_size=group_size)
-    how = method_for(recipe)
-    kept = None
+    method = method_for(recipe)
+    cache = None
     with contextlib.ExitStack() as stack:
         if work is not None and fingerprint is not None:
             settings = {
                 "dtype": str(dtype),
                 "device": torch.device(device).type,
-                "method": how,
+                "method": method,
                 "tokens": [most_tokens, SHORT],
                 "rows": [list(b.shape) for b in batches],
                 "layout": [getattr(groups, axis).size for axis in ("tp", "ep", "etp", "dp")],
             }
             leads = groups.rank == 0
-            kept = Measured(
+            cache = SensitivityCache(
                 work, fingerprint=fingerprint, units=units, settings=settings, leads=leads
             )
             with ranks.together():
-                stack.enter_context(kept.work.claim())
+                stack.enter_context(cache.work.claim())
         decoder = load(
             source,
             groups=groups,
             dtype=dtype,
             device=device,
-            on_demand=not resident and how == "kl_div",
+            on_demand=not resident and method == "kl_div",
             threads=threads,
         )
         pieces = cut(batches, decoder.config)
         weights = stack.enter_context(CanonicalWeights(source))
-        own = share(pieces, groups.dp)
-        survey = Survey(decoder, units, decisions, recipe, points, weights, own, kept)
-        if how == "gradient":
-            found, tokens = by_gradient(survey, pieces, progress, kept), num_valid(pieces)
+        local_pieces = share(pieces, groups.dp)
+        survey = CandidateSurvey(
+            decoder, units, decisions, recipe, points, weights, local_pieces, cache
+        )
+        if method == "gradient":
+            measured_losses, tokens = (
+                by_gradient(survey, pieces, progress, cache),
+                num_valid(pieces),
+            )
         else:
             some = spread(pieces, most_tokens)
-            own = share(some, groups.dp)
-            found = by_divergence(survey, own, memory_bytes, progress, kept)
+            local_pieces = share(some, groups.dp)
+            measured_losses = by_divergence(survey, local_pieces, memory_bytes, progress, cache)
             tokens = num_valid(some)
         with ranks.together():  # none reads what is settled any more
-            found = ranks.gathered(found)[0]
-        if kept is not None and groups.rank == 0:
-            kept.forget_settled(range(decoder.config.num_layers + 1))
+            measured_losses = ranks.gathered(measured_losses)[0]
+        if cache is not None and groups.rank == 0:
+            cache.forget_settled(range(decoder.config.num_layers + 1))
     losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
     for run in survey.runs():
-        losses[run.unit.name][run.key] = found[run.unit.name, run.key]
-    return Sensitivities(method=how, num_tokens=tokens, losses=losses)
+        losses[run.unit.name][run.key] = measured_losses[run.unit.name, run.key]
+    return Sensitivities(method=method, num_tokens=tokens, losses=losses)
 
 
 def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
@@ -155,11 +160,11 @@ def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
     if not any(_is_padded_left(p.batch) for p in pieces):
         width = min(max(SHORT, -(-most // len(rows))), width)
     num_rows = min(len(rows), max(-(-most // width), 1))
-    taken: dict[int, tuple[Piece, list[int]]] = {}
+    samples: dict[int, tuple[Piece, list[int]]] = {}
     for number in range(num_rows):
         piece, row = rows[number * len(rows) // num_rows]
-        taken.setdefault(piece.first, (piece, []))[1].append(row)
-    return [replace(p, batch=_short(p.batch, some, width)) for p, some in taken.values()]
+        samples.setdefault(piece.first, (piece, []))[1].append(row)
+    return [replace(p, batch=_short(p.batch, some, width)) for p, some in samples.values()]
 
 
 def _is_padded_left(batch: Batch) -> bool:

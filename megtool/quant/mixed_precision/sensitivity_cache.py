@@ -1,4 +1,4 @@
-"""Measured: what a measurement has finished, in a folder from which a killed run goes on.
+"""Finished measurements in a folder, from which an interrupted run resumes.
 
 There is a file for every layer that was settled in all its formats, files of the activations that
 enter the next one, and one of the losses that are known. All of them appear under their names when
@@ -20,7 +20,7 @@ from megtool.quant.calibration import calibration_file_io
 from megtool.quant.calibration.calibration_file_parts import settlement_facts, settlement_of
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.resume_folder import Work
-from megtool.quant.mixed_precision.decision_units import Unit
+from megtool.quant.mixed_precision.decision_units import DecisionUnit
 from megtool.quant.qparams import Settlement
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 """A unit, and a format (`units.key_of`)."""
 
 
-class Measured:
+class SensitivityCache:
     """The folder of one measurement. `settings` are those that change its numbers, besides the
     formats of `units`. Of several ranks one `leads`, and writes. Use `work.claim` before anything
     else."""
@@ -41,7 +41,7 @@ class Measured:
         folder: Path,
         *,
         fingerprint: Fingerprint,
-        units: Sequence[Unit],
+        units: Sequence[DecisionUnit],
         settings: Mapping[str, Any],
         leads: bool = True,
     ) -> None:
@@ -55,24 +55,24 @@ class Measured:
 
     # ---- layers, and behind them the head, as they would be settled
 
-    def record_settled(self, layer: int, settled: Mapping[Key, Settlement]) -> None:
+    def record_qparams(self, layer: int, qparams: Mapping[Key, Settlement]) -> None:
         """Keep what the units of a layer would be settled as.
 
         Raises:
             StorageError: the disk is full, or refuses otherwise.
         """
         arrays: dict[str, calibration_file_io.Array] = {}
-        said = []
-        for number, (key, found) in enumerate(settled.items()):
-            own: dict[str, calibration_file_io.Array] = {}
-            said.append([*key, settlement_facts(found, own)])
-            arrays |= {f"{number}/{name}": array for name, array in own.items()}
-        facts = {"layer": layer, "settled": said}
-        calibration_file_io.write(self._settled(layer), arrays, facts, self.work.files)
+        entries = []
+        for number, (key, solved) in enumerate(qparams.items()):
+            unit_arrays: dict[str, calibration_file_io.Array] = {}
+            entries.append([*key, settlement_facts(solved, unit_arrays)])
+            arrays |= {f"{number}/{name}": array for name, array in unit_arrays.items()}
+        facts = {"layer": layer, "settled": entries}
+        calibration_file_io.write(self._qparams_file(layer), arrays, facts, self.work.files)
 
-    def settled(self, layer: int) -> dict[Key, Settlement] | None:
+    def read_qparams(self, layer: int) -> dict[Key, Settlement] | None:
         """What the units of a layer would be settled as; None where it is not known."""
-        path = self._settled(layer)
+        path = self._qparams_file(layer)
         if self.work.files.stat(path) is None:
             return None
         try:
@@ -80,10 +80,12 @@ class Measured:
             if facts["layer"] != layer:
                 raise ValueError(f"it is of layer {facts['layer']}")
             out = {}
-            for number, (unit, key, said) in enumerate(facts["settled"]):
-                at = f"{number}/"
-                own = {n.removeprefix(at): a for n, a in arrays.items() if n.startswith(at)}
-                out[str(unit), str(key)] = settlement_of(said, own)
+            for number, (unit, key, entry) in enumerate(facts["settled"]):
+                prefix = f"{number}/"
+                unit_arrays = {
+                    n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)
+                }
+                out[str(unit), str(key)] = settlement_of(entry, unit_arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
             _LOG.warning("%s is damaged, and is made again: %s", path, e)
             return None
@@ -92,7 +94,7 @@ class Measured:
     def forget_settled(self, layers: Iterable[int]) -> None:
         """Remove what was settled, for which there is no more use when all losses are known."""
         for layer in layers:
-            self.work.files.remove(self._settled(layer))
+            self.work.files.remove(self._qparams_file(layer))
 
     # ---- losses
 
@@ -118,16 +120,16 @@ class Measured:
             facts, arrays = calibration_file_io.read(path)
             keys = [(str(unit), str(key)) for unit, key in facts["keys"]]
             values = [float(x) for x in arrays["losses"]]
-            found = dict(zip(keys, values, strict=True))
+            by_key = dict(zip(keys, values, strict=True))
             count = int(arrays["num_pieces"][0])
             if not np.isfinite(values).all() or count < 0:
                 raise ValueError("losses that are none")
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
             _LOG.warning("%s is damaged, and is measured again: %s", path, e)
             return {}, 0
-        return found, count
+        return by_key, count
 
-    def _settled(self, layer: int) -> Path:
+    def _qparams_file(self, layer: int) -> Path:
         return self.work.folder / f"settled-{layer:05d}.safetensors"
 
 

@@ -1,1 +1,1 @@
-"""Writing: what a settled model becomes in files, tensor by tensor."""
+"""The tensors of a quantized model as they are stored: codes, scales and configuration."""

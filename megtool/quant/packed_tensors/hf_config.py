@@ -1,4 +1,4 @@
-"""What a quantized Hugging Face folder says of itself: hf_quant_config.json and config.json.
+"""The quantization config of a Hugging Face folder: hf_quant_config.json and config.json.
 
 Both say the same. Engines read one or the other: TensorRT-LLM and SGLang hf_quant_config.json
 first, vLLM either, in ModelOpt's words. Where ModelOpt 0.47 leaves out what one of them asks for
@@ -24,7 +24,7 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0", "written_by": f"megtool {__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class QuantizedLayer:
     """One quantized module under its stored name, its format, and whether it has a
     `pre_quant_scale`."""
 
@@ -35,26 +35,26 @@ class Layer:
 
 
 def quantization(
-    layers: Sequence[Layer], kept: Iterable[str], kv_algo: str | None
+    layers: Sequence[QuantizedLayer], unquantized: Iterable[str], kv_algo: str | None
 ) -> dict[str, Any]:
     """The `quantization` of hf_quant_config.json.
 
     `kept` are the stored names of linear modules that are left as they are.
     """
-    said = [_said(layer) for layer in layers]
+    entries = [_layer_config(layer) for layer in layers]
     different = {(layer.algo, layer.group_size) for layer in layers}
     out: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": kv_algo}
     if len(different) == 1:  # smoothed or not: the norm before some takes their factors
-        out |= next((s for s in said if s.get("pre_quant_scale")), said[0])
+        out |= next((s for s in entries if s.get("pre_quant_scale")), entries[0])
     elif different:
         out["quant_algo"] = MIXED
-    out["exclude_modules"] = summarized(kept, [layer.name for layer in layers])
+    out["exclude_modules"] = summarized(unquantized, [layer.name for layer in layers])
     if len(different) > 1:
-        out["quantized_layers"] = {layer.name: s for layer, s in zip(layers, said, strict=True)}
+        out["quantized_layers"] = {layer.name: s for layer, s in zip(layers, entries, strict=True)}
     return out
 
 
-def _said(layer: Layer) -> dict[str, Any]:
+def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
     """What is said of one module."""
     algo = SMOOTHED.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
     out: dict[str, Any] = {"quant_algo": SPELLED.get(algo, algo)}
@@ -68,40 +68,42 @@ def _said(layer: Layer) -> dict[str, Any]:
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
-def summarized(kept: Iterable[str], quantized: Collection[str]) -> list[str]:
+def summarized(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
     """Names of modules, the experts of a mixture as one glob where all of them are kept.
 
     Engines build such experts as one module, called as what is before the star.
     """
-    held = {m[1] for name in quantized if (m := _EXPERT.fullmatch(name))}
+    expert_modules = {m[1] for name in quantized if (m := _EXPERT.fullmatch(name))}
     out: dict[str, None] = {}
-    for name in kept:
-        found = _EXPERT.fullmatch(name)
-        out[f"{found[1]}*" if found and found[1] not in held else name] = None
+    for name in unquantized:
+        match = _EXPERT.fullmatch(name)
+        out[f"{match[1]}*" if match and match[1] not in expert_modules else name] = None
     return sorted(out)
 
 
-def hf_quant_config(said: Mapping[str, Any]) -> bytes:
+def hf_quant_config(section: Mapping[str, Any]) -> bytes:
     """The file hf_quant_config.json."""
-    value = {"producer": PRODUCER, "quantization": said}
+    value = {"producer": PRODUCER, "quantization": section}
     return (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
 
 
-def with_quantization(config: bytes, said: Mapping[str, Any]) -> bytes:
+def with_quantization(config: bytes, section: Mapping[str, Any]) -> bytes:
     """A config.json that says the same as `hf_quant_config`."""
     value = json.loads(config)
-    value["quantization_config"] = inline(said)
+    value["quantization_config"] = inline(section)
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def with_blocks(config: bytes, kept: Iterable[str]) -> bytes:
+def with_blocks(config: bytes, unquantized: Iterable[str]) -> bytes:
     """A config.json that says that all experts are MXFP4 blocks, as OpenAI's gpt-oss has it.
 
     `kept` are the stored names of all that could be taken for a quantized module and is none.
     """
     value = json.loads(config)
     value["quantization_config"] = {
-        "modules_to_not_convert": sorted(dict.fromkeys(_LAYER_NUMBER.sub(".*", n) for n in kept)),
+        "modules_to_not_convert": sorted(
+            dict.fromkeys(_LAYER_NUMBER.sub(".*", n) for n in unquantized)
+        ),
         "quant_method": "mxfp4",
     }
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
@@ -110,39 +112,42 @@ def with_blocks(config: bytes, kept: Iterable[str]) -> bytes:
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-def inline(said: Mapping[str, Any]) -> dict[str, Any]:
+def inline(section: Mapping[str, Any]) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     `kv_cache_scheme` stands there for FP8 alone: loaders take any other for none.
     """
     out: dict[str, Any] = {}
-    groups = _groups(said)
+    groups = _groups(section)
     if groups:
         out["config_groups"] = groups
-    out["ignore"] = list(said["exclude_modules"])
+    out["ignore"] = list(section["exclude_modules"])
     plain = ("group_size", "has_zero_point", "pre_quant_scale", "quantized_layers")
-    out |= {"quant_algo": said["quant_algo"]} | {k: said[k] for k in plain if k in said}
-    if said["kv_cache_quant_algo"]:
-        out["kv_cache_quant_algo"] = said["kv_cache_quant_algo"]
-    if said["kv_cache_quant_algo"] == "FP8":
+    out |= {"quant_algo": section["quant_algo"]} | {k: section[k] for k in plain if k in section}
+    if section["kv_cache_quant_algo"]:
+        out["kv_cache_quant_algo"] = section["kv_cache_quant_algo"]
+    if section["kv_cache_quant_algo"] == "FP8":
         out["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return {**out, "producer": PRODUCER, "quant_method": "modelopt"}
 
 
-def _groups(said: Mapping[str, Any]) -> dict[str, Any]:
+def _groups(section: Mapping[str, Any]) -> dict[str, Any]:
     """`config_groups`, as compressed-tensors has them, for the formats that ModelOpt gives them."""
-    if said["quant_algo"] == MIXED:
+    if section["quant_algo"] == MIXED:
         alike: dict[str, list[str]] = defaultdict(list)
-        for name, one in said["quantized_layers"].items():
-            alike[json.dumps(one)].append(name)
+        for name, layer in section["quantized_layers"].items():
+            alike[json.dumps(layer)].append(name)
         kinds = [(json.loads(key), sorted(names)) for key, names in alike.items()]
-    elif said["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
-        kinds = [(dict(said), ["Linear"])]
+    elif section["quant_algo"] in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
+        kinds = [(dict(section), ["Linear"])]
     else:
         return {}
     return {
-        f"group_{i}": {**_scheme(one["quant_algo"], one.get("group_size", 0)), "targets": targets}
-        for i, (one, targets) in enumerate(kinds)
+        f"group_{i}": {
+            **_scheme(layer["quant_algo"], layer.get("group_size", 0)),
+            "targets": targets,
+        }
+        for i, (layer, targets) in enumerate(kinds)
     }
 
 

@@ -1,4 +1,4 @@
-"""Woven: weights whose rows stand among one another in a stored tensor, packed as one."""
+"""Weights whose rows are interleaved in one stored tensor, packed as one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from megtool.checkpoint.computed_tensors import Taking
 from megtool.checkpoint.transport.strided import Array
 from megtool.errors import CalibrationError
-from megtool.quant.packed_tensors.pack import Weight
+from megtool.quant.packed_tensors.pack import WeightToPack
 from megtool.quant.qparams import Treatment
 from megtool.tensors.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Woven(Weight):
+class InterleavedWeights(WeightToPack):
     """Weights whose rows alternate: `runs[0]` rows of the first, `runs[1]` of the second, and so
     on, and again from the first. `placement` and `dtype` are those of the first."""
 
-    parts: tuple[Weight, ...]
+    parts: tuple[WeightToPack, ...]
     runs: tuple[int, ...]
 
     @property
@@ -44,18 +44,18 @@ class Woven(Weight):
         def read(first: int, end: int) -> Array:
             a, b = first // width // turn, end // width // turn
             out = np.empty((b - a, turn, width), self.dtype.view)
-            at = 0
+            offset = 0
             for part, run in zip(self.parts, self.runs, strict=True):
-                with taking.run(part.placement, part.dtype) as one:
-                    found = one.read(a * run * width, b * run * width)
-                    out[:, at : at + run] = found.reshape(b - a, run, width)
-                at += run
+                with taking.run(part.placement, part.dtype) as part_rows:
+                    block = part_rows.read(a * run * width, b * run * width)
+                    out[:, offset : offset + run] = block.reshape(b - a, run, width)
+                offset += run
             return out.reshape(-1)
 
         yield read
 
 
-def woven(parts: Sequence[Weight], runs: Sequence[int]) -> Woven:
+def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeights:
     """Weights as one, whose treatment holds all of theirs row by row.
 
     Raises:
@@ -70,7 +70,7 @@ def woven(parts: Sequence[Weight], runs: Sequence[int]) -> Woven:
         codes=_rows(treatments, "codes", [t.codes for t in treatments], parts, runs),
         second_amax=max(t.second_amax for t in treatments),
     )
-    return Woven(
+    return InterleavedWeights(
         placement=replace(first.placement, canonical=""),  # what is wrong may be of any of them
         shape=(rows, first.shape[1]),
         dtype=first.dtype,
@@ -82,23 +82,23 @@ def woven(parts: Sequence[Weight], runs: Sequence[int]) -> Woven:
 
 def _rows(
     treatments: Sequence[Treatment],
-    what: str,
+    label: str,
     values: Sequence[NDArray[Any] | None],
-    parts: Sequence[Weight],
+    parts: Sequence[WeightToPack],
     runs: Sequence[int],
 ) -> NDArray[Any] | None:
     """What is known of rows, in the order of the stored ones; of blocks of rows likewise."""
-    known = [v for v in values if v is not None]
-    if not known:
+    present = [v for v in values if v is not None]
+    if not present:
         return None
-    if len(known) < len(values):
+    if len(present) < len(values):
         raise CalibrationError(
-            f"its {what} is settled, and that of a weight stored in the same tensor is not",
+            f"its {label} is settled, and that of a weight stored in the same tensor is not",
             tensor=next(t.module for t, v in zip(treatments, values, strict=True) if v is not None),
         )
     turns = []
-    for value, part, run in zip(known, parts, runs, strict=True):
+    for value, part, run in zip(present, parts, runs, strict=True):
         count = part.shape[0] // run
         turns.append(value.reshape(count, value.shape[0] // count, *value.shape[1:]))
-    one = np.concatenate(turns, axis=1)
-    return one.reshape(-1, *one.shape[2:])
+    joined = np.concatenate(turns, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])

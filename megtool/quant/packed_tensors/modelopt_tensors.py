@@ -1,4 +1,4 @@
-"""Stored: the tensors a quantized module becomes, as ModelOpt's unified export has them.
+"""The tensors of a quantized module, as in ModelOpt's unified Hugging Face export.
 
 Names stand on the module's Hugging Face name, as the loaders of engines look for them: `weight`,
 `weight_scale`, `weight_scale_2`, `input_scale`, `pre_quant_scale`; a KV cache has
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.transport.cast import cast
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
 from megtool.errors import CalibrationError
@@ -23,6 +22,7 @@ from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import modelopt_scale, modelopt_second
 from megtool.quant.qparams import INPUTS, Cache, Floats, Treatment, packing_of
 from megtool.quant.recipes.formats import Format
+from megtool.reshard.constant_feed import round_to_dtype
 from megtool.tensors.sharded import GlobalTensor
 
 NAMES: Mapping[str, str] = {CODES: "weight", SCALE: "weight_scale", SCALE_2: "weight_scale_2"}
@@ -38,7 +38,7 @@ get_weight_scaling_factor_2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class QuantizedTensorSpec:
     """One stored tensor of a module; `value` is what it holds where that is known beforehand, else
     it is the codes or scales that come of the weight (`part`)."""
 
@@ -90,7 +90,7 @@ def input_scale(treatment: Treatment) -> NDArray[np.float32] | None:
     return np.asarray(modelopt_scale(amax, largest), np.float32)
 
 
-def held_of(
+def tensor_specs(
     name: str,
     shape: tuple[int, int],
     form: Format,
@@ -99,7 +99,7 @@ def held_of(
     amax: float = 0.0,
     inputs: NDArray[np.float32] | None = None,
     columns: Floats | None = None,
-) -> list[Held]:
+) -> list[QuantizedTensorSpec]:
     """The tensors of the module `name` whose weight is of `shape`, codes first.
 
     `amax` is that of the whole weight, where the format needs it; `inputs` the `input_scale`;
@@ -109,24 +109,26 @@ def held_of(
         UsageError: groups or blocks do not divide the weight, or rows cannot be paired.
     """
     packing = packing_of(form)
-    out: list[Held] = []
+    out: list[QuantizedTensorSpec] = []
     for part in layout(packing, shape):
-        known: NDArray[np.generic] | None = None
+        value: NDArray[np.generic] | None = None
         if part.role == SCALE_2:
-            known = second_scale(form.algo, amax)
+            value = second_scale(form.algo, amax)
         elif part.role == SCALE and not part.shape:
-            known = np.asarray(modelopt_scale(np.asarray(amax, np.float32), E4M3), np.float32)
+            value = np.asarray(modelopt_scale(np.asarray(amax, np.float32), E4M3), np.float32)
         kind = named_dtype(stored_type(part.dtype))
-        held = GlobalTensor(name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=kind)
-        out.append(Held(tensor=held, part=part, value=known))
+        stored_tensor = GlobalTensor(
+            name=f"{name}.{NAMES[part.role]}", shape=part.shape, dtype=kind
+        )
+        out.append(QuantizedTensorSpec(tensor=stored_tensor, part=part, value=value))
     if form.algo in SECONDS and all(h.part and h.part.role != SCALE_2 for h in out):
-        out.append(_given(f"{name}.{NAMES[SCALE_2]}", second_scale(form.algo, amax)))
+        out.append(_constant_spec(f"{name}.{NAMES[SCALE_2]}", second_scale(form.algo, amax)))
     if inputs is not None:
-        out.append(_given(f"{name}.{INPUT_SCALE}", inputs))
+        out.append(_constant_spec(f"{name}.{INPUT_SCALE}", inputs))
     if columns is not None:
-        factors = in_dtype(np.float32(1) / columns.astype(np.float32), dtype)
+        factors = round_to_dtype(np.float32(1) / columns.astype(np.float32), dtype)
         tensor = GlobalTensor(name=f"{name}.{COLUMNS_SCALE}", shape=columns.shape, dtype=dtype)
-        out.append(Held(tensor=tensor, value=factors))
+        out.append(QuantizedTensorSpec(tensor=tensor, value=factors))
     return out
 
 
@@ -135,7 +137,7 @@ def stored_type(dtype: str) -> str:
     return "uint8" if dtype == "float8_e8m0fnu" else dtype
 
 
-def caches_of(attention: str, cache: Cache) -> list[Held]:
+def caches_of(attention: str, cache: Cache) -> list[QuantizedTensorSpec]:
     """The scales of a layer's keys and values, on the name of its attention."""
     out = []
     for name, amax in (("k_proj.k_scale", cache.key_amax), ("v_proj.v_scale", cache.value_amax)):
@@ -148,20 +150,10 @@ def caches_of(attention: str, cache: Cache) -> list[Held]:
             scale = np.asarray(modelopt_second(top), np.float32)
         else:
             scale = np.asarray(modelopt_scale(top, E4M3), np.float32)
-        out.append(_given(f"{attention}.{name}", scale))
+        out.append(_constant_spec(f"{attention}.{name}", scale))
     return out
 
 
-def _given(name: str, value: NDArray[np.float32]) -> Held:
+def _constant_spec(name: str, value: NDArray[np.float32]) -> QuantizedTensorSpec:
     tensor = GlobalTensor(name=name, shape=value.shape, dtype=named_dtype("float32"))
-    return Held(tensor=tensor, value=value)
-
-
-def in_dtype(values: NDArray[np.float32], dtype: DType) -> NDArray[np.generic]:
-    """Float32 rounded once to a float type, as `DType.view` holds it."""
-    if dtype.name == "bfloat16":
-        out = np.empty(values.shape, "<u2")
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        cast(bits, named_dtype("float32"), out, dtype)
-        return out
-    return np.asarray(values.astype(dtype.view))
+    return QuantizedTensorSpec(tensor=tensor, value=value)

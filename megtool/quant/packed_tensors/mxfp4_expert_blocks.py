@@ -1,4 +1,4 @@
-"""Blocks: MXFP4 of all experts of a layer in one tensor, as gpt-oss has it.
+"""MXFP4 weights of all experts of a layer in one tensor, as gpt-oss stores them.
 
 `NAME_blocks` `[experts, rows, columns / 32, 16]` holds two codes a byte, the low four bits first,
 and `NAME_scales` `[experts, rows, columns / 32]` powers of two.
@@ -15,7 +15,7 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
 from megtool.number_formats.decode import CODES, SCALE
 from megtool.number_formats.layout import MX_BLOCK, check_divides
-from megtool.quant.packed_tensors.pack import Packed, Weight, feeds_of
+from megtool.quant.packed_tensors.pack import PackedRows, WeightToPack, feeds_of
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.placement import Placement
@@ -43,10 +43,10 @@ def blocks_of(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, Glo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfExpert:
+class ExpertFeed:
     """What fills rows of one expert: `feed` as for a tensor of its own, put into `tensors`."""
 
-    feed: Packed
+    feed: PackedRows
     expert: int
     tensors: tuple[GlobalTensor, GlobalTensor]
 
@@ -59,11 +59,11 @@ class OfExpert:
     def writes(self) -> tuple[Region, ...]:
         """Its rows of codes and of scales."""
         e, out = self.expert, []
-        for t, own in zip(self.tensors, self.feed.writes, strict=True):
-            rest = t.shape[2:]
-            zeros = (0,) * len(rest)
+        for t, region in zip(self.tensors, self.feed.writes, strict=True):
+            tail = t.shape[2:]
+            zeros = (0,) * len(tail)
             out.append(
-                Region(stored=t.name, lo=(e, own.lo[0], *zeros), hi=(e + 1, own.hi[0], *rest))
+                Region(stored=t.name, lo=(e, region.lo[0], *zeros), hi=(e + 1, region.hi[0], *tail))
             )
         return tuple(out)
 
@@ -79,22 +79,22 @@ class OfExpert:
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
-        for number, at, found in self.feed.make(taking):
-            rest = self.tensors[number].shape[2:]
-            yield number, (0, at[0], *(0 for _ in rest)), found.reshape(1, len(found), *rest)
+        for number, index, tile in self.feed.make(taking):
+            tail = self.tensors[number].shape[2:]
+            yield number, (0, index[0], *(0 for _ in tail)), tile.reshape(1, len(tile), *tail)
 
 
 def expert_feeds(
-    weight: Weight, tensors: tuple[GlobalTensor, GlobalTensor], *, expert: int, at: int
-) -> list[OfExpert]:
+    weight: WeightToPack, tensors: tuple[GlobalTensor, GlobalTensor], *, expert: int, first: int
+) -> list[ExpertFeed]:
     """The feeds of a weight of one expert, whose rows begin at row `at`."""
     codes, scales = tensors
     rows, width = codes.shape[1], weight.shape[1]
-    own = [
+    tensors_of_expert = [
         (CODES, GlobalTensor(name=codes.name, shape=(rows, width // 2), dtype=codes.dtype)),
         (SCALE, GlobalTensor(name=scales.name, shape=scales.shape[1:], dtype=scales.dtype)),
     ]
     return [
-        OfExpert(feed=f, expert=expert, tensors=tensors)
-        for f in feeds_of(weight, own, at=at, amax=0.0)
+        ExpertFeed(feed=f, expert=expert, tensors=tensors)
+        for f in feeds_of(weight, tensors_of_expert, row_offset=first, amax=0.0)
     ]

@@ -1,4 +1,4 @@
-"""Pack: the feeds that turn weights into codes and scales."""
+"""Feeds that turn weights into codes and scales."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LARGEST = {"int8": 127.0, "int4rows": 7.0, "fp8": 448.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class WeightToPack:
     """A canonical weight `[out, in]` to be packed: where it lies in the source, as what type its
     elements are taken, and what is to be done to them."""
 
@@ -68,7 +68,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedRows:
     """Rows `first:end` of a weight, as codes and scales.
 
     They are put at row `at` more of the stored module, which holds several weights where a family
@@ -76,10 +76,10 @@ class Packed:
     number. `amax` is that of the whole module, where the format needs it.
     """
 
-    weight: Weight
+    weight: WeightToPack
     first: int
     end: int
-    at: int
+    row_offset: int
     tensors: tuple[tuple[str, GlobalTensor], ...]
     amax: float
     digest: bytes
@@ -96,7 +96,7 @@ class Packed:
         out = []
         for role, tensor in self.tensors:
             lo, hi = self._window(parts[role])
-            down = self.at // _rows_per(parts[role])
+            down = self.row_offset // _rows_per(parts[role])
             out.append(
                 Region(stored=tensor.name, lo=(lo[0] + down, *lo[1:]), hi=(hi[0] + down, *hi[1:]))
             )
@@ -124,12 +124,12 @@ class Packed:
             if role != CODES
         }
         rows = rows_of(weight, taking.tile_bytes)
-        known = _Known(weight, parts, self.amax)
+        known_scales = _KnownScales(weight, parts, self.amax)
         with weight.reading(taking) as read:
             for begin in range(self.first, self.end, rows):
                 stop = min(begin + rows, self.end)
                 try:
-                    made = self._strip(read, known, begin, stop, taking.tile_bytes)
+                    strip = self._strip(read, known_scales, begin, stop, taking.tile_bytes)
                 except FormatError as e:
                     raise FormatError(
                         e.message,
@@ -138,18 +138,20 @@ class Packed:
                         hint=e.hint,
                     ) from e
                 lines = begin - self.first
-                codes = bits_of(made[CODES], kinds[CODES])
+                codes = bits_of(strip[CODES], kinds[CODES])
                 yield number[CODES], (lines // _rows_per(parts[CODES]), 0), codes
                 for role, all_rows in scales.items():
-                    one = lines // _rows_per(parts[role])
-                    all_rows[one : one + len(made[role])] = made[role].view(all_rows.dtype)
+                    num_rows = lines // _rows_per(parts[role])
+                    all_rows[num_rows : num_rows + len(strip[role])] = strip[role].view(
+                        all_rows.dtype
+                    )
         for role, all_rows in scales.items():
             yield number[role], (0,) * all_rows.ndim, bits_of(all_rows, kinds[role])
 
     def _strip(
         self,
         read: Callable[[int, int], Array],
-        known: _Known,
+        scales: _KnownScales,
         begin: int,
         stop: int,
         tile_bytes: int,
@@ -157,19 +159,21 @@ class Packed:
         """Whole rows, encoded at once or, where they are too many, some columns at a time."""
         weight, width = self.weight, self.weight.shape[1]
         if weight.treatment.codes is not None:
-            return known.of_codes(begin, stop)
+            return scales.of_codes(begin, stop)
         values = read(begin * width, stop * width).reshape(stop - begin, width)
         step = _columns_of(weight, stop - begin, tile_bytes)
         if step >= width:
-            return known.encoded(values, (begin, 0), (stop, width), again=True)
-        made: dict[str, list[NDArray[Any]]] = defaultdict(list)
-        for left in range(0, width, step):
-            right = min(left + step, width)
-            found = known.encoded(values[:, left:right], (begin, left), (stop, right))
-            for role, array in found.items():
-                made[role].append(array)
-        along = {p.role: _columns_axis(p) for p in known.parts}
-        return {r: np.concatenate(a, axis=along[r]) for r, a in made.items() if along[r] >= 0}
+            return scales.encoded(values, (begin, 0), (stop, width), is_retry=True)
+        outputs: dict[str, list[NDArray[Any]]] = defaultdict(list)
+        for column in range(0, width, step):
+            column_end = min(column + step, width)
+            codes = scales.encoded(
+                values[:, column:column_end], (begin, column), (stop, column_end)
+            )
+            for role, array in codes.items():
+                outputs[role].append(array)
+        along = {p.role: _columns_axis(p) for p in scales.parts}
+        return {r: np.concatenate(a, axis=along[r]) for r, a in outputs.items() if along[r] >= 0}
 
     @property
     def _parts(self) -> dict[str, PackedPart]:
@@ -180,10 +184,10 @@ class Packed:
         return part.window((self.first, 0), (self.end, self.weight.shape[1]))
 
 
-class _Known:
+class _KnownScales:
     """Encodes boxes of one weight by what is known of it as a whole."""
 
-    def __init__(self, weight: Weight, parts: dict[str, PackedPart], amax: float) -> None:
+    def __init__(self, weight: WeightToPack, parts: dict[str, PackedPart], amax: float) -> None:
         treatment = weight.treatment
         self.parts = tuple(parts.values())
         self._treatment, self._dtype = treatment, weight.dtype.name
@@ -195,7 +199,7 @@ class _Known:
         self._room: NDArray[Any] | None = None
 
     def encoded(
-        self, values: Array, lo: Index, hi: Index, *, again: bool = False
+        self, values: Array, lo: Index, hi: Index, *, is_retry: bool = False
     ) -> dict[str, NDArray[Any]]:
         """The windows of a box; its codes lie, with `again`, where those of the last such box
         did, which spares new memory and working out anew what is written from it."""
@@ -204,25 +208,25 @@ class _Known:
             values = single(values, dtype) * self._columns[lo[1] : hi[1]]
             dtype = "float32"
         if SCALE in self._scales and self._treatment.amax is not None:  # nothing else looks
-            whole = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
-            if not np.isfinite(amax_of(values, dtype, whole, lo, hi)).all():
+            part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
+            if not np.isfinite(amax_of(values, dtype, part, lo, hi)).all():
                 raise FormatError("elements are NaN or infinite", hint="they cannot be quantized")
-        given = {r: self._cut(r, lo, hi) for r in self._scales}
+        windows = {r: self._cut(r, lo, hi) for r in self._scales}
         twice = self._treatment.format.round_twice
-        made = encode(
+        parts = encode(
             self._packing,
             self.parts,
             values,
             dtype,
             lo,
             hi,
-            scales=given,
+            scales=windows,
             twice=twice,
-            room=self._room if again else None,
+            room=self._room if is_retry else None,
         )
-        if again:
-            self._room = made[CODES]
-        return made
+        if is_retry:
+            self._room = parts[CODES]
+        return parts
 
     def of_codes(self, begin: int, stop: int) -> dict[str, NDArray[Any]]:
         """The windows of rows whose codes were chosen."""
@@ -249,7 +253,9 @@ class _Known:
         return self._scales[role][index] if index else self._scales[role]
 
 
-def scales_of(treatment: Treatment, parts: dict[str, PackedPart], amax: float) -> dict[str, NDArray[Any]]:
+def scales_of(
+    treatment: Treatment, parts: dict[str, PackedPart], amax: float
+) -> dict[str, NDArray[Any]]:
     """The scales that are known before a weight is read, as they are stored, by role.
 
     `amax` is that of the whole weight. What is not among them comes of the weight, box by box.
@@ -262,18 +268,22 @@ def scales_of(treatment: Treatment, parts: dict[str, PackedPart], amax: float) -
     out: dict[str, NDArray[Any]] = {}
     if SCALE_2 in parts:
         out[SCALE_2] = second_scale(treatment.format.algo, amax)
-    found = treatment.amax
-    if found is None and not scale.shape:
-        found = np.asarray(amax, np.float32)
-    if found is None:
+    weight_amax = treatment.amax
+    if weight_amax is None and not scale.shape:
+        weight_amax = np.asarray(amax, np.float32)
+    if weight_amax is None:
         return out
-    if found.size != math.prod(scale.shape) or not (np.isfinite(found) & (found >= 0)).all():
+    if (
+        weight_amax.size != math.prod(scale.shape)
+        or not (np.isfinite(weight_amax) & (weight_amax >= 0)).all()
+    ):
         raise CalibrationError(
-            f"its amax of shape {list(found.shape)} does not suit scales of {list(scale.shape)}, "
+            f"its amax of shape {list(weight_amax.shape)} does not fit scales of shape "
+            f"{list(scale.shape)}, "
             "or is no magnitude",
             tensor=treatment.module,
         )
-    top = np.ascontiguousarray(found, np.float32).reshape(scale.shape)
+    top = np.ascontiguousarray(weight_amax, np.float32).reshape(scale.shape)
     if name == "nvfp4":
         out[SCALE] = rules.block(top, np.asarray(out[SCALE_2], np.float32))
     elif name.startswith("mx"):
@@ -284,8 +294,12 @@ def scales_of(treatment: Treatment, parts: dict[str, PackedPart], amax: float) -
 
 
 def feeds_of(
-    weight: Weight, tensors: Sequence[tuple[str, GlobalTensor]], *, at: int, amax: float
-) -> list[Packed]:
+    weight: WeightToPack,
+    tensors: Sequence[tuple[str, GlobalTensor]],
+    *,
+    row_offset: int,
+    amax: float,
+) -> list[PackedRows]:
     """The feeds of one weight, each of about a unit of work; see `Packed`."""
     t = weight.treatment
     form = (t.format.algo, t.format.group_size, t.format.round_twice)
@@ -293,11 +307,11 @@ def feeds_of(
     grain = math.lcm(grain_of(weight), weight.turn)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
-        Packed(
+        PackedRows(
             weight=weight,
             first=first,
             end=min(first + rows, weight.shape[0]),
-            at=at,
+            row_offset=row_offset,
             tensors=tuple(tensors),
             amax=amax,
             digest=digest,
@@ -306,19 +320,19 @@ def feeds_of(
     ]
 
 
-def grain_of(weight: Weight) -> int:
+def grain_of(weight: WeightToPack) -> int:
     """Rows that cannot be packed apart."""
     parts = layout(packing_of(weight.treatment.format), weight.shape)
     return math.lcm(*(_rows_per(p) for p in parts))
 
 
-def rows_of(weight: Weight, tile_bytes: int) -> int:
+def rows_of(weight: WeightToPack, tile_bytes: int) -> int:
     """Rows that are read at once: about a tile, and a whole number of grains and turns."""
     grain = math.lcm(grain_of(weight), weight.turn)
     return max(grain, tile_bytes // weight.row_bytes // grain * grain)
 
 
-def _columns_of(weight: Weight, rows: int, tile_bytes: int) -> int:
+def _columns_of(weight: WeightToPack, rows: int, tile_bytes: int) -> int:
     """Columns that are encoded at once: all, but where blocks of many rows make too much of it."""
     grain, width = grain_of(weight), weight.shape[1]
     if grain <= 2 or rows * weight.row_bytes <= tile_bytes:
@@ -335,7 +349,7 @@ def _columns_axis(part: PackedPart) -> int:
     return next((axis for axis, s in enumerate(part.spans) if s.dim == 1), -1)
 
 
-def taken_as(held: DType) -> DType:
+def compute_dtype(dtype: DType) -> DType:
     """The type in which the elements of a stored weight are taken: its own, if it is encoded."""
-    encoded = held.name in ("float32", "bfloat16", "float16")
-    return held if encoded else named_dtype("float32")
+    encoded = dtype.name in ("float32", "bfloat16", "float16")
+    return dtype if encoded else named_dtype("float32")

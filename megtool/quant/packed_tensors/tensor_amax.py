@@ -1,4 +1,4 @@
-"""Whole amax: the largest magnitude of whole weights, found before they are packed."""
+"""The amax of entire weights, computed before they are packed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megtool.number_formats.amax import amax as amax_of
 from megtool.number_formats.decode import SCALE
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.pack import Weight
+from megtool.quant.packed_tensors.pack import WeightToPack
 
 SWEPT_BYTES = 32 << 20
 """A thread looks for the amax of so much of a weight at a time."""
@@ -28,7 +28,7 @@ SWEPT_BYTES = 32 << 20
 
 def find_amaxes(
     catalogue: Catalogue,
-    weights: Sequence[Weight],
+    weights: Sequence[WeightToPack],
     files: Files,
     *,
     threads: int,
@@ -46,19 +46,19 @@ def find_amaxes(
         rows = max(1, SWEPT_BYTES // weight.row_bytes)
         out = weight.shape[0]
         jobs += [(number, a, min(a + rows, out)) for a in range(0, out, rows)]
-    found = [0.0] * len(weights)
-    lock, mine = threading.Lock(), threading.local()
+    amaxes = [0.0] * len(weights)
+    lock, local = threading.Lock(), threading.local()
     locator = Locator(catalogue)
     with Readers(files, [catalogue]) as readers:
 
         def work(job: tuple[int, int, int]) -> None:
             number, first, end = job
             weight, width = weights[number], weights[number].shape[1]
-            if not hasattr(mine, "taking"):
-                mine.taking = Taking(locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES)
+            if not hasattr(local, "taking"):
+                local.taking = Taking(locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES)
             columns = weight.treatment.columns
             rows = max(1, COMPUTED_BYTES // weight.row_bytes)
-            with mine.taking.run(weight.placement, weight.dtype) as run:
+            with local.taking.run(weight.placement, weight.dtype) as run:
                 for a in range(first, end, rows):
                     b = min(a + rows, end)
                     values, kind = run.read(a * width, b * width), weight.dtype.name
@@ -76,11 +76,11 @@ def find_amaxes(
                             "counts them",
                         )
                     with lock:
-                        found[number] = max(found[number], top)
+                        amaxes[number] = max(amaxes[number], top)
             if progress is not None:
                 with lock:
                     progress((end - first) * weight.row_bytes)
 
         each(jobs, work, threads=threads)
     catalogue.check_unchanged()
-    return found
+    return amaxes

@@ -1,4 +1,4 @@
-"""Turned: codes of a weight that is stored as `[in, out]`, as GPT-2 has them all.
+"""Codes of weights that are stored as `[in, out]`, as all of GPT-2's are.
 
 vLLM and SGLang turn every weight of such a family while they load it, codes as well, and nothing
 beside it (`load_weights` of their models/gpt2.py); so one scale a tensor is all that can be stored.
@@ -14,7 +14,7 @@ import numpy as np
 from megtool.checkpoint.computed_tensors import Region, Taking
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.quant.packed_tensors.pack import Packed
+from megtool.quant.packed_tensors.pack import PackedRows
 from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.placement import Placement
 
@@ -23,10 +23,10 @@ TURNED = ("FP8",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turned:
+class TransposedFeed:
     """What fills columns of a stored tensor with the rows of a weight."""
 
-    feed: Packed
+    feed: PackedRows
 
     @property
     def reads(self) -> tuple[Placement, ...]:
@@ -50,5 +50,5 @@ class Turned:
 
     def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
-        for number, at, found in self.feed.make(taking):
-            yield number, at[::-1], np.ascontiguousarray(found.T)
+        for number, index, tile in self.feed.make(taking):
+            yield number, index[::-1], np.ascontiguousarray(tile.T)

@@ -1,1 +1,1 @@
-"""Quantizing: the steps of `megtool quantize`, and what it tells of them."""
+"""The stages of one `megtool quantize` run, and its report."""

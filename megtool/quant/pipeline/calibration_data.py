@@ -1,4 +1,4 @@
-"""Calibration data: rows of tokens that a model is shown, from any data set, or made up."""
+"""Calibration data: rows of tokens from any data set, or random ones."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class CalibrationDataOptions:
     """What to calibrate on; None for the usual.
 
-    `data` is what `megtool.data.documents.documents` reads, or a Megatron data set; without it the text
+    `data` is what `data.documents.documents` reads, or a Megatron data set; without it the text
     that comes with megtool is taken. `synthetic` makes up random tokens instead. `samples` rows of
     `length` tokens are taken: the first ones, or with a `seed` any of the data.
     """
@@ -66,7 +66,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class CalibrationSamples:
     """Rows of tokens, `[N, S]`, with each token's position in its document and the document.
 
     `digest` is that of the tokens and documents; `name` says where they are from.
@@ -112,47 +112,53 @@ class Samples:
 
 
 def read_samples(
-    wanted: Wanted, tokenizer: Tokenizer | None, *, vocab_size: int, max_positions: int
-) -> Samples:
+    options: CalibrationDataOptions,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    max_positions: int,
+) -> CalibrationSamples:
     """The samples that are asked for.
 
     Raises:
         UsageError: the data is empty, or shorter than asked for.
         FormatError: it cannot be read. See `megtool.data.documents.documents` for more.
     """
-    samples, length = wanted.sizes(max_positions)
-    if wanted.synthetic:
-        if wanted.data is not None:
+    samples, length = options.sizes(max_positions)
+    if options.synthetic:
+        if options.data is not None:
             raise UsageError("--synthetic with --data", hint="give one of them")
-        return _made_up(samples, length, vocab_size, wanted.seed or 0)
+        return _made_up(samples, length, vocab_size, options.seed or 0)
     if tokenizer is None:
         raise UsageError(
             "no tokenizer to read the data with", hint="--tokenizer FOLDER, or --synthetic"
         )
-    name = "the text that comes with megtool" if wanted.data is None else str(wanted.data)
-    found = list(_picked(_rows(wanted, tokenizer, length), samples, wanted.seed))
-    if not found:
+    name = "the text that comes with megtool" if options.data is None else str(options.data)
+    rows = list(_picked(_rows(options, tokenizer, length), samples, options.seed))
+    if not rows:
         raise UsageError(
             f"{name} holds no text to calibrate on", hint="--field names the field with the text"
         )
     note = ""
-    if len(found) < samples:
-        total = sum(int((d >= 0).sum()) for _, _, d in found)
-        if wanted.samples is not None:
+    if len(rows) < samples:
+        total = sum(int((d >= 0).sum()) for _, _, d in rows)
+        if options.samples is not None:
             raise UsageError(
                 f"{name} holds {total:,} tokens, and {samples} samples of {length} take "
                 f"{samples * length:,}",
                 hint=f"--samples {max(1, total // length)}, --length, or more --data",
             )
-        note = f"{name} holds {len(found)} samples of {length} tokens; {samples} are usual"
-    tokens, positions, documents = (np.stack(parts) for parts in zip(*found, strict=True))
+        note = f"{name} holds {len(rows)} samples of {length} tokens; {samples} are usual"
+    tokens, positions, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
     return _samples(name, tokens, positions, documents, note)
 
 
-def _samples(name: str, tokens: Int, positions: Int, documents: Int, note: str = "") -> Samples:
+def _samples(
+    name: str, tokens: Int, positions: Int, documents: Int, note: str = ""
+) -> CalibrationSamples:
     digest = hashlib.sha256(np.ascontiguousarray(tokens).tobytes())
     digest.update(np.ascontiguousarray(documents).tobytes())
-    return Samples(
+    return CalibrationSamples(
         name=name,
         tokens_NS=tokens,
         positions_NS=positions,
@@ -162,59 +168,61 @@ def _samples(name: str, tokens: Int, positions: Int, documents: Int, note: str =
     )
 
 
-def _made_up(samples: int, length: int, vocab_size: int, seed: int) -> Samples:
+def _made_up(samples: int, length: int, vocab_size: int, seed: int) -> CalibrationSamples:
     tokens = np.random.default_rng(seed).integers(0, vocab_size, (samples, length))
     positions = np.broadcast_to(np.arange(length), tokens.shape).copy()
     note = "calibrated on random tokens: scales may be far from those of text"
     return _samples("random tokens", tokens, positions, np.zeros_like(tokens), note)
 
 
-def _rows(wanted: Wanted, tokenizer: Tokenizer, length: int) -> Iterator[tuple[Int, Int, Int]]:
+def _rows(
+    options: CalibrationDataOptions, tokenizer: Tokenizer, length: int
+) -> Iterator[tuple[Int, Int, Int]]:
     """All rows of the data, each full but for the last one."""
     from megtool.data.packing import pack
 
-    for rows in pack(_documents(wanted, tokenizer), length, mode="packed", rows=1):
+    for rows in pack(_documents(options, tokenizer), length, mode="packed", rows=1):
         documents = rows.documents_BS[0]
         first = documents[documents >= 0].min(initial=1 << 60)
         numbered = np.where(documents >= 0, documents - first, -1)
         yield rows.tokens_BS[0], rows.positions_BS[0], numbered
 
 
-def _documents(wanted: Wanted, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
+def _documents(options: CalibrationDataOptions, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
     from megtool.data.documents import documents
     from megtool.data.indexed import IndexedDataset
     from megtool.data.tokenize_documents import EncodedDocument, encode
 
-    if wanted.data is None:
+    if options.data is None:
         text = files("megtool.data") / "founding_documents.txt"
         yield EncodedDocument(ids=np.asarray(tokenizer.encode(text.read_text()), np.int32))
-    elif Path(wanted.data).suffix in (".bin", ".idx"):
-        dataset = IndexedDataset(wanted.data)
+    elif Path(options.data).suffix in (".bin", ".idx"):
+        dataset = IndexedDataset(options.data)
         for number in range(dataset.num_documents):
             ids = np.asarray(dataset.document(number), np.int32)
             if ids.size and int(ids.max()) >= tokenizer.vocab_size:
                 raise UsageError(
-                    f"{wanted.data} holds the token {ids.max()}, and the tokenizer has "
+                    f"{options.data} holds the token {ids.max()}, and the tokenizer has "
                     f"{tokenizer.vocab_size}",
                     hint="it was made with another tokenizer: tokenize the text again",
                 )
             yield EncodedDocument(ids=ids)
     else:
-        found = documents(wanted.data, field=wanted.field, split=wanted.split)
-        yield from encode(found, tokenizer, append_eos=False, answers_only=False)
+        source_documents = documents(options.data, field=options.field, split=options.split)
+        yield from encode(source_documents, tokenizer, append_eos=False, answers_only=False)
 
 
 def _picked(
     rows: Iterator[tuple[Int, Int, Int]], samples: int, seed: int | None
 ) -> Sequence[tuple[Int, Int, Int]]:
     """The first rows, or with a seed any of them, each as likely, in the data's order."""
-    kept: list[tuple[int, tuple[Int, Int, Int]]] = []
+    reservoir: list[tuple[int, tuple[Int, Int, Int]]] = []
     draw = None if seed is None else random.Random(seed)
     for number, row in enumerate(rows):
-        if len(kept) < samples:
-            kept.append((number, row))
+        if len(reservoir) < samples:
+            reservoir.append((number, row))
         elif draw is None:
             break
         elif (place := draw.randrange(number + 1)) < samples:
-            kept[place] = (number, row)
-    return [row for _, row in sorted(kept, key=lambda item: item[0])]
+            reservoir[place] = (number, row)
+    return [row for _, row in sorted(reservoir, key=lambda item: item[0])]

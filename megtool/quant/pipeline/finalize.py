@@ -1,4 +1,4 @@
-"""Quantize finish: what is settled becomes files, the files are proved, and all of it is told."""
+"""The last stage of `quantize`: write the files, verify them, and build the report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megtool import __version__
 from megtool.checkpoint.parallel_scan import usual_threads
 from megtool.console import Progress
 from megtool.errors import StorageError
-from megtool.inference.runtime import Source, load_forward, on_ranks, open_runnable
-from megtool.quant.pipeline.calibration_data import Samples
+from megtool.inference.runtime import load_forward, on_ranks
+from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.pipeline.html_report import page
 from megtool.quant.pipeline.report import (
     AutoChoice,
@@ -34,25 +34,27 @@ from megtool.quant.pipeline.report_rows import (
     input_rows,
     kv_format,
 )
-from megtool.quant.pipeline.write import Unproved, write
+from megtool.quant.pipeline.write import VerificationError, write
 from megtool.quant.qparams import Settlement
 from megtool.quant.recipes.modules import in_blocks
 from megtool.quant.verification.verify_folder import Proof, prove
 from megtool.reshard.execute import peak_rss_bytes
-from megtool.reshard.target import Request, make_target
+from megtool.reshard.open_source import open_decoder
+from megtool.reshard.target import make_target
+from megtool.reshard.writers.target_spec import Request
 
 if TYPE_CHECKING:
-    from megtool.quant.mixed_precision.auto_quantize import Choice
-    from megtool.quant.pipeline.request import Job
-    from megtool.quant.pipeline.solve import Settled
+    from megtool.quant.mixed_precision.auto_quantize import FormatChoice
+    from megtool.quant.pipeline.request import QuantizeRequest
+    from megtool.quant.pipeline.solve import SolvedQParams
 
 _WINDOW = 2048
 
 
-def finish(
-    job: Job,
-    found: Settled,
-    samples: Samples | None,
+def finalize(
+    job: QuantizeRequest,
+    solved: SolvedQParams,
+    samples: CalibrationSamples | None,
     seconds: dict[str, float],
     progress: Progress,
 ) -> QuantizeReport:
@@ -73,7 +75,7 @@ def finish(
                 opened,
                 tree,
                 job.decisions,
-                found.settlement,
+                solved.settlement,
                 small=make_target(opened, Request(to="hf")).destination.small,
                 threads=usual_threads(job.manner.threads),
                 progress=progress,
@@ -81,16 +83,16 @@ def finish(
         )
         proving = time.monotonic() - began
         if proofs[-1].num_errors:
-            raise Unproved("the written files do not hold what they should")
+            raise VerificationError("the written files do not hold what they should")
 
     began = time.monotonic()
-    notes = list(found.settlement.notes)
+    notes = list(solved.settlement.notes)
     resumed = 0
-    with suppress(Unproved):
+    with suppress(VerificationError):
         written = write(
             opened,
             job.decisions,
-            found.settlement,
+            solved.settlement,
             job.destination,
             threads=job.manner.threads,
             memory_bytes=job.writing.memory_bytes,
@@ -107,7 +109,7 @@ def finish(
     proof = replace(proofs[-1], path=str(job.destination))
     report = _report(
         job,
-        found,
+        solved,
         samples,
         seconds,
         proof=proof,
@@ -118,45 +120,48 @@ def finish(
         notes.insert(0, f"nothing was written to {job.destination}: the proof found errors")
     elif job.writing.evaluate is not None:
         began = time.monotonic()
-        evaluation = _evaluate(job, found, job.writing.evaluate, progress)
+        evaluation = _evaluate(job, solved, job.writing.evaluate, progress)
         seconds["evaluate"] = time.monotonic() - began
         report = replace(report, evaluation=evaluation)
     notes += job.auto.notes if job.auto else ()
-    where = job.writing.page
+    page_path = job.writing.page
     report = replace(
         report,
         seconds=seconds,
         notes=tuple(dict.fromkeys(notes)),
         peak_rss_bytes=peak_rss_bytes(),
-        page=None if where is None else str(where),
+        page=None if page_path is None else str(page_path),
     )
-    if where is not None:
+    if page_path is not None:
         try:
-            where.write_text(page(report))
+            page_path.write_text(page(report))
         except OSError as e:
-            raise StorageError(f"cannot write the page: {e.strerror}", file=where) from e
+            raise StorageError(f"cannot write the page: {e.strerror}", file=page_path) from e
     return report
 
 
-def artefact_report(
-    job: Job, found: Settled, samples: Samples | None, seconds: Mapping[str, float]
+def build_calibration_report(
+    job: QuantizeRequest,
+    solved: SolvedQParams,
+    samples: CalibrationSamples | None,
+    seconds: Mapping[str, float],
 ) -> QuantizeReport:
     """What a run told that calibrated alone."""
-    report = _report(job, found, samples, seconds)
+    report = _report(job, solved, samples, seconds)
     return replace(
         report,
         calibration_file=str(job.destination),
         formats=(),
         source_bytes=0,
-        notes=tuple(found.settlement.notes),
+        notes=tuple(solved.settlement.notes),
         peak_rss_bytes=peak_rss_bytes(),
     )
 
 
 def _report(
-    job: Job,
-    found: Settled,
-    samples: Samples | None,
+    job: QuantizeRequest,
+    solved: SolvedQParams,
+    samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
     *,
     proof: Proof | None = None,
@@ -179,22 +184,25 @@ def _report(
         source_bytes=sum(d.module.num_bytes for d in weights) + decided.modules.other_bytes,
         num_bytes=num_bytes,
         kv_format=kv_format(job.decisions),
-        calibration=_facts(job, found, samples, seconds),
-        calibration_file=None if keep is None or found.artefact is None else str(keep),
+        calibration=_facts(job, solved, samples, seconds),
+        calibration_file=None if keep is None or solved.artefact is None else str(keep),
         proof=proof,
         auto=None if job.auto is None else _chosen(job.auto),
         seconds=seconds,
         resumed_units=resumed_units,
-        reproduction=_reproduction(found),
+        reproduction=_reproduction(solved),
     )
 
 
 def _facts(
-    job: Job, found: Settled, samples: Samples | None, seconds: Mapping[str, float]
+    job: QuantizeRequest,
+    solved: SolvedQParams,
+    samples: CalibrationSamples | None,
+    seconds: Mapping[str, float],
 ) -> CalibrationFacts | None:
     from megtool.quant.calibration.expert_coverage import coverage
 
-    artefact = found.artefact
+    artefact = solved.artefact
     if artefact is None:
         if samples is None:
             return None
@@ -204,7 +212,7 @@ def _facts(
             num_tokens=samples.num_tokens,
             seconds=seconds.get("calibrate", 0.0),
         )
-    data = samples.name if samples else ", ".join(map(str, job.calibrating.given))
+    data = samples.name if samples else ", ".join(map(str, job.calibrating.files))
     return CalibrationFacts(
         data=data,
         num_samples=artefact.num_samples,
@@ -216,7 +224,7 @@ def _facts(
     )
 
 
-def _chosen(auto: Choice) -> AutoChoice:
+def _chosen(auto: FormatChoice) -> AutoChoice:
     return AutoChoice(
         method=auto.method,
         budget=8 * auto.budget_bytes / max(auto.weights, 1),
@@ -225,27 +233,29 @@ def _chosen(auto: Choice) -> AutoChoice:
     )
 
 
-def _reproduction(found: Settled) -> dict[str, str]:
+def _reproduction(solved: SolvedQParams) -> dict[str, str]:
     """What someone needs who wants the same bytes again."""
     out = {"megtool": __version__, "python": platform.python_version()}
     for name in ("torch", "numpy"):
         with suppress(PackageNotFoundError):
             out[name] = version(name)
-    if found.artefact is not None:
-        f = found.artefact.fingerprint
+    if solved.artefact is not None:
+        f = solved.artefact.fingerprint
         out |= {"model": f.model, "recipe": f.recipe, "data": f.data, "seed": str(f.seed)}
     if "megtool" in Path(sys.argv[0]).name or Path(sys.argv[0]).name == "__main__.py":
         out["command"] = " ".join(["megtool", *sys.argv[1:]])
     return out
 
 
-def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> QuantizeEvaluation:
+def _evaluate(
+    job: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
+) -> QuantizeEvaluation:
     """Both models on the same text, what was written as its engine computes."""
     from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
-    from megtool.quant.fake_quant.fake_quant_model import Simulation
+    from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
     source = job.runnable
-    written = open_runnable(Source(path=job.destination))
+    written = open_decoder(job.destination)
     texts = job.evaluation
     window = min(_WINDOW, source.config.max_positions)
     total = sum(max(len(t.tokens) - 1, 0) for t in texts)
@@ -259,11 +269,11 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
         quality = compare_quantized(
             before,
             after,
-            Simulation(after.decoder, job.points, _as_engines_run(job, found), weights=False),
+            FakeQuantModel(after.decoder, job.points, _as_engines_run(job, solved), weights=False),
             texts,
             window=window,
             stride=window,
-            counted=partial(_told, progress, total),
+            counted=partial(_report_progress, progress, total),
         )
     c = quality.comparison
     return QuantizeEvaluation(
@@ -278,15 +288,15 @@ def _evaluate(job: Job, found: Settled, data: str, progress: Progress) -> Quanti
     )
 
 
-def _as_engines_run(job: Job, found: Settled) -> Settlement:
+def _as_engines_run(job: QuantizeRequest, solved: SolvedQParams) -> Settlement:
     """What was settled, without the inputs of experts in blocks: engines leave these as they are
     (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
     blocks = {d.module.name for d in job.decisions if in_blocks(d.module)}
-    treatments = found.settlement.treatments
+    treatments = solved.settlement.treatments
     return replace(
-        found.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
+        solved.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
     )
 
 
-def _told(progress: Progress, total: int, count: int) -> None:
+def _report_progress(progress: Progress, total: int, count: int) -> None:
     progress("evaluate", count, total)

@@ -1,4 +1,4 @@
-"""Page of `quantize`: the report as one HTML file that needs nothing else, in light and in dark."""
+"""The report of `quantize` as one self-contained HTML file, in light and dark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megtool.console import format_bytes
 from megtool.quant.calibration.statistics import OCTAVES
 from megtool.quant.pipeline.report import CalibrationFacts, QuantizeReport, decibels
-from megtool.quant.pipeline.svg_plots import Series, bars, cells, scatter, table
+from megtool.quant.pipeline.svg_plots import PlotSeries, bars, cells, scatter, table
 
 if TYPE_CHECKING:
     from megtool.quant.verification.verify_folder import Proof, Row
@@ -121,8 +121,8 @@ def _findings(proof: Proof) -> str:
         for f in proof.findings[:_MOST_ROWS]
     )
     more = len(proof.findings) - _MOST_ROWS
-    rest = f"<p>and {more:,} more (--json lists them)</p>" if more > 0 else ""
-    return f"<h2>Findings</h2><ul>{items}</ul>{rest}"
+    footer = f"<p>and {more:,} more (--json lists them)</p>" if more > 0 else ""
+    return f"<h2>Findings</h2><ul>{items}</ul>{footer}"
 
 
 def _errors(proof: Proof) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _errors(proof: Proof) -> Iterator[str]:
     yield scatter(
         "Signal over quantization noise of each weight (more is better)",
         [
-            Series(
+            PlotSeries(
                 name=label,
                 points=[
                     (i, min(r.sqnr_db, _EXACT_DB), f"{r.name}: {decibels(r.sqnr_db)}")
@@ -149,7 +149,7 @@ def _errors(proof: Proof) -> Iterator[str]:
     yield scatter(
         "Bits per weight of each module, scales included",
         [
-            Series(
+            PlotSeries(
                 name=label,
                 points=[(i, r.bits, f"{r.name}: {r.bits:.2f} bits") for i, r in some],
             )
@@ -186,10 +186,12 @@ def _chosen(report: QuantizeReport) -> str:
     if auto is None:
         return ""
     curve = [(p.bits, p.loss, f"{p.bits:.3f} bits: {p.loss:.4g}") for p in auto.curve]
-    one = auto.chosen
+    chosen = auto.chosen
     series = [
-        Series(name="the least loss of every size", points=curve),
-        Series(name="chosen", points=[(one.bits, one.loss, f"chosen: {one.bits:.3f} bits")]),
+        PlotSeries(name="the least loss of every size", points=curve),
+        PlotSeries(
+            name="chosen", points=[(chosen.bits, chosen.loss, f"chosen: {chosen.bits:.3f} bits")]
+        ),
     ]
     rows = [(f"{p.bits:.3f}", f"{p.loss:.4g}") for p in auto.curve[:_MOST_ROWS]]
     return (
@@ -211,7 +213,7 @@ def _calibrated(c: CalibrationFacts) -> Iterator[str]:
         yield scatter(
             "Sizes of inputs by point: the largest, what 99.99 % and what half stay below",
             [
-                Series(
+                PlotSeries(
                     name=name,
                     points=[
                         (i, getattr(r, key), f"{r.name}: {getattr(r, key):.4g}")
@@ -280,7 +282,7 @@ def _distribution(c: CalibrationFacts) -> str:
     for role, counts in list(c.histograms.items())[:12]:
         total = max(sum(counts), 1)
         points = [(float(OCTAVES[0] + i), counts[i] / total, "") for i in range(low, high + 1)]
-        series.append(Series(name=role, points=points))
+        series.append(PlotSeries(name=role, points=points))
     return bars(
         "Distribution of input magnitudes, by role",
         series,

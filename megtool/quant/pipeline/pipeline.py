@@ -1,4 +1,4 @@
-"""Run: a quantize job from the first measurement to the report."""
+"""A quantize run from the first measurement to the report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from megtool.errors import (
     UsageError,
 )
 from megtool.inference.runtime import on_ranks
-from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.pipeline.calibration_data import CalibrationSamples
 
 if TYPE_CHECKING:
     from megtool.quant.pipeline.report import QuantizeReport
 
-from megtool.quant.pipeline.request import Job
-from megtool.quant.pipeline.solve import settled
+from megtool.quant.pipeline.request import QuantizeRequest
+from megtool.quant.pipeline.solve import solve
 
 
-def carry_out(job: Job, samples: Samples | None, progress: Progress) -> QuantizeReport:
+def carry_out(
+    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+) -> QuantizeReport:
     """Calibrate if need be, write, prove and measure.
 
     What is kept for another run goes when all is done, and when this run, which began it, was ended
@@ -39,7 +41,7 @@ def carry_out(job: Job, samples: Samples | None, progress: Progress) -> Quantize
     """
     is_new = not job.work.exists()
     try:
-        report = _carried_out(job, samples, progress)
+        report = _run_stages(job, samples, progress)
     except DestinationError:  # its place may be made free
         raise
     except (CalibrationError, UsageError, RecipeError, MappingError, FormatError):
@@ -50,14 +52,16 @@ def carry_out(job: Job, samples: Samples | None, progress: Progress) -> Quantize
     return report
 
 
-def _remove_work(job: Job) -> None:
+def _remove_work(job: QuantizeRequest) -> None:
     """Remove what is kept between runs, unless its folder was named; the first process does."""
     if job.calibrating.work is None and os.environ.get("RANK", "0") == "0":
         shutil.rmtree(job.work, ignore_errors=True)
 
 
-def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> QuantizeReport:
-    from megtool.quant.pipeline.finalize import artefact_report, finish
+def _run_stages(
+    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+) -> QuantizeReport:
+    from megtool.quant.pipeline.finalize import build_calibration_report, finalize
     from megtool.quant.pipeline.report import QuantizeReport
 
     seconds: dict[str, float] = {"plan": time.monotonic() - job.began}
@@ -65,20 +69,20 @@ def _carried_out(job: Job, samples: Samples | None, progress: Progress) -> Quant
         with _timed(seconds, "measure"):
             _measure(job, samples, progress)
     with _timed(seconds, "calibrate"):
-        found = settled(job, samples, progress)
-    if found is None:  # another process writes
+        solved = solve(job, samples, progress)
+    if solved is None:  # another process writes
         return QuantizeReport.elsewhere(str(job.decided.opened.path), str(job.destination))
-    if found.artefact is not None:
+    if solved.artefact is not None:
         if job.calibrating.only:
-            found.artefact.save(job.destination)
+            solved.artefact.save(job.destination)
         if job.calibrating.keep is not None:
-            found.artefact.save(job.calibrating.keep)
+            solved.artefact.save(job.calibrating.keep)
     if job.calibrating.only:
-        return artefact_report(job, found, samples, seconds)
-    return finish(job, found, samples, seconds, progress)
+        return build_calibration_report(job, solved, samples, seconds)
+    return finalize(job, solved, samples, seconds, progress)
 
 
-def _measure(job: Job, samples: Samples | None, progress: Progress) -> None:
+def _measure(job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress) -> None:
     """Measure what each format costs, and choose."""
     from megtool.quant.calibration.resume_folder import CHOOSING
     from megtool.quant.mixed_precision.sensitivity import measure

@@ -1,4 +1,4 @@
-"""Quantize plan: what a run would do, how large the result is, and about how long it takes."""
+"""The plan of a quantize run: its stages, the size of the result, and an estimate of the time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megtool.console import format_bytes
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
 from megtool.quant.explain_report import ExplainReport
-from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.qparams import packing_of
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import Decided
@@ -46,8 +46,8 @@ class QuantizePlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
-        own = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "explained"}
-        return {**own, "dry_run": True, "recipe": self.explained.to_json()}
+        fields = {n: getattr(self, n) for n in self.__dataclass_fields__ if n != "explained"}
+        return {**fields, "dry_run": True, "recipe": self.explained.to_json()}
 
     def lines(self) -> Iterator[str]:
         """The plan as a person reads it."""
@@ -63,40 +63,43 @@ class QuantizePlan:
             yield f"  needed for  {self.calibration}"
         else:
             yield "  calibration none needed"
-        shown, total = f"writing and proof {_told(self.write_seconds)}", self.write_seconds
+        shown, total = (
+            f"writing and proof {_format_duration(self.write_seconds)}",
+            self.write_seconds,
+        )
         if self.calibrate_seconds:
-            shown = f"calibration {_told(self.calibrate_seconds)}, {shown}"
+            shown = f"calibration {_format_duration(self.calibrate_seconds)}, {shown}"
             total += self.calibrate_seconds
-        yield f"  time        about {_told(total)} ({shown})"
+        yield f"  time        about {_format_duration(total)} ({shown})"
         yield from (f"  note        {note}" for note in self.notes)
 
 
-def plan_of(
+def plan_quantize(
     decided: Decided,
     destination: str,
     *,
     wants_data: Sequence[Decision],
-    samples: Samples | None,
+    samples: CalibrationSamples | None,
     threads: int,
     artefact: Artefact | None = None,
-    given: str = "",
+    calibration: str = "",
 ) -> QuantizePlan:
     """The plan of a run of which `wants_data` are the decisions that data is needed for; `artefact`
     is what the calibration files `given` hold."""
     tokens = samples.num_tokens if samples else 0
     linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
-    seen = artefact if wants_data else None
+    measured = artefact if wants_data else None
     return QuantizePlan(
         explained=explained(decided),
         destination=destination,
         calibration=_needed(wants_data),
-        data=samples.name if samples else given if seen else "",
-        num_samples=len(samples) if samples else seen.num_samples if seen else 0,
-        num_tokens=tokens or (seen.num_tokens if seen else 0),
+        data=samples.name if samples else calibration if measured else "",
+        num_samples=len(samples) if samples else measured.num_samples if measured else 0,
+        num_tokens=tokens or (measured.num_tokens if measured else 0),
         calibrate_seconds=2 * linear * tokens / _flops() if tokens else 0.0,
         write_seconds=_pack_seconds(decided.matched.decisions) / threads,
         notes=(samples.note,) if samples and samples.note else (),
-        is_given=seen is not None,
+        is_given=measured is not None,
     )
 
 
@@ -144,7 +147,7 @@ def _encode_seconds(packing: str) -> float:
     return best / values.size
 
 
-def _told(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Report of `quantize`: what was written, how near the source it is, and what is wrong with it."""
+"""The report of `quantize`: what was written, its error against the source, and the findings."""
 
 from __future__ import annotations
 
@@ -239,8 +239,8 @@ class QuantizeReport:
 
 
 def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
-    seen = f"{c.num_tokens:,} tokens of {c.num_samples:,} samples" if c.num_samples else "no data"
-    yield "calibrated", f"on {seen}: {c.data}"
+    data = f"{c.num_tokens:,} tokens of {c.num_samples:,} samples" if c.num_samples else "no data"
+    yield "calibrated", f"on {data}: {c.data}"
     if c.coverage:
         experts = sum(len(row.tokens) for row in c.coverage)
         short = sum(len(row.uncovered) for row in c.coverage)
@@ -252,11 +252,11 @@ def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
 def _summary(p: Proof) -> str:
     finite = sorted(r.sqnr_db for r in p.rows)
     middle = finite[len(finite) // 2]
-    kept = f", {p.num_kept} kept ones are equal" if p.num_kept else ""
+    unquantized = f", {p.num_kept} kept ones are equal" if p.num_kept else ""
     norms = f", {p.num_norms} norms carry factors" if p.num_norms else ""
     return (
         f"{len(p.rows)} weights read again: SQNR {decibels(finite[0])} at least, "
-        f"{decibels(middle)} in the middle{kept}{norms}"
+        f"{decibels(middle)} in the middle{unquantized}{norms}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Quantize rows: decisions and statistics as the rows of a report."""
+"""Decisions and statistics as rows of the quantize report."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ def format_rows(decisions: Iterable[Decision]) -> tuple[FormatRow, ...]:
 
 def kv_format(decisions: Iterable[Decision]) -> str:
     """The format of the KV cache; empty where it is kept."""
-    found = dict.fromkeys(
+    formats = dict.fromkeys(
         d.format.kv_algo for d in decisions if d.module.kind == "kv_cache" and d.format
     )
-    return ", ".join(found)
+    return ", ".join(formats)
 
 
-def coverage_rows(found: Iterable[Coverage]) -> tuple[CoverageRow, ...]:
+def coverage_rows(coverages: Iterable[Coverage]) -> tuple[CoverageRow, ...]:
     """One row a mixture."""
-    return tuple(CoverageRow(mixture=c.mixture, tokens=c.tokens, enough=c.enough) for c in found)
+    return tuple(
+        CoverageRow(mixture=c.mixture, tokens=c.tokens, enough=c.enough) for c in coverages
+    )
 
 
 def input_rows(statistics: Mapping[str, Statistics]) -> tuple[InputRow, ...]:
@@ -79,14 +81,14 @@ def quantile(statistics: Statistics, share: float) -> float:
 
 def histograms(statistics: Mapping[str, Statistics]) -> dict[str, tuple[int, ...]]:
     """Elements by power of two of their size, added up over the points of a role (`attn.qkv`)."""
-    found: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    counts: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
     for name, s in statistics.items():
         role = ".".join(p for p in name.split(".") if not p.isdecimal())
         role = role.removeprefix("layers.")
         bins = s.histogram[1:].reshape(-1, BINS_AN_OCTAVE).sum(1)
         bins[0] += s.histogram[0]
-        found[role] = found[role] + bins if role in found else bins
-    return {role: tuple(int(n) for n in bins) for role, bins in found.items()}
+        counts[role] = counts[role] + bins if role in counts else bins
+    return {role: tuple(int(n) for n in bins) for role, bins in counts.items()}
 
 
 def _layer(name: str) -> int | None:

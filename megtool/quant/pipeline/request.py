@@ -1,4 +1,4 @@
-"""Job: all that one run of `quantize` is given, and what follows from it before any work."""
+"""A `QuantizeRequest`: the options of one run, and everything derived from them before any work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool.errors import DestinationError, UsageError
-from megtool.inference.runtime import Manner, Runnable, runnable_of
+from megtool.inference.runtime import Manner
 from megtool.quant.calibration.activation_sites import Point, list_points
-from megtool.quant.pipeline.calibration_data import Samples, Wanted
+from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, CalibrationSamples
 from megtool.quant.recipes.match import Decision
 from megtool.quant.resolve import Decided
+from megtool.reshard.open_source import require_decoder
 
 if TYPE_CHECKING:
-    from megtool.inference.rank_weights import Source
     from megtool.inference.windows import TokenDocument
     from megtool.quant.calibration.calibration_file import Artefact
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.calibration.sensitivities import Sensitivities
-    from megtool.quant.mixed_precision.auto_quantize import Choice
+    from megtool.quant.mixed_precision.auto_quantize import FormatChoice
     from megtool.quant.pipeline.plan import QuantizePlan
 
 
@@ -30,24 +30,24 @@ USUAL_EVALUATED = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrating:
+class CalibrationOptions:
     """How scales that depend on inputs are found; see `quantize`."""
 
-    wanted: Wanted
+    data_options: CalibrationDataOptions
     tokenizer: str | Path | None
     unseen: str | None
     route_all: bool
     resident: bool
     spill: bool
     backend: str
-    given: tuple[Path, ...]
+    files: tuple[Path, ...]
     keep: Path | None
     only: bool
     work: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
+class QuantizeOutputOptions:
     """How the result is written, measured and shown; see `quantize`."""
 
     memory_bytes: int
@@ -60,7 +60,7 @@ class Writing:
 
 
 @dataclass(kw_only=True)
-class Job:
+class QuantizeRequest:
     """One run of `quantize`.
 
     `auto` is what was chosen where the recipe leaves formats open, by `sensitivities`; `written`
@@ -74,9 +74,9 @@ class Job:
     group_size: int
     began: float
     manner: Manner
-    calibrating: Calibrating
-    writing: Writing
-    auto: Choice | None = None
+    calibrating: CalibrationOptions
+    writing: QuantizeOutputOptions
+    auto: FormatChoice | None = None
     sensitivities: Sensitivities | None = None
     written: str = ""
 
@@ -86,9 +86,9 @@ class Job:
         return self.decided.matched.decisions
 
     @cached_property
-    def runnable(self) -> Runnable:
+    def runnable(self) -> CheckpointSource:
         """The source as a model that runs."""
-        return runnable_of(self.decided.opened)
+        return require_decoder(self.decided.opened)
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
@@ -111,8 +111,8 @@ class Job:
     @property
     def work(self) -> Path:
         """Where finished layers are kept until the end."""
-        given = self.calibrating.work
-        return given or self.destination.parent / f".{self.destination.name}.calibration"
+        folder = self.calibrating.work
+        return folder or self.destination.parent / f".{self.destination.name}.calibration"
 
     @property
     def chooses(self) -> bool:
@@ -143,14 +143,11 @@ class Job:
         self.decided = replace(decided, matched=matched)
         self.__dict__.pop("wants_data", None)
 
-    def source(self) -> Source:
-        """The source for those that run it."""
-        from megtool.inference.rank_weights import Source
+    def source(self) -> CheckpointSource:
+        """The checkpoint of the model that is quantized, a decoder that can run."""
+        return self.runnable
 
-        opened = self.decided.opened
-        return Source(catalogue=opened.catalogue, side=opened.side, config=self.runnable.config)
-
-    def fingerprint(self, samples: Samples | None) -> Fingerprint:
+    def fingerprint(self, samples: CalibrationSamples | None) -> Fingerprint:
         """What the calibration depends on."""
         from megtool.quant.calibration.fingerprint import fingerprint_of
 
@@ -161,7 +158,7 @@ class Job:
             self.decided.recipe,
             self.decisions,
             samples.batches() if samples else (),
-            seed=self.calibrating.wanted.seed or 0,
+            seed=self.calibrating.data_options.seed or 0,
         )
 
     @cached_property
@@ -169,8 +166,8 @@ class Job:
         """The calibration files that were named, added up; None where none was."""
         from megtool.quant.calibration.calibration_file import Artefact, merged
 
-        given = self.calibrating.given
-        return merged([Artefact.load(path) for path in given]) if given else None
+        files = self.calibrating.files
+        return merged([Artefact.load(path) for path in files]) if files else None
 
     @cached_property
     def evaluation(self) -> list[TokenDocument]:
@@ -206,19 +203,19 @@ class Job:
 
         check_storable(self.decided.opened, self.decisions)
 
-    def planned(self, samples: Samples | None) -> QuantizePlan:
+    def planned(self, samples: CalibrationSamples | None) -> QuantizePlan:
         """What would be done."""
         from megtool.checkpoint.parallel_scan import usual_threads
-        from megtool.quant.pipeline.plan import plan_of
+        from megtool.quant.pipeline.plan import plan_quantize
 
         self.check_free()
-        return plan_of(
+        return plan_quantize(
             self.decided,
             str(self.destination),
             wants_data=self.wants_data,
             samples=samples,
             artefact=self.artefact,
-            given=", ".join(str(path) for path in self.calibrating.given),
+            calibration=", ".join(str(path) for path in self.calibrating.files),
             threads=usual_threads(self.manner.threads),
         )
 
@@ -241,25 +238,25 @@ class Job:
             is_file=self.calibrating.only,
             sources=[opened.path, opened.catalogue.root],
         ).check()
-        self._check_apart(opened.path.resolve(), opened.catalogue.root.resolve())
-        beside = self.destination.parent  # which is made where it is missing
-        _check_file(self.calibrating.keep, beside)
-        _check_file(self.writing.page, beside, self.destination)
+        self._check_distinct_paths(opened.path.resolve(), opened.catalogue.root.resolve())
+        parent = self.destination.parent  # which is made where it is missing
+        _check_file(self.calibrating.keep, parent)
+        _check_file(self.writing.page, parent, self.destination)
 
-    def _check_apart(self, *sources: Path) -> None:
+    def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse files in the place of each other or of the source's, or in a folder that is
         replaced when they are written."""
-        c, whole = self.calibrating, self.destination.resolve()
+        c, destination = self.calibrating, self.destination.resolve()
         named = {"--save-calibration": c.keep, "--work": c.work, "--report": self.writing.page}
-        asked = {name: path.resolve() for name, path in named.items() if path is not None}
-        if c.only and asked.get("--save-calibration") == whole:
-            del asked["--save-calibration"]  # the same file
-        taken = {whole: "DST"}
-        for name, path in asked.items():
-            if (other := taken.setdefault(path, name)) != name:
-                told = f"{other} and {name} are one place"
-                raise DestinationError(told, file=path, hint="name another")
-            if whole in path.parents and name != "--report":  # which is written last
+        outputs = {name: path.resolve() for name, path in named.items() if path is not None}
+        if c.only and outputs.get("--save-calibration") == destination:
+            del outputs["--save-calibration"]  # the same file
+        owners = {destination: "DST"}
+        for name, path in outputs.items():
+            if (owner := owners.setdefault(path, name)) != name:
+                message = f"{owner} and {name} are one place"
+                raise DestinationError(message, file=path, hint="name another")
+            if destination in path.parents and name != "--report":  # which is written last
                 raise DestinationError(
                     f"{name} inside of DST, which is written as a whole",
                     file=path,
@@ -273,14 +270,14 @@ class Job:
                 )
 
 
-def _check_file(path: Path | None, *made: Path) -> None:
+def _check_file(path: Path | None, *outputs: Path) -> None:
     """Refuse a file that cannot be written; folders `made` may be missing yet."""
     if path is None:
         return
     if path.is_dir():
         raise DestinationError("a folder stands where a file is to be written", file=path)
     if not path.parent.is_dir():
-        if path.parent.resolve() in {p.resolve() for p in made}:
+        if path.parent.resolve() in {p.resolve() for p in outputs}:
             return
         raise DestinationError(
             f"there is no folder {str(path.parent)!r} to write it to",

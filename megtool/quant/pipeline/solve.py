@@ -1,4 +1,4 @@
-"""Settling: what becomes of every module, from weights alone, from data, or from files."""
+"""Quantization parameters of every module, from weights alone, data, or calibration files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megtool.commands.reshard import reshard
 from megtool.console import Progress
 from megtool.errors import CalibrationError, UsageError
 from megtool.inference.runtime import on_ranks
-from megtool.quant.pipeline.calibration_data import Samples
+from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.rules import KEEP
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.qparams import Settlement
 
-from megtool.quant.pipeline.request import Job
+from megtool.quant.pipeline.request import QuantizeRequest
 
 
 @dataclass(slots=True, kw_only=True)
-class Settled:
+class SolvedQParams:
     """What becomes of the model, and what that was found by (None where weights said all)."""
 
     settlement: Settlement
@@ -33,7 +33,9 @@ class Settled:
     ranks: int = 1
 
 
-def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
+def solve(
+    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+) -> SolvedQParams | None:
     """Settle all modules; None in every process but the first.
 
     Raises:
@@ -42,31 +44,35 @@ def settled(job: Job, samples: Samples | None, progress: Progress) -> Settled | 
     from megtool.quant.qparams import Settlement, Treatment
     from megtool.quant.requirements import is_plain
 
-    done: Settled | None
+    done: SolvedQParams | None
     c = job.calibrating
     keeps = job.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
     if not (job.asks_data or keeps):
         if os.environ.get("RANK", "0") != "0":
             return None
-        done = Settled(settlement=Settlement(), artefact=None)
+        done = SolvedQParams(settlement=Settlement(), artefact=None)
         if not all(is_plain(job.decided.recipe, d) for d in job.decisions):
             done.settlement.add(_by_weights(job))
-    elif c.given:
+    elif c.files:
         done = _from_files(job)
     else:
         done = _calibrated(job, samples, progress)
     if done is None:
         return None
     for d in job.decisions:  # what has no point: an embedding, layers that draft
-        name, found = d.module.name, d.format
-        if found is not None and found.algo and name not in done.settlement.treatments:
+        name, number_format = d.module.name, d.format
+        if (
+            number_format is not None
+            and number_format.algo
+            and name not in done.settlement.treatments
+        ):
             done.settlement.treatments[name] = Treatment(
-                module=name, format=found, input_amax=found.input_amax
+                module=name, format=number_format, input_amax=number_format.input_amax
             )
     return done
 
 
-def _by_weights(job: Job) -> Settlement:
+def _by_weights(job: QuantizeRequest) -> Settlement:
     """What looking at weights alone finds."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
     from megtool.quant.solve_qparams import settle
@@ -77,7 +83,7 @@ def _by_weights(job: Job) -> Settlement:
         return settle(job.points, {}, decided, recipe, weights, config=config)
 
 
-def _from_files(job: Job) -> Settled:
+def _from_files(job: QuantizeRequest) -> SolvedQParams:
     """What calibration files say, settled anew where this recipe is another one."""
     from megtool.quant.calibration.calibrate import settled_anew
 
@@ -95,10 +101,10 @@ def _from_files(job: Job) -> Settled:
             written=job.written,
             policy=job.calibrating.unseen,
         )
-    return Settled(settlement=artefact.settlement, artefact=artefact)
+    return SolvedQParams(settlement=artefact.settlement, artefact=artefact)
 
 
-def _fits(job: Job, artefact: Artefact, fingerprint: Fingerprint) -> bool:
+def _fits(job: QuantizeRequest, artefact: Artefact, fingerprint: Fingerprint) -> bool:
     """Whether what the files have settled can be used as it is; see `check_fits`."""
     from megtool.quant.calibration.calibration_file import check_fits
 
@@ -113,7 +119,7 @@ def _fits(job: Job, artefact: Artefact, fingerprint: Fingerprint) -> bool:
     )
 
 
-def choose_from_files(job: Job) -> None:
+def choose_from_files(job: QuantizeRequest) -> None:
     """Choose formats by what the calibration files know of their costs, where the recipe leaves
     them open and files stand for data.
 
@@ -127,20 +133,20 @@ def choose_from_files(job: Job) -> None:
     from megtool.quant.mixed_precision.sensitivity import method_for
 
     check_model(job.artefact, job.fingerprint(None))
-    known, recipe = job.artefact.sensitivities, job.decided.recipe
-    if known is None or known.method != method_for(recipe):
-        several = len(job.calibrating.given) > 1
-        held = "the calibrations do not all hold" if several else "the calibration does not hold"
+    sensitivities, recipe = job.artefact.sensitivities, job.decided.recipe
+    if sensitivities is None or sensitivities.method != method_for(recipe):
+        several = len(job.calibrating.files) > 1
+        subject = "the calibrations do not all hold" if several else "the calibration does not hold"
         raise CalibrationError(
-            f"{held} what formats cost by {method_for(recipe)}, and recipe {recipe.name} chooses "
+            f"{subject} sensitivities by {method_for(recipe)}, and recipe {recipe.name} chooses "
             "by that",
             hint="calibrate with this recipe and --save-calibration FILE, without --calibration: "
             "that FILE then serves any --bits",
         )
-    job.choose(known)
+    job.choose(sensitivities)
 
 
-def check_given(job: Job) -> None:
+def check_given(job: QuantizeRequest) -> None:
     """Refuse calibration files that are none, or of another model, whoever needs them; and those
     that do not say what this recipe needs.
 
@@ -157,7 +163,7 @@ def check_given(job: Job) -> None:
         check_model(job.artefact, job.fingerprint(None))
 
 
-def check_choosing(job: Job) -> None:
+def check_choosing(job: QuantizeRequest) -> None:
     """Refuse layouts in which what formats cost cannot be measured, before any work.
 
     Raises:
@@ -169,7 +175,7 @@ def check_choosing(job: Job) -> None:
         check_layout(job.decided.recipe, job.manner.layout)
 
 
-def check_modelopt(job: Job) -> None:
+def check_modelopt(job: QuantizeRequest) -> None:
     """Refuse what ModelOpt cannot do, or cannot do here, before any work.
 
     Raises:
@@ -196,7 +202,9 @@ def check_modelopt(job: Job) -> None:
     check_quantizers(built, config, decisions, job.points)
 
 
-def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settled | None:
+def _calibrated(
+    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+) -> SolvedQParams | None:
     """The model shown the samples, on all processes."""
     from megtool.quant.calibration.calibrate import calibrate
 
@@ -228,17 +236,19 @@ def _calibrated(job: Job, samples: Samples | None, progress: Progress) -> Settle
     if not first:
         return None
     if job.auto is not None:
-        own = artefact.fingerprint
+        fingerprint = artefact.fingerprint
         artefact = replace(
             artefact,
-            fingerprint=replace(own, recipe=job.written),
-            settled_for=own.recipe,
+            fingerprint=replace(fingerprint, recipe=job.written),
+            settled_for=fingerprint.recipe,
             sensitivities=job.sensitivities,
         )
-    return Settled(settlement=artefact.settlement, artefact=artefact, ranks=world)
+    return SolvedQParams(settlement=artefact.settlement, artefact=artefact, ranks=world)
 
 
-def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
+def _by_modelopt(
+    job: QuantizeRequest, samples: CalibrationSamples, progress: Progress
+) -> SolvedQParams:
     """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
     import torch
 
@@ -247,10 +257,10 @@ def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
     if job.manner.threads:
         torch.set_num_threads(job.manner.threads)
     opened = job.decided.opened
-    with tempfile.TemporaryDirectory(prefix="megtool-") as made:
+    with tempfile.TemporaryDirectory(prefix="megtool-") as temporary:
         folder = opened.path
         if opened.catalogue.format != "hf":
-            folder = Path(made) / "hf"
+            folder = Path(temporary) / "hf"
             reshard(
                 opened.path,
                 folder,
@@ -270,4 +280,4 @@ def _by_modelopt(job: Job, samples: Samples, progress: Progress) -> Settled:
             device=job.manner.device or "cpu",
             progress=progress,
         )
-    return Settled(settlement=settlement, artefact=None)
+    return SolvedQParams(settlement=settlement, artefact=None)

@@ -1,4 +1,4 @@
-"""Quantize layout: the stored tensors that quantized modules become, and what fills them."""
+"""The stored tensors that quantized modules become, and the feeds that fill them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,42 @@ import numpy as np
 
 from megtool.checkpoint.computed_tensors import Feed
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.quant.packed_tensors.hf_config import Layer, quantization
+from megtool.quant.packed_tensors.folded_norm import FoldedNorm
+from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
 from megtool.quant.packed_tensors.interleaved import woven
-from megtool.quant.packed_tensors.modelopt_tensors import Held, caches_of, held_of, input_scale
+from megtool.quant.packed_tensors.modelopt_tensors import (
+    QuantizedTensorSpec,
+    caches_of,
+    input_scale,
+    tensor_specs,
+)
 from megtool.quant.packed_tensors.mxfp4_expert_blocks import blocks_of, expert_feeds
-from megtool.quant.packed_tensors.pack import Weight, feeds_of, grain_of, taken_as
-from megtool.quant.packed_tensors.transposed import Turned
-from megtool.quant.pipeline.weight_layout import Lie, check_blocks, lie_of, misplaced, refusal
+from megtool.quant.packed_tensors.pack import WeightToPack, compute_dtype, feeds_of, grain_of
+from megtool.quant.packed_tensors.transposed import TransposedFeed
+from megtool.quant.pipeline.weight_layout import (
+    RowLayout,
+    check_blocks,
+    misplaced,
+    refusal,
+    row_layout,
+)
 from megtool.quant.qparams import Floats, Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.constant_feed import Folded, Given
-from megtool.reshard.open_source import CheckpointSource
-from megtool.reshard.target import Target
+from megtool.reshard.constant_feed import ConstantFeed
+from megtool.reshard.source import CheckpointSource
+from megtool.reshard.writers.target_spec import Target
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class StoredWeight:
     """A canonical weight in a stored module: its decision, its treatment, where its rows lie."""
 
     decision: Decision
     treatment: Treatment
-    weight: Weight
-    lie: Lie
+    weight: WeightToPack
+    rows: RowLayout
     amax: float = 0.0
 
 
@@ -45,7 +57,7 @@ class StoredModule:
 
     name: str
     tensor: GlobalTensor
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredWeight] = field(default_factory=list)
 
     @property
     def smoothed(self) -> Floats | None:
@@ -64,14 +76,14 @@ def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict
     for d in decisions:
         if d.format is None or not d.format.algo:
             continue
-        found = settlement.treatments.get(d.module.name)
-        if found is None or found.format.algo != d.format.algo:
-            has = f"one for {found.format.algo}" if found else "none"
+        treatment = settlement.treatments.get(d.module.name)
+        if treatment is None or treatment.format.algo != d.format.algo:
+            has = f"one for {treatment.format.algo}" if treatment else "none"
             raise CalibrationError(
                 f"{d.module.name} is to be {d.format.algo}, and of treatments it has {has}",
                 hint="the calibration is of another recipe: run it anew",
             )
-        out[d.module.name] = found
+        out[d.module.name] = treatment
     return out
 
 
@@ -95,21 +107,21 @@ def stored_modules(
         name = f"{d.module.name}.weight"
         to = target.side.placements[name]
         tensor = tensors[to.stored]
-        lie = lie_of(to, tensor)
-        why = misplaced(d, to, tensor)
-        if lie is None or why:
-            raise refusal([(d, tensor, why)], is_all=False)
-        weight = Weight(
+        rows = row_layout(to, tensor)
+        reason = misplaced(d, to, tensor)
+        if rows is None or reason:
+            raise refusal([(d, tensor, reason)], is_all=False)
+        weight = WeightToPack(
             placement=opened.placement_of(name),
             shape=(d.module.shape[0], d.module.shape[1]),
-            dtype=taken_as(tensor.dtype),
+            dtype=compute_dtype(tensor.dtype),
             treatment=treatments[d.module.name],
         )
         stored = out.setdefault(
             tensor.name, StoredModule(name=_module_name(tensor.name), tensor=tensor)
         )
         stored.pieces.append(
-            Piece(decision=d, treatment=treatments[d.module.name], weight=weight, lie=lie)
+            StoredWeight(decision=d, treatment=treatments[d.module.name], weight=weight, rows=rows)
         )
     shared: dict[str, list[str]] = defaultdict(list)
     for name, p in target.side.placements.items():
@@ -123,11 +135,11 @@ def _module_name(stored: str) -> str:
     return stored.removesuffix(".weight").removesuffix(BLOCKS)
 
 
-def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
+def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
     """Weights that lie in one tensor are quantized as one."""
     first = stored.pieces[0]
-    found = {p.decision.module.name for p in stored.pieces}
-    missing = [name for name in held if name.removesuffix(".weight") not in found]
+    modules = {p.decision.module.name for p in stored.pieces}
+    missing = [name for name in names if name.removesuffix(".weight") not in modules]
     differ = [
         p.decision.module.name
         for p in stored.pieces
@@ -137,9 +149,10 @@ def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
         or not np.array_equal(_ones(p), _ones(first))
     ]
     if missing or differ:
-        other = (missing or differ)[0].removesuffix(".weight")
+        neighbor = (missing or differ)[0].removesuffix(".weight")
         raise MappingError(
-            f"{first.decision.module.name} is to be {first.decision.label}, and {other}, which is "
+            f"{first.decision.module.name} is to be {first.decision.label}, and {neighbor}, "
+            "which is "
             "stored in the same tensor, "
             + ("is kept" if missing else "has another format or other factors"),
             tensor=stored.tensor.name,
@@ -147,32 +160,37 @@ def _check_together(stored: StoredModule, held: Sequence[str]) -> None:
         )
     for p in stored.pieces:
         grain = grain_of(p.weight)
-        if p.lie.at % grain or (p.lie.is_woven and p.lie.run % grain):
-            where = f"{p.lie.run} rows at a time" if p.lie.is_woven else f"at row {p.lie.at}"
+        if p.rows.first % grain or (p.rows.is_interleaved and p.rows.run % grain):
+            location = (
+                f"{p.rows.run} rows at a time"
+                if p.rows.is_interleaved
+                else f"at row {p.rows.first}"
+            )
             raise MappingError(
-                f"{p.decision.module.name} begins {where} in the tensor it is stored in, "
+                f"{p.decision.module.name} begins {location} in the tensor it is stored in, "
                 f"and {p.decision.label} packs {grain} rows together",
                 tensor=stored.tensor.name,
                 hint="keep it by a rule before the others, or take another format",
             )
 
 
-def _ones(piece: Piece) -> Floats:
+def _ones(piece: StoredWeight) -> Floats:
     columns = piece.treatment.columns
     return np.ones(piece.weight.shape[1], np.float32) if columns is None else columns
 
 
-def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[Held]:
+def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
     """The tensors of a module; `checked` asks for what calibration has to know."""
     first = stored.pieces[0]
     if len(stored.tensor.shape) == 3:
         shape = stored.tensor.shape
         return [
-            Held(tensor=t) for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
+            QuantizedTensorSpec(tensor=t)
+            for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
         ]
     inputs = [s for p in stored.pieces if checked and (s := input_scale(p.treatment)) is not None]
     rows, width = stored.tensor.shape
-    return held_of(
+    return tensor_specs(
         stored.name,
         (rows, width),
         first.treatment.format,
@@ -183,49 +201,53 @@ def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[Held]:
     )
 
 
-def feeds_of_module(stored: StoredModule, held: Sequence[Held]) -> list[Feed]:
+def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) -> list[Feed]:
     """What fills the tensors of one module."""
     amax = max(p.amax for p in stored.pieces)
     if len(stored.tensor.shape) == 3:
-        codes, scales = (h.tensor for h in held)
+        codes, scales = (h.tensor for h in specs)
         return [
             feed
             for p, weight in _as_stored(stored)
-            for feed in expert_feeds(weight, (codes, scales), expert=p.lie.matrix, at=p.lie.at)
+            for feed in expert_feeds(
+                weight, (codes, scales), expert=p.rows.matrix, first=p.rows.first
+            )
         ]
-    computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
+    computed = [(h.part.role, h.tensor) for h in specs if h.part is not None and h.value is None]
     out: list[Feed] = []
     for p, weight in _as_stored(stored):
-        made = feeds_of(weight, computed, at=p.lie.at, amax=amax)
-        out += [Turned(feed=f) for f in made] if p.lie.is_turned else made
-    values = tuple((h.tensor, h.value) for h in held if h.value is not None)
-    return [*out, Given(values=values)] if values else out
+        feeds = feeds_of(weight, computed, row_offset=p.rows.first, amax=amax)
+        out += [TransposedFeed(feed=f) for f in feeds] if p.rows.is_turned else feeds
+    values = tuple((h.tensor, h.value) for h in specs if h.value is not None)
+    return [*out, ConstantFeed(values=values)] if values else out
 
 
-def _as_stored(stored: StoredModule) -> Iterator[tuple[Piece, Weight]]:
+def _as_stored(stored: StoredModule) -> Iterator[tuple[StoredWeight, WeightToPack]]:
     """Weights that lie in rows of their own, and as one those whose rows alternate."""
-    among: dict[int, list[Piece]] = defaultdict(list)
+    among: dict[int, list[StoredWeight]] = defaultdict(list)
     for p in stored.pieces:
-        if p.lie.is_woven:
-            among[p.lie.matrix].append(p)
+        if p.rows.is_interleaved:
+            among[p.rows.matrix].append(p)
         else:
             yield p, _with_one_scale(p)
     for some in among.values():
-        some.sort(key=lambda p: p.lie.at)
-        yield some[0], woven([_with_one_scale(p) for p in some], [p.lie.run for p in some])
+        some.sort(key=lambda p: p.rows.first)
+        yield some[0], woven([_with_one_scale(p) for p in some], [p.rows.run for p in some])
 
 
-def _with_one_scale(piece: Piece) -> Weight:
+def _with_one_scale(piece: StoredWeight) -> WeightToPack:
     if piece.treatment.format.algo != "FP8":
         return piece.weight  # else there is one scale, of all that is stored as one
     return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
 
 
-def folded_norms(opened: CheckpointSource, settlement: Settlement, target: Target) -> list[Folded]:
+def folded_norms(
+    opened: CheckpointSource, settlement: Settlement, target: Target
+) -> list[FoldedNorm]:
     """The norms that take factors."""
     tensors = {t.name: t for t in target.side.tensors}
     config = opened.side.config
-    out: list[Folded] = []
+    out: list[FoldedNorm] = []
     for norm, factors in settlement.norms.items():
         for last in ("weight", "bias"):
             name = f"{norm}.{last}"
@@ -242,7 +264,7 @@ def folded_norms(opened: CheckpointSource, settlement: Settlement, target: Targe
                     hint="the calibration is of another model",
                 )
             out.append(
-                Folded(
+                FoldedNorm(
                     placement=opened.placement_of(name),
                     tensor=tensor,
                     factors=factors,
@@ -254,9 +276,11 @@ def folded_norms(opened: CheckpointSource, settlement: Settlement, target: Targe
     return out
 
 
-def cache_scales(decisions: Sequence[Decision], settlement: Settlement) -> list[Held]:
+def cache_scales(
+    decisions: Sequence[Decision], settlement: Settlement
+) -> list[QuantizedTensorSpec]:
     """The scales of KV caches."""
-    out: list[Held] = []
+    out: list[QuantizedTensorSpec] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:
             continue
@@ -302,7 +326,7 @@ def config_of(
             hint="give all layers the same",
         )
     layers = [
-        Layer(
+        QuantizedLayer(
             name=s.name,
             algo=s.pieces[0].treatment.format.algo,
             group_size=s.pieces[0].treatment.format.group_size,
@@ -311,13 +335,17 @@ def config_of(
         for s in modules
     ]
     quantized = {layer.name for layer in layers}
-    kept: dict[str, None] = {}
+    unquantized: dict[str, None] = {}
     for d in decisions:
         if d.format is None and d.module.kind == "linear":
-            kept[_module_name(target.side.placements[f"{d.module.name}.weight"].stored)] = None
+            unquantized[_module_name(target.side.placements[f"{d.module.name}.weight"].stored)] = (
+                None
+            )
     if not any(d.module.name == "head" for d in decisions):
-        kept["lm_head"] = None  # tied, and yet a module to engines
-    if not kept:  # loaders of NVFP4 refuse an empty list
+        unquantized["lm_head"] = None  # tied, and yet a module to engines
+    if not unquantized:  # loaders of NVFP4 refuse an empty list
         embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
-        kept.update(dict.fromkeys(n for d in embeddings for n in d.module.called("hf")))
-    return quantization(layers, [k for k in kept if k not in quantized], next(iter(caches), None))
+        unquantized.update(dict.fromkeys(n for d in embeddings for n in d.module.called("hf")))
+    return quantization(
+        layers, [k for k in unquantized if k not in quantized], next(iter(caches), None)
+    )

@@ -1,4 +1,4 @@
-"""Quantize plots: points, bars, curves and cells as inline SVG, and a table for each."""
+"""Scatter, bar and cell plots as inline SVG, each with a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHADES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class PlotSeries:
     """Points that belong together: `(x, y, what it is)`."""
 
     name: str
@@ -27,7 +27,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class PlotAxis:
     """Values to pixels, evenly or (`log`) by their logarithm."""
 
     low: float
@@ -37,16 +37,18 @@ class Scale:
     log: bool = False
 
     @classmethod
-    def of(cls, values: Iterable[float], begin: float, end: float, *, log: bool = False) -> Scale:
+    def of(
+        cls, values: Iterable[float], begin: float, end: float, *, log: bool = False
+    ) -> PlotAxis:
         """Over all finite values (with `log` those above zero), with a little room."""
-        known = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
-        low, high = min(known), max(known)
+        finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)] or [1.0]
+        low, high = min(finite), max(finite)
         if log:
             low, high = math.log10(low), math.log10(high)
         room = (high - low) * 0.04 or max(abs(high) * 0.1, 0.5)
         return cls(low - room, high + room, begin, end, log)
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """The pixel of a value; what has none lies on the edge."""
         if self.log:
             value = math.log10(value) if value > 0 else self.low
@@ -68,7 +70,7 @@ class Scale:
 
 def scatter(
     title: str,
-    series: Sequence[Series],
+    series: Sequence[PlotSeries],
     *,
     x: str,
     y: str,
@@ -78,36 +80,39 @@ def scatter(
 ) -> str:
     """Points, with `lines` between those of a series."""
     points = [p for s in series for p in s.points]
-    across = Scale.of((p[0] for p in points), LEFT, WIDTH - RIGHT, log=log_x)
-    up = Scale.of((p[1] for p in points), HEIGHT - BOTTOM, TOP, log=log)
+    across = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT, log=log_x)
+    up = PlotAxis.of((p[1] for p in points), HEIGHT - BOTTOM, TOP, log=log)
     out = _axes(across, up, x, y)
     tips = len(points) <= _MOST_TIPS
-    for number, one in enumerate(series):
+    for number, group in enumerate(series):
         color = f"c{number % COLOURS}"
         if lines:
-            path = " ".join(f"{across.at(a):.1f},{up.at(b):.1f}" for a, b, _ in one.points)
+            path = " ".join(
+                f"{across.position(a):.1f},{up.position(b):.1f}" for a, b, _ in group.points
+            )
             out.append(f'<polyline class="line {color}" points="{path}"/>')
         out.append(f'<g class="{color}">')
-        for a, b, tip in one.points:
-            at = f'cx="{across.at(a):.1f}" cy="{up.at(b):.1f}" r="3"'
-            said = f"<circle {at}><title>{escape(tip)}</title></circle>"
-            out.append(said if tips else f"<circle {at}/>")
+        for a, b, tip in group.points:
+            attributes = f'cx="{across.position(a):.1f}" cy="{up.position(b):.1f}" r="3"'
+            mark = f"<circle {attributes}><title>{escape(tip)}</title></circle>"
+            out.append(mark if tips else f"<circle {attributes}/>")
         out.append("</g>")
     return _figure(title, out, HEIGHT, [s.name for s in series])
 
 
-def bars(title: str, series: Sequence[Series], *, x: str, y: str) -> str:
+def bars(title: str, series: Sequence[PlotSeries], *, x: str, y: str) -> str:
     """Steps of a distribution, one outline a series."""
     points = [p for s in series for p in s.points]
-    across = Scale.of((p[0] for p in points), LEFT, WIDTH - RIGHT)
-    up = Scale.of([0.0, *(p[1] for p in points)], HEIGHT - BOTTOM, TOP)
+    across = PlotAxis.of((p[0] for p in points), LEFT, WIDTH - RIGHT)
+    up = PlotAxis.of([0.0, *(p[1] for p in points)], HEIGHT - BOTTOM, TOP)
     out = _axes(across, up, x, y)
-    for number, one in enumerate(series):
+    for number, values in enumerate(series):
         path = " ".join(
-            f"{across.at(a):.1f},{up.at(b):.1f} {across.at(a + 1):.1f},{up.at(b):.1f}"
-            for a, b, _ in one.points
+            f"{across.position(a):.1f},{up.position(b):.1f} "
+            f"{across.position(a + 1):.1f},{up.position(b):.1f}"
+            for a, b, _ in values.points
         )
-        name = f"<title>{escape(one.name)}</title>"
+        name = f"<title>{escape(values.name)}</title>"
         out.append(f'<polyline class="line c{number % COLOURS}" points="{path}">{name}</polyline>')
     return _figure(title, out, HEIGHT, [s.name for s in series])
 
@@ -128,8 +133,8 @@ def cells(title: str, rows: Sequence[tuple[str, Sequence[float]]], *, x: str, sh
     out = []
     for r, (name, values) in enumerate(rows):
         if height > 8:
-            at = f'x="{LEFT - 6}" y="{TOP + r * height + height - 3}"'
-            out.append(f'<text class="tick end" {at}>{escape(name[-9:])}</text>')
+            attributes = f'x="{LEFT - 6}" y="{TOP + r * height + height - 3}"'
+            out.append(f'<text class="tick end" {attributes}>{escape(name[-9:])}</text>')
         for c in range(0, len(values), step):
             value = min(values[c : c + step])
             cell = f"M{LEFT + c * wide:.1f} {TOP + r * height}{room}"
@@ -158,16 +163,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str) -
     )
 
 
-def _axes(across: Scale, up: Scale, x: str, y: str) -> list[str]:
+def _axes(across: PlotAxis, up: PlotAxis, x: str, y: str) -> list[str]:
     low, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     out = []
     for value in up.ticks():
-        at = up.at(value)
-        out.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}"/>')
-        text = f'x="{LEFT - 6}" y="{at + 4:.1f}"'
+        y_position = up.position(value)
+        out.append(
+            f'<line class="grid" x1="{LEFT}" y1="{y_position:.1f}" '
+            f'x2="{right}" y2="{y_position:.1f}"/>'
+        )
+        text = f'x="{LEFT - 6}" y="{y_position + 4:.1f}"'
         out.append(f'<text class="tick end" {text}>{value:g}</text>')
     for value in across.ticks(8):
-        text = f'x="{across.at(value):.1f}" y="{low + 16}"'
+        text = f'x="{across.position(value):.1f}" y="{low + 16}"'
         out.append(f'<text class="tick middle" {text}>{value:g}</text>')
     out.append(f'<line class="axis" x1="{LEFT}" y1="{low}" x2="{right}" y2="{low}"/>')
     out.append(f'<text class="label" x="{WIDTH / 2}" y="{HEIGHT - 6}">{escape(x)}</text>')
@@ -177,16 +185,16 @@ def _axes(across: Scale, up: Scale, x: str, y: str) -> list[str]:
 
 
 def _figure(title: str, marks: Sequence[str], height: float, names: Sequence[str]) -> str:
-    said = escape(title)
+    title_text = escape(title)
     legend = "".join(
         f'<span class="key c{i % COLOURS}">{escape(name)}</span>'
         for i, name in enumerate(names)
         if name
     )
     return (
-        f"<figure><figcaption>{said}</figcaption>"
+        f"<figure><figcaption>{title_text}</figcaption>"
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-        f'aria-label="{said}"><title>{said}</title>{"".join(marks)}</svg>'
+        f'aria-label="{title_text}"><title>{title_text}</title>{"".join(marks)}</svg>'
         + (f'<div class="legend">{legend}</div>' if legend else "")
         + "</figure>"
     )

@@ -1,4 +1,4 @@
-"""Quantize places: where the rows of each weight lie in what is stored, and what no place has."""
+"""Where the rows of each weight are in a stored tensor, and which weights cannot be quantized."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from megtool.errors import MappingError
 from megtool.quant.packed_tensors.transposed import TURNED
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
-from megtool.reshard.open_source import CheckpointSource
-from megtool.reshard.target import Request, Target, make_target
+from megtool.reshard.source import CheckpointSource
+from megtool.reshard.target import make_target
+from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -32,30 +33,34 @@ def target_of(opened: CheckpointSource, decisions: Sequence[Decision], request: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lie:
+class RowLayout:
     """Rows of a weight in a stored matrix, the `matrix`-th of a stack: `run` of them from row `at`,
     the next `run` from `period` rows further on, and so on; all at once where the two are equal.
     `is_turned`: its rows are columns there."""
 
     matrix: int
-    at: int
+    first: int
     run: int
     period: int
     is_turned: bool = False
 
     @property
-    def is_woven(self) -> bool:
+    def is_interleaved(self) -> bool:
         """Rows of others stand among them."""
         return self.run != self.period
 
 
-def lie_of(to: Placement, tensor: GlobalTensor) -> Lie | None:
+def row_layout(to: Placement, tensor: GlobalTensor) -> RowLayout | None:
     """How a weight lies; None if not as whole rows in their order."""
     down, across = len(tensor.shape) - 2, len(tensor.shape) - 1
-    return _lie(to, tensor, down, across) or _lie(to, tensor, across, down)
+    return _row_layout_along(to, tensor, down, across) or _row_layout_along(
+        to, tensor, across, down
+    )
 
 
-def _lie(to: Placement, tensor: GlobalTensor, down: int, across: int) -> Lie | None:
+def _row_layout_along(
+    to: Placement, tensor: GlobalTensor, down: int, across: int
+) -> RowLayout | None:
     """The same, with rows along the dimension `down`."""
     view = [v for v in zip(to.shape, to.dims, to.mults, strict=True) if v[0] > 1]
     width = 1
@@ -73,9 +78,9 @@ def _lie(to: Placement, tensor: GlobalTensor, down: int, across: int) -> Lie | N
             count *= n
         else:
             return None
-    return Lie(
+    return RowLayout(
         matrix=to.base[0] if len(to.base) > 2 else 0,
-        at=to.base[down],
+        first=to.base[down],
         run=run,
         period=period or run,
         is_turned=across < down,
@@ -89,14 +94,14 @@ def check_places(decisions: Sequence[Decision], target: Target) -> None:
         MappingError: with all of them, and whether any of the family's could be quantized.
     """
     tensors = {t.name: t for t in target.side.tensors}
-    taken = [d for d in decisions if _algo(d)]
+    quantized = [d for d in decisions if _algo(d)]
     wrong = []
-    for d in taken:
+    for d in quantized:
         to = target.side.placements[f"{d.module.name}.weight"]
-        if why := misplaced(d, to, tensors[to.stored]):
-            wrong.append((d, tensors[to.stored], why))
+        if reason := misplaced(d, to, tensors[to.stored]):
+            wrong.append((d, tensors[to.stored], reason))
     if wrong:
-        raise refusal(wrong, is_all=len(wrong) == len(taken))
+        raise refusal(wrong, is_all=len(wrong) == len(quantized))
 
 
 def _algo(d: Decision) -> str:
@@ -120,13 +125,13 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
     for d in decisions:
         has = d.format is not None
         if d.module.name in inside and not has:
-            told = f"{d.module.name} is kept, and other experts are to be MXFP4"
+            message = f"{d.module.name} is kept, and other experts are to be MXFP4"
         elif d.module.name not in inside and has:
-            told = f"{d.module.name} is to be {d.label}, and experts are to be MXFP4"
+            message = f"{d.module.name} is to be {d.label}, and experts are to be MXFP4"
         else:
             continue
         raise MappingError(
-            f"{told}: this family has a form of its own for these, in which all experts are "
+            f"{message}: this family has a form of its own for these, in which all experts are "
             "MXFP4 and nothing else is quantized",
             hint=f"--recipe {EXPERTS_RECIPE} writes it",
         )
@@ -135,13 +140,13 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
 def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool) -> MappingError:
     """All weights that cannot be stored as codes, by the names they have in every layer."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for d, _, why in wrong:
+    for d, _, reason in wrong:
         name = ".".join("*" if p.isdecimal() else p for p in d.module.name.split("."))
-        if name not in alike[why]:
-            alike[why].append(name)
+        if name not in alike[reason]:
+            alike[reason].append(name)
     first, tensor, _ = wrong[0]
     label = first.format.label if first.format else ""
-    told = "; ".join(f"{', '.join(names)} {why}" for why, names in alike.items())
+    message = "; ".join(f"{', '.join(names)} {reason}" for reason, names in alike.items())
     globs = ", ".join(name for names in alike.values() for name in names)
     hint = f"keep them by a rule before the others: - {{match: {{glob: [{globs}]}}, format: keep}}"
     if tensor.name.endswith(BLOCKS):
@@ -152,7 +157,7 @@ def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
         hint = "no weight of this family can be written so: nothing is left to quantize"
     return MappingError(
         f"{len(wrong):,} weights are to be quantized ({first.module.name} to {label}), and a "
-        f"Hugging Face folder of this family stores them so that no engine loads codes: {told}",
+        f"Hugging Face folder of this family stores them so that no engine loads codes: {message}",
         tensor=tensor.name,
         hint=hint,
     )
@@ -167,9 +172,9 @@ def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
         return "stacked with others, for which loaders know MXFP4 alone"
     if not in_blocks and not tensor.name.endswith(".weight"):
         return f"as {tensor.name!r}, for which loaders have no scales"
-    lie = lie_of(to, tensor)
-    if lie is None:
+    rows = row_layout(to, tensor)
+    if rows is None:
         return "interleaved with others"
-    if lie.is_turned and (_algo(d) not in TURNED or lie.is_woven):
+    if rows.is_turned and (_algo(d) not in TURNED or rows.is_interleaved):
         return f"transposed, for which loaders know {', '.join(TURNED)} alone"
     return ""

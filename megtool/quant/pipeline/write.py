@@ -1,4 +1,4 @@
-"""Quantize write: a Hugging Face folder in which decided weights are codes and scales.
+"""Writes a Hugging Face folder in which quantized weights are codes and scales.
 
 What is kept is copied as by a reshard; what is quantized is computed on the way, tile by tile, by
 feeds of the same plan: one stage, one journal, one rename.
@@ -30,8 +30,8 @@ from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks,
 from megtool.quant.packed_tensors.modelopt_tensors import needs_amax
 from megtool.quant.packed_tensors.tensor_amax import find_amaxes
 from megtool.quant.pipeline.stored_layout import (
-    Piece,
     StoredModule,
+    StoredWeight,
     cache_scales,
     config_of,
     excluded_from_blocks,
@@ -45,7 +45,7 @@ from megtool.quant.pipeline.weight_layout import check_places, target_of
 from megtool.quant.qparams import Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import fused_with
-from megtool.reshard.constant_feed import Given
+from megtool.reshard.constant_feed import ConstantFeed
 from megtool.reshard.execute import (
     expected_digests,
     peak_rss_bytes,
@@ -53,9 +53,9 @@ from megtool.reshard.execute import (
     places_of,
     write_digests,
 )
-from megtool.reshard.open_source import CheckpointSource
+from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import write_staged, written_files
-from megtool.reshard.target import Request, Target
+from megtool.reshard.writers.target_spec import Request, Target
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -82,7 +82,7 @@ class WriteReport:
     warnings: tuple[str, ...] = ()
 
 
-class Unproved(MegtoolError):
+class VerificationError(MegtoolError):
     """What was staged is not what it should be, and would not be another time: it is removed."""
 
     exit_status = 7
@@ -176,7 +176,7 @@ def write(
         if before_commit is not None:
             try:
                 before_commit(stage.tree)
-            except Unproved:
+            except VerificationError:
                 stage.discard()
                 raise
 
@@ -204,7 +204,7 @@ def write(
     )
 
 
-def _said(
+def _quantization_config(
     decisions: Sequence[Decision],
     modules: Sequence[StoredModule],
     target: Target,
@@ -212,11 +212,11 @@ def _said(
 ) -> dict[str, bytes]:
     """The files that say what is quantized, in the words of those who load it."""
     config = small.get("config.json")
-    if (kept := excluded_from_blocks(decisions, modules, target)) is not None:
-        return {} if config is None else {"config.json": with_blocks(config, kept)}
-    said = config_of(decisions, modules, target)
-    out = {} if config is None else {"config.json": with_quantization(config, said)}
-    return out | {QUANT_FILE: hf_quant_config(said)}
+    if (excluded := excluded_from_blocks(decisions, modules, target)) is not None:
+        return {} if config is None else {"config.json": with_blocks(config, excluded)}
+    section = config_of(decisions, modules, target)
+    out = {} if config is None else {"config.json": with_quantization(config, section)}
+    return out | {QUANT_FILE: hf_quant_config(section)}
 
 
 def find_shared_amaxes(
@@ -231,7 +231,7 @@ def find_shared_amaxes(
     pieces = [p for stored in modules for p in stored.pieces]
     unknown = [p for p in pieces if needs_amax(p.treatment)]
     total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
-    found = find_amaxes(
+    amaxes = find_amaxes(
         opened.catalogue,
         [p.weight for p in unknown],
         files,
@@ -241,13 +241,13 @@ def find_shared_amaxes(
     together: dict[tuple[str, str], float] = defaultdict(float)
     stored_as = {p.treatment.module: stored.name for stored in modules for p in stored.pieces}
 
-    def key(p: Piece) -> tuple[str, str]:
+    def key(p: StoredWeight) -> tuple[str, str]:
         # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
         algo = p.treatment.format.algo
         alone = algo == "FP8"
         return stored_as[p.treatment.module] if alone else fused_with(p.decision.module), algo
 
-    for p, amax in zip(unknown, found, strict=True):
+    for p, amax in zip(unknown, amaxes, strict=True):
         together[key(p)] = max(together[key(p)], amax)
     for p in pieces:
         if needs_amax(p.treatment):
@@ -272,9 +272,9 @@ def _plan(
     feeds: list[Feed] = []
     gone: set[str] = set()
     for stored in modules:
-        held = tensors_of(stored)
-        becomes[stored.tensor.name] = [h.tensor for h in held]
-        feeds += feeds_of_module(stored, held)
+        specs = tensors_of(stored)
+        becomes[stored.tensor.name] = [h.tensor for h in specs]
+        feeds += feeds_of_module(stored, specs)
         gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
     folded = folded_norms(opened, settlement, target)
     feeds += folded
@@ -283,11 +283,11 @@ def _plan(
     caches = cache_scales(decisions, settlement)
     values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
     if values:
-        feeds.append(Given(values=values))
+        feeds.append(ConstantFeed(values=values))
     tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
     tensors += [h.tensor for h in caches]
     small = {n: data for n, data in target.destination.small.items() if n != INDEX}
-    small |= _said(decisions, modules, target, small)
+    small |= _quantization_config(decisions, modules, target, small)
     laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
     placements = {n: p for n, p in target.side.placements.items() if n not in gone}
     return build(
@@ -298,7 +298,7 @@ def _plan(
         placements,
         fills=target.fills,
         dropped=target.dropped,
-        copies={n: held for n, held in opened.repeats.items() if n in placements},
+        copies={n: specs for n, specs in opened.repeats.items() if n in placements},
         feeds=feeds,
         options=repr((__version__, digest.value)),
     )

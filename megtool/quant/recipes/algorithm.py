@@ -29,8 +29,8 @@ class Option:
         """The value is of the kind and in the range; NaN and infinities never are."""
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
-        known = int if self.kind is int else int | float
-        if not isinstance(value, known) or not math.isfinite(value):
+        types = int if self.kind is int else int | float
+        if not isinstance(value, types) or not math.isfinite(value):
             return False
         return self.least <= value <= self.most and not (self.above and value == self.least)
 
@@ -38,9 +38,9 @@ class Option:
         """The range for people."""
         if self.kind is bool:
             return "true or false"
-        what = "a whole number" if self.kind is int else "a number"
+        kind = "a whole number" if self.kind is int else "a number"
         low = f"above {self.least:g}" if self.above else f"from {self.least:g}"
-        return f"{what} {low} {'up ' if self.above else ''}to {self.most:g}"
+        return f"{kind} {low} {'up ' if self.above else ''}to {self.most:g}"
 
 
 _FLAG = Option(bool)
@@ -88,22 +88,22 @@ def read_algorithm(
     Where it says nothing, it is the least that its formats ask for.
     """
     if node is None:
-        return {"method": _least(formats.values())}
+        return {"method": _default_method(formats.values())}
     if isinstance(node.value, str):
-        given: dict[str, Any] = {"method": node.value}
+        algorithm: dict[str, Any] = {"method": node.value}
         lines: Mapping[str, int] = {"method": node.line}
     elif isinstance(node.value, dict) and "method" in node.value:
-        given, lines = node.plain(), node.keys or {}
+        algorithm, lines = node.plain(), node.keys or {}
     else:
         problems.add(node.line, "algorithm needs a method", "one of " + ", ".join(METHODS))
         return {"method": "none"}
-    method = str(given["method"])
+    method = str(algorithm["method"])
     if method not in METHODS:
         problems.add(lines["method"], f"unknown method {method!r}", nearest(method, METHODS))
         return {"method": "none"}
-    check_options(method, given, METHODS[method], lines, problems)
+    check_options(method, algorithm, METHODS[method], lines, problems)
     _check_use(method, formats, lines["method"], problems)
-    return given
+    return algorithm
 
 
 def check_options(
@@ -124,18 +124,18 @@ def check_options(
             problems.add(lines.get(key, 0), f"{key} is {value!r}", known[key].words())
 
 
-def _least(formats: Iterable[Format]) -> str:
+def _default_method(formats: Iterable[Format]) -> str:
     listed = list(formats)
     if any(f.choose for f in listed):
         return "kl_div"
-    return "max" if any(_asks(f) for f in listed) else "none"
+    return "max" if any(_needs_data(f) for f in listed) else "none"
 
 
-def _asks(found: Format) -> bool:
+def _needs_data(format: Format) -> bool:
     """The format has scales that come from data."""
-    if found.kv_algo:
-        return not found.constant
-    return bool(found.algo) and found.number.calibrates
+    if format.kv_algo:
+        return not format.constant
+    return bool(format.algo) and format.number.calibrates
 
 
 def idle(method: str, options: Mapping[str, Any], found: Format) -> bool:
@@ -173,8 +173,8 @@ def _check_use(method: str, formats: Mapping[str, Format], line: int, problems: 
         )
     only_caches = bool(listed) and all(f.kv_algo for f in listed)
     if only_caches and method not in ("max", "none", *CHOOSING):
-        told = f"{method} does nothing to a KV cache, and there are no other formats"
-        problems.add(line, told, "max")
+        message = f"{method} does nothing to a KV cache, and there are no other formats"
+        problems.add(line, message, "max")
 
 
 def check_methods(
@@ -182,29 +182,29 @@ def check_methods(
 ) -> None:
     """Every format is one that its method, its own or the recipe's, does something to."""
     overall = str(algorithm.get("method", "none"))
-    for found in formats.values():
-        method = found.method or overall
-        told = f"{method} does nothing to format {found.name!r}"
-        if found.choose:
-            if found.method and found.method not in CHOOSING:
+    for format in formats.values():
+        method = format.method or overall
+        message = f"{method} does nothing to format {format.name!r}"
+        if format.choose:
+            if format.method and format.method not in CHOOSING:
                 hint = "kl_div or gradient; formats that it chooses from have their own"
-                problems.add(found.line, f"{method} does not choose formats", hint)
-        elif found.kv_algo:
-            if method == "none" and not found.constant:
+                problems.add(format.line, f"{method} does not choose formats", hint)
+        elif format.kv_algo:
+            if method == "none" and not format.constant:
                 problems.add(
-                    found.line,
-                    f"format {found.name!r} is scaled by data, and algorithm none takes none",
+                    format.line,
+                    f"format {format.name!r} is scaled by data, and algorithm none takes none",
                     "`algorithm: max`, or constant: true",
                 )
-            elif found.method and found.method not in ("max", "none"):
-                problems.add(found.line, f"{told}, a KV cache", "it has max, or constant: true")
-        elif found.algo and not (not found.method and overall in CHOOSING):
+            elif format.method and format.method not in ("max", "none"):
+                problems.add(format.line, f"{message}, a KV cache", "it has max, or constant: true")
+        elif format.algo and not (not format.method and overall in CHOOSING):
             options = algorithm if method == overall else {}
-            if idle(method, options, found):
-                problems.add(found.line, f"{told} ({found.algo})", _instead(method, found))
+            if idle(method, options, format):
+                problems.add(format.line, f"{message} ({format.algo})", _suggest_method(method, format))
 
 
-def _instead(method: str, found: Format) -> str:
+def _suggest_method(method: str, format: Format) -> str:
     if method == "none":
         return "its inputs' scale comes from data: `algorithm: max`"
-    return "give it `algorithm: max`" if _asks(found) else "give it `algorithm: none`, or max"
+    return "give it `algorithm: max`" if _needs_data(format) else "give it `algorithm: none`, or max"

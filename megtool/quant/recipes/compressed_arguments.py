@@ -13,7 +13,7 @@ from megtool.quant.recipes.located_yaml import Node, as_key
 from megtool.quant.recipes.recipe import check_keys
 from megtool.quant.recipes.rules import Problems
 
-_KNOWN = (
+_ARGUMENTS = (
     "num_bits",
     "type",
     "symmetric",
@@ -49,9 +49,9 @@ PRESETS: Mapping[str, tuple[str, int]] = {
 def check_values(node: Node, plain: Mapping[str, tuple[Any, ...]], problems: Problems) -> None:
     """Keys of a mapping that are understood, but carried out with a few values alone."""
     for key, values in plain.items():
-        if (given := node.get(key)) is not None and given.plain() not in values:
-            line = (node.keys or {}).get(key, given.line)
-            shown = str(given.plain())[:60]
+        if (value := node.get(key)) is not None and value.plain() not in values:
+            line = (node.keys or {}).get(key, value.line)
+            shown = str(value.plain())[:60]
             problems.add(line, f"{key} {shown} is not carried out", "leave it out, or empty")
 
 
@@ -60,47 +60,47 @@ def check_arguments(node: Node, part: str, problems: Problems) -> str:
 
     Returns the algorithm that they ask for, or the empty text.
     """
-    if not check_keys(node, _KNOWN, f"{part} section", problems):
+    if not check_keys(node, _ARGUMENTS, f"{part} section", problems):
         return ""
-    held = {k: v.plain() for k, v in node.value.items()}
+    values = {k: v.plain() for k, v in node.value.items()}
 
     def refuse(key: str, why: str = "leave it out") -> None:
         line = (node.keys or {}).get(key, node.line)
-        shown = str(held.get(key))[:60]
+        shown = str(values.get(key))[:60]
         problems.add(line, f"{key} {shown} of {part} is not carried out", why)
 
-    observer, dynamic = held.get("observer"), held.get("dynamic")
-    if held.get("actorder") not in _ORDERS:
+    observer, dynamic = values.get("observer"), values.get("dynamic")
+    if values.get("actorder") not in _ORDERS:
         refuse("actorder", "weight, or leave it out")
     if part == "kv_cache_scheme":
-        if held.get("symmetric") is False:
+        if values.get("symmetric") is False:
             refuse("symmetric", "engines have symmetric formats alone")
-        if held.get("strategy") not in (None, "tensor"):
+        if values.get("strategy") not in (None, "tensor"):
             refuse("strategy", "one scale a layer: tensor")
         if dynamic:
             refuse("dynamic", "its scales come from calibration")
     for key in ("scale_dtype", "zp_dtype"):
-        if held.get(key) is not None and str(held[key]).removeprefix("torch.") not in _FLOATS:
+        if values.get(key) is not None and str(values[key]).removeprefix("torch.") not in _FLOATS:
             refuse(key)
     if dynamic is True:  # nothing is observed
         return ""
-    if held.get("observer_kwargs") not in (None, {}):
+    if values.get("observer_kwargs") not in (None, {}):
         refuse("observer_kwargs")
     if observer == "mse" and part == "weights":
         return "mse"
     if observer not in _OBSERVERS:
-        known = ", ".join(o for o in _OBSERVERS if o)
-        refuse("observer", f"known: {known}" + (", mse" if part == "weights" else ""))
+        names = ", ".join(o for o in _OBSERVERS if o)
+        refuse("observer", f"known: {names}" + (", mse" if part == "weights" else ""))
     return ""
 
 
 def algo_of(weights: Any, inputs: Any) -> tuple[str, int]:
     """The format that settings of weights and of inputs are together, and its group size; the
     empty text where there is none."""
-    found = _weights(weights) if isinstance(weights, Mapping) else None
-    if found is None:
+    scheme = _weights(weights) if isinstance(weights, Mapping) else None
+    if scheme is None:
         return "", 0
-    word, size = found
+    word, size = scheme
     return _BY_SETTINGS.get((word, _inputs(inputs)), ""), size
 
 
@@ -108,9 +108,9 @@ def told(args: Any) -> str:
     """Settings for people."""
     if not isinstance(args, dict):
         return "as they are"
-    said = [f"{args.get('type', 'int')}{args.get('num_bits', 8)}"]
-    said += [str(args[k]) for k in ("strategy", "group_size") if args.get(k) is not None]
-    return " ".join([*said, *(["asymmetric"] if args.get("symmetric") is False else [])])
+    words = [f"{args.get('type', 'int')}{args.get('num_bits', 8)}"]
+    words += [str(args[k]) for k in ("strategy", "group_size") if args.get(k) is not None]
+    return " ".join([*words, *(["asymmetric"] if args.get("symmetric") is False else [])])
 
 
 _BY_SETTINGS: Mapping[tuple[str, str], str] = {

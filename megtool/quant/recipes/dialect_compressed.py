@@ -67,14 +67,14 @@ def read_compressed(node: Node, name: str, problems: Problems) -> Recipe:
     ignored = node.get("ignore")
     if ignored is not None and ignored.value:
         rules += _targets(ignored, KEEP, "ignore", problems)
-    found: list[tuple[int, Rule]] = []
+    ranked: list[tuple[int, Rule]] = []
     groups = node.get("config_groups")
     if groups is None or not isinstance(groups.value, dict):
         problems.add(node.line, "no config_groups")
     else:
         for key, group in groups.value.items():
-            found += _group(key, group, formats, problems)
-    rules += [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
+            ranked += _group(key, group, formats, problems)
+    rules += [rule for _, rule in sorted(ranked, key=lambda pair: pair[0])]
     cache = node.get("kv_cache_scheme")
     if cache is not None and cache.value:
         plain = cache.plain()
@@ -119,8 +119,8 @@ def _group(
         targets = node.get("targets")
         check_values(node, {"output_activations": (None, {})}, problems)
         for part in ("weights", "input_activations"):
-            if (given := node.get(part)) is not None and given.value is not None:
-                method = check_arguments(given, part, problems) or method
+            if (arguments := node.get(part)) is not None and arguments.value is not None:
+                method = check_arguments(arguments, part, problems) or method
         algo, size = _algo(node, key, problems)
     else:
         return []
@@ -129,10 +129,10 @@ def _group(
             problems.add(node.line, f"group {key!r} has no targets")
         return []
     formats[key] = Format(name=key, algo=algo, group_size=size, method=method, line=node.line)
-    return [(_exactness(r), r) for r in _targets(targets, key, key, problems)]
+    return [(_target_rank(r), r) for r in _targets(targets, key, key, problems)]
 
 
-def _exactness(rule: Rule) -> int:
+def _target_rank(rule: Rule) -> int:
     condition = rule.condition
     return 0 if isinstance(condition, Exact) else 1 if isinstance(condition, Regex) else 2
 
@@ -142,8 +142,8 @@ def _targets(node: Node, format_: str, label: str, problems: Problems) -> list[R
     for text in texts(node, label, problems):
         condition: Condition
         if text.startswith(EXPRESSION):
-            held = compiled([text.removeprefix(EXPRESSION)], node.line, problems)
-            condition = Regex(held, "hf", prefix=True)
+            patterns = compiled([text.removeprefix(EXPRESSION)], node.line, problems)
+            condition = Regex(patterns, "hf", prefix=True)
         elif text in _CLASSES:
             condition = OfKind((_CLASSES[text],))
         else:

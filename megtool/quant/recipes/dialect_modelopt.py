@@ -100,40 +100,40 @@ def _entries(node: Node, rules: list[Rule], problems: Problems) -> tuple[Setting
         problems.add(node.line, f"quant_cfg is {node.plain()!r}", "a list of entries")
         return ()
     out = []
-    for one in (new for old in raw for new in _renewed(old)):
-        if not check_keys(one, _ENTRY, "quant_cfg entry", problems):
+    for entry in (new for old in raw for new in _modernize_entry(old)):
+        if not check_keys(entry, _ENTRY, "quant_cfg entry", problems):
             continue
-        name, cfg, enable = (one.get(k) for k in ("quantizer_name", "cfg", "enable"))
+        name, cfg, enable = (entry.get(k) for k in ("quantizer_name", "cfg", "enable"))
         if name is None or not isinstance(name.value, str):
-            problems.add(one.line, "an entry needs a quantizer_name")
+            problems.add(entry.line, "an entry needs a quantizer_name")
             continue
         plain = cfg.plain() if cfg else None
         if cfg is not None:
             check_settings(cfg, problems)
         if plain is None and (enable is None or enable.value is None):
-            problems.add(one.line, f"entry {name.value!r} says nothing", "give it cfg or enable")
+            problems.add(entry.line, f"entry {name.value!r} says nothing", "give it cfg or enable")
             continue
         on = bool(enable.value) if enable is not None and enable.value is not None else True
-        parent = one.get("parent_class")
+        parent = entry.get("parent_class")
         condition = Quantizers(
             pattern=name.value, parent_class=parent.text if parent and parent.value else ""
         )
         out.append(Setting(quantizers=condition, cfg=plain, enable=on, rule=len(rules)))
         kind = kind_of(plain, [])[0] if plain else ""
-        said = (kind or "settings of its own") if plain else ("on" if on else "off")
+        action = (kind or "settings of its own") if plain else ("on" if on else "off")
         rules.append(
             Rule(
                 condition=condition,
-                format=said if on else KEEP,
+                format=action if on else KEEP,
                 label=condition.words(),
-                line=one.line,
+                line=entry.line,
                 optional=True,
             )
         )
     return tuple(out)
 
 
-def _renewed(node: Node) -> list[Node]:
+def _modernize_entry(node: Node) -> list[Node]:
     """An entry in ModelOpt's older forms, `{pattern: cfg}` and `{nn.Class: {pattern: cfg}}`."""
     if not isinstance(node.value, dict) or "quantizer_name" in node.value or not node.value:
         return [node]
@@ -143,22 +143,22 @@ def _renewed(node: Node) -> list[Node]:
     for key, value in node.value.items():
         inner = value.value if key.startswith("nn.") and isinstance(value.value, dict) else None
         for pattern, cfg in inner.items() if inner else [(key, value)]:
-            held = {"quantizer_name": _at(cfg, "*" if pattern == "default" else pattern)}
+            entry = {"quantizer_name": _node_at(cfg, "*" if pattern == "default" else pattern)}
             if inner:
-                held["parent_class"] = _at(cfg, key)
+                entry["parent_class"] = _node_at(cfg, key)
             if isinstance(cfg.value, dict):
-                rest = {k: v for k, v in cfg.value.items() if k != "enable"}
+                settings = {k: v for k, v in cfg.value.items() if k != "enable"}
                 if "enable" in cfg.value:
-                    held["enable"] = cfg.value["enable"]
-                if rest:
-                    held["cfg"] = Node(value=rest, line=cfg.line, keys=cfg.keys)
+                    entry["enable"] = cfg.value["enable"]
+                if settings:
+                    entry["cfg"] = Node(value=settings, line=cfg.line, keys=cfg.keys)
             else:
-                held["cfg"] = cfg
-            out.append(Node(value=held, line=cfg.line, keys=dict.fromkeys(held, cfg.line)))
+                entry["cfg"] = cfg
+            out.append(Node(value=entry, line=cfg.line, keys=dict.fromkeys(entry, cfg.line)))
     return out
 
 
-def _at(node: Node, value: Any) -> Node:
+def _node_at(node: Node, value: Any) -> Node:
     return Node(value=value, line=node.line)
 
 
@@ -168,25 +168,25 @@ def _auto(
     """Formats to choose among, as one list of settings each; returns the bits allowed."""
     check_keys(node, _AUTO, "auto_quantize section", problems)
     for key in ("module_search_spaces", "kv_cache"):
-        if (given := node.get(key)) is not None and given.value:
-            problems.add(given.line, f"{key} of auto_quantize is not carried out", "leave it out")
+        if (value := node.get(key)) is not None and value.value:
+            problems.add(value.line, f"{key} of auto_quantize is not carried out", "leave it out")
     disabled = node.get("disabled_layers")
     off = [n for n in (disabled.value if disabled and isinstance(disabled.value, list) else [])]
     formats = node.get("candidate_formats")
     if formats is None or not isinstance(formats.value, list) or not formats.value:
         problems.add(node.line, "auto_quantize needs candidate_formats")
         return 0.0
-    for one in formats.value:
-        listed = one.get("quant_cfg")
+    for candidate in formats.value:
+        listed = candidate.get("quant_cfg")
         if listed is None:
-            problems.add(one.line, "a candidate format needs a quant_cfg")
+            problems.add(candidate.line, "a candidate format needs a quant_cfg")
             continue
         settings = list(_entries(listed, rules, problems))
         for layer in off:
             if isinstance(layer.value, str):
-                gone = Node(value=False, line=layer.line)
+                disabled_ = Node(value=False, line=layer.line)
                 name = Node(value=_quantizer_glob(layer.value), line=layer.line)
-                entry = Node(value={"quantizer_name": name, "enable": gone}, line=layer.line)
+                entry = Node(value={"quantizer_name": name, "enable": disabled_}, line=layer.line)
                 settings += _entries(Node(value=[entry], line=layer.line), rules, problems)
         spaces.append(tuple(settings))
     limits = node.get("constraints")
@@ -198,22 +198,22 @@ def _auto(
 
 
 def _auto_method(node: Node, problems: Problems) -> str:
-    found = node.get("auto_quantize_method")
-    if found is None:
+    method = node.get("auto_quantize_method")
+    if method is None:
         return "gradient"
-    if found.text not in CHOOSING:
+    if method.text not in CHOOSING:
         hint = "one of " + ", ".join(CHOOSING)
-        problems.add(found.line, f"unknown auto_quantize_method {found.plain()!r}", hint)
+        problems.add(method.line, f"unknown auto_quantize_method {method.plain()!r}", hint)
         return "gradient"
-    return found.text
+    return method.text
 
 
 def _auto_notes(node: Node) -> list[str]:
     """What is decided otherwise here than ModelOpt would."""
     out = []
     formats = node.get("candidate_formats")
-    for one in formats.value if formats is not None and isinstance(formats.value, list) else ():
-        method = read_method(one.get("algorithm"), Problems(""), [])["method"]
+    for candidate in formats.value if formats is not None and isinstance(formats.value, list) else ():
+        method = read_method(candidate.get("algorithm"), Problems(""), [])["method"]
         if method not in ("max", "none"):
             out.append(f"candidate formats are chosen and scaled with max, not with {method}")
     limits = node.get("constraints")

@@ -24,7 +24,7 @@ from megtool.quant.recipes.recipe import Recipe, check_keys, read_recipe
 from megtool.quant.recipes.rules import KEEP, All, Glob, Problems, Role, Rule
 
 _PACKAGE = "megtool.quant_recipes"
-_ASKED = Role(("qkv", "proj", "fc1", "fc2"))
+_QUANTIZED_ROLES = Role(("qkv", "proj", "fc1", "fc2"))
 _MATCHER = ("config", "type", "pattern", "enabled")
 _PAYLOAD = (
     "fp8_quantization_recipe",
@@ -47,7 +47,7 @@ _BY_TRAINING = {
     ("mxfp8", None): "MXFP8",
     (None, "nvfp4"): "NVFP4",
 }
-_SIGNS: Mapping[str, tuple[str, ...]] = {
+_DIALECT_KEYS: Mapping[str, tuple[str, ...]] = {
     "megtool": ("rules", "formats"),
     "megatron": ("matchers", "configs"),
     "modelopt": ("quant_cfg", "quantize", "auto_quantize"),
@@ -121,34 +121,34 @@ def translate(
     root: Path | None = None,
 ) -> Recipe:
     """A parsed file as a recipe, in whatever dialect it is."""
-    own = problems or Problems(file)
-    dialect = _dialect(node, own)
+    collected = problems or Problems(file)
+    dialect = _detect_dialect(node, collected)
     if dialect == "megatron":
-        recipe = _read_megatron(node, name, own)
+        recipe = _read_megatron(node, name, collected)
     elif dialect == "modelopt":
-        recipe = read_modelopt(node, name, own, root=root)
+        recipe = read_modelopt(node, name, collected, root=root)
     elif dialect == "compressed-tensors":
-        recipe = read_compressed(node, name, own)
+        recipe = read_compressed(node, name, collected)
     else:
-        recipe = read_recipe(node, name, own)
+        recipe = read_recipe(node, name, collected)
     if problems is None:
-        own.raise_all()
+        collected.raise_all()
     return recipe
 
 
-def _dialect(node: Node, problems: Problems) -> str:
+def _detect_dialect(node: Node, problems: Problems) -> str:
     if not isinstance(node.value, dict):
         raise RecipeError(
             f"line {node.line}: a recipe is a mapping", file=problems.file, hint="rules: [...]"
         )
-    for dialect, signs in _SIGNS.items():
-        if any(sign in node.value for sign in signs):
+    for dialect, dialect_keys in _DIALECT_KEYS.items():
+        if any(sign in node.value for sign in dialect_keys):
             return dialect
-    known = [sign for signs in _SIGNS.values() for sign in signs]
+    keys = [sign for dialect_keys in _DIALECT_KEYS.values() for sign in dialect_keys]
     for key in node.value:
-        for dialect, signs in _SIGNS.items():
-            if nearest(key, known).startswith("did you mean") and any(
-                repr(s) in nearest(key, known) for s in signs
+        for dialect, dialect_keys in _DIALECT_KEYS.items():
+            if nearest(key, keys).startswith("did you mean") and any(
+                repr(s) in nearest(key, keys) for s in dialect_keys
             ):
                 return dialect
     return "megtool"
@@ -162,19 +162,19 @@ def _read_megatron(node: Node, name: str, problems: Problems) -> Recipe:
     if configs is not None and not isinstance(configs.value, dict):
         problems.add(configs.line, f"configs is {configs.plain()!r}", "a mapping")
     for key, payload in configs.value.items() if _is_mapping(configs) else ():
-        formats[key] = _payload(key, payload, problems)
+        formats[key] = _config_format(key, payload, problems)
     rules = []
     off = 0
     if not _is_mapping(matchers):
         problems.add(node.line, "no matchers", "a mapping from names to matchers")
-    for key, one in matchers.value.items() if _is_mapping(matchers) else ():
-        if not check_keys(one, _MATCHER, "matcher", problems):
+    for key, matcher in matchers.value.items() if _is_mapping(matchers) else ():
+        if not check_keys(matcher, _MATCHER, "matcher", problems):
             continue
-        enabled = one.get("enabled")
+        enabled = matcher.get("enabled")
         if enabled is None or not enabled.value:
             off += 1
             continue
-        if rule := _matcher(key, one, formats, problems):
+        if rule := _matcher(key, matcher, formats, problems):
             rules.append(rule)
     notes = (f"{off} matchers do not say `enabled: true` and are off",) if off else ()
     return Recipe(
@@ -204,19 +204,19 @@ def _matcher(
     if kind.value != "glob":
         problems.add(kind.line, f"matcher {key!r} is of type {kind.plain()!r}", "Megatron has glob")
     if config.text not in formats:
-        known = nearest(config.text, formats)
-        problems.add(config.line, f"matcher {key!r} names no config: {config.plain()!r}", known)
-    found = formats.get(config.text)
+        hint = nearest(config.text, formats)
+        problems.add(config.line, f"matcher {key!r} names no config: {config.plain()!r}", hint)
+    format = formats.get(config.text)
     return Rule(
-        condition=All((Glob((pattern.value,), "megatron"), _ASKED)),
-        format=found.name if found else KEEP,
+        condition=All((Glob((pattern.value,), "megatron"), _QUANTIZED_ROLES)),
+        format=format.name if format else KEEP,
         label=key,
         line=node.line,
         optional=True,
     )
 
 
-def _payload(key: str, node: Node, problems: Problems) -> Format | None:
+def _config_format(key: str, node: Node, problems: Problems) -> Format | None:
     """What Transformer Engine would train in, as the format nearest to it; None keeps a module."""
     training = node.get("training_recipe")
     if not isinstance(node.value, dict) or training is None:
@@ -226,12 +226,12 @@ def _payload(key: str, node: Node, problems: Problems) -> Format | None:
             "Transformer Engine's (TEQuantizationParams) are understood",
         )
         return None
-    known = ("transformer_engine_config_type", "training_recipe", "evaluation_recipe")
-    check_keys(node, known, "config", problems)
+    keys = ("transformer_engine_config_type", "training_recipe", "evaluation_recipe")
+    check_keys(node, keys, "config", problems)
     kind = node.get("transformer_engine_config_type")
     if kind is not None and kind.value != "TEQuantizationParams":
-        told = f"config {key!r} is of type {kind.plain()!r}"
-        problems.add(kind.line, told, "Megatron has TEQuantizationParams")
+        message = f"config {key!r} is of type {kind.plain()!r}"
+        problems.add(kind.line, message, "Megatron has TEQuantizationParams")
     _check_evaluation(key, training, node.get("evaluation_recipe"), problems)
     if not training.value or not check_keys(training, _PAYLOAD, "training_recipe", problems):
         return None
@@ -253,8 +253,8 @@ def _payload(key: str, node: Node, problems: Problems) -> Format | None:
 
 def _names(recipe: Node) -> list[str | None]:
     """The FP8 and the FP4 recipe that one of Transformer Engine's names."""
-    held = (recipe.get(k) for k in _PAYLOAD[:2])
-    return [n.text if n is not None and n.value is not None else None for n in held]
+    nodes = (recipe.get(k) for k in _PAYLOAD[:2])
+    return [n.text if n is not None and n.value is not None else None for n in nodes]
 
 
 def _check_evaluation(

@@ -116,16 +116,16 @@ def check_family(
 
     `used` are the decisions about weights by the format they get.
     """
-    if told := cache_alone(release.engine, decisions):
+    if reason := cache_alone(release.engine, decisions):
         line = next((d.format.line for d in decisions if d.format), 0)
-        problems.add(line, f"{release.name} {told}", cache_alone_hint(release.engine))
-    for algo, some in used.items() if turns_rows(release, architecture) else ():
-        turned = [d for d in some if is_turned(d.module)]
-        if turned and (fault := rotary_fault(release, algo)):
-            told = f"{turned[0].module.name} ({algo}) {fault} while {release.name} turns the rows"
+        problems.add(line, f"{release.name} {reason}", cache_alone_hint(release.engine))
+    for algo, group in used.items() if turns_rows(release, architecture) else ():
+        rotary = [d for d in group if is_turned(d.module)]
+        if rotary and (fault := rotary_fault(release, algo)):
+            reason = f"{rotary[0].module.name} ({algo}) {fault} while {release.name} turns the rows"
             hint = f"{ROTARY_HINT}; see {ROTARY_SOURCES[release.engine]}"
-            line = turned[0].format.line if turned[0].format else 0
-            problems.add(line, f"{told} of {architecture}: the output would be wrong", hint)
+            line = rotary[0].format.line if rotary[0].format else 0
+            problems.add(line, f"{reason} of {architecture}: the output would be wrong", hint)
 
 
 def cache_alone(engine: str, decisions: Sequence[Decision]) -> str:
@@ -133,8 +133,8 @@ def cache_alone(engine: str, decisions: Sequence[Decision]) -> str:
     formats = [d.format for d in decisions if d.format]
     if not formats or not all(f.kv_algo for f in formats):
         return ""
-    told = "loads no folder in which nothing but the KV cache is quantized"
-    return f"{told}: {CACHE_ALONE[engine]}"
+    message = "loads no folder in which nothing but the KV cache is quantized"
+    return f"{message}: {CACHE_ALONE[engine]}"
 
 
 def cache_alone_hint(engine: str) -> str:

@@ -216,8 +216,8 @@ def _newest(engine: str) -> str:
 def _order(version: str) -> tuple[int, ...]:
     if version == "main":
         return _NEWEST
-    found = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(n) for n in found[0].split(".")] if found else [0]
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(n) for n in match[0].split(".")] if match else [0]
     return tuple([*numbers, 0, 0, 0][:3])
 
 
@@ -232,10 +232,10 @@ def suited_to(target: Target, recipe: Recipe, decisions: Sequence[Decision]) -> 
     loads = {a for s in target.lines("linear") for a in s.algos}
     for d in decisions:
         for method, algo in _methods(d, recipe) if d.format else ():
-            name = SMOOTHED.get(algo, algo)
-            if method in SMOOTHING and algo in loads and name not in loads:
+            smoothed = SMOOTHED.get(algo, algo)
+            if method in SMOOTHING and algo in loads and smoothed not in loads:
                 note = (
-                    f"{target.name} loads {algo} and not {name}: factors of columns are only where "
+                    f"{target.name} loads {algo} and not {smoothed}: factors of columns are only where "
                     "a norm before takes them in (`fold: true`)"
                 )
                 algorithm = {**recipe.algorithm, "fold": True}
@@ -245,10 +245,10 @@ def suited_to(target: Target, recipe: Recipe, decisions: Sequence[Decision]) -> 
 
 def _methods(decision: Decision, recipe: Recipe) -> list[tuple[str, str]]:
     """The algorithm and the format a module gets, or all those that it may get by a choice."""
-    found = decision.format
-    if found is None or found.kv_algo:
+    format = decision.format
+    if format is None or format.kv_algo:
         return []
-    listed = [recipe.formats[c] for c in found.choose if c in recipe.formats] or [found]
+    listed = [recipe.formats[c] for c in format.choose if c in recipe.formats] or [format]
     return [(f.method or recipe.method, f.algo) for f in listed if f.algo]
 
 
@@ -277,34 +277,34 @@ def check_target(
                 continue  # what does not suit is not chosen
             for algo in algos:
                 used[algo].append(d)
-    for algo, some in used.items():
-        what = "blocks" if all(in_blocks(d.module) for d in some) else "linear"
-        lines = [s for s in target.lines(what) if algo in s.algos]
+    for algo, group in used.items():
+        part = "blocks" if all(in_blocks(d.module) for d in group) else "linear"
+        lines = [s for s in target.lines(part) if algo in s.algos]
         if not lines:
-            problems.add(_line(some), f"{target.name} does not load {algo}", _known(target, algo))
-        elif all(s.dense for s in lines) and any("expert" in d.module.roles for d in some):
+            problems.add(_line(group), f"{target.name} does not load {algo}", _support_hint(target, algo))
+        elif all(s.dense for s in lines) and any("expert" in d.module.roles for d in group):
             problems.add(
-                _line(some), f"{target.name} has no {algo} for experts", f"see {lines[0].source}"
+                _line(group), f"{target.name} has no {algo} for experts", f"see {lines[0].source}"
             )
     if len(used) > 1:
         mixed = {a for s in target.lines("mixed") for a in s.algos}
         for algo in used:
             if algo not in mixed:
-                told = f"{target.name} does not load {algo} beside {_others(used, algo)}"
+                message = f"{target.name} does not load {algo} beside {_other_algos(used, algo)}"
                 hint = f"it mixes {', '.join(sorted(mixed))}" if mixed else "it mixes no formats"
-                problems.add(_line(used[algo]), told, hint)
+                problems.add(_line(used[algo]), message, hint)
     for algo in caches:
         if algo and not any(algo in s.algos for s in target.lines("kv")):
-            known = sorted({a for s in target.lines("kv") for a in s.algos})
+            algos_ = sorted({a for s in target.lines("kv") for a in s.algos})
             problems.add(
                 _line(caches[algo]),
                 f"{target.name} has no KV cache in {algo}",
-                f"known: {', '.join(known)}",
+                f"known: {', '.join(algos_)}",
             )
     if len(caches) > 1:
-        told = " and ".join(a or "as it is" for a in caches)
+        message = " and ".join(a or "as it is" for a in caches)
         problems.add(
-            0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {told}"
+            0, f"{target.name} keeps the KV cache of all layers alike", f"here it is {message}"
         )
     check_family(target, architecture, decisions, used, problems)
     _check_siblings(target, decisions, problems)
@@ -330,11 +330,11 @@ def permitted(
     sets = [{a} for a in algos if a in loads and set(fixed) <= {a}]
     if set(fixed) <= mixes:
         sets.append({a for a in algos if a in loads and a in mixes})
-    kept = [s for i, s in enumerate(sets) if not any(s < o for o in sets) and s not in sets[:i]]
-    return [frozenset(s) for s in kept] or [frozenset()]
+    maximal = [s for i, s in enumerate(sets) if not any(s < o for o in sets) and s not in sets[:i]]
+    return [frozenset(s) for s in maximal] or [frozenset()]
 
 
-def _check_siblings(target: Target, decisions: Sequence[Decision], problems: Problems) -> None:
+def _check_siblings(engine: Target, decisions: Sequence[Decision], problems: Problems) -> None:
     """What an engine runs as one has one format: q, k and v, gate and up, experts of a layer."""
     groups: dict[str, list[Decision]] = defaultdict(list)
     for d in decisions:
@@ -343,47 +343,47 @@ def _check_siblings(target: Target, decisions: Sequence[Decision], problems: Pro
             if "expert" in d.module.roles:
                 name = name.partition(".experts.")[0] + ".experts"
             groups[name].append(d)
-    wrong = [(n, ds) for n, ds in groups.items() if len({_same(d) for d in ds}) > 1]
+    wrong = [(n, ds) for n, ds in groups.items() if len({_format_key(d) for d in ds}) > 1]
     if not wrong:
         return
-    name, some = wrong[0]
-    told = ", ".join(f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct(some))
+    name, siblings = wrong[0]
+    formats = ", ".join(f"{d.module.name.rpartition('.')[2]} {d.label}" for d in _distinct_formats(siblings))
     more = f"; so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
     problems.add(
-        _line([d for d in some if d.format] or some),
-        f"{target.name} runs {name} as one, and its parts differ: {told}{more}",
+        _line([d for d in siblings if d.format] or siblings),
+        f"{engine.name} runs {name} as one, and its parts differ: {formats}{more}",
         "give them one format",
     )
 
 
-def _distinct(decisions: Sequence[Decision]) -> list[Decision]:
-    return list({_same(d): d for d in decisions}.values())
+def _distinct_formats(decisions: Sequence[Decision]) -> list[Decision]:
+    return list({_format_key(d): d for d in decisions}.values())
 
 
-def _same(d: Decision) -> Any:
+def _format_key(d: Decision) -> Any:
     return (d.label, d.format.group_size if d.format else 0)
 
 
-def _algos(found: Format, formats: Mapping[str, Format]) -> tuple[str, ...]:
+def _algos(format: Format, formats: Mapping[str, Format]) -> tuple[str, ...]:
     """The format a module gets, or all those that it may get by a choice."""
-    if not found.choose:
-        return (found.algo,)
-    named = (formats[c].algo if c in formats else c for c in found.choose)
+    if not format.choose:
+        return (format.algo,)
+    named = (formats[c].algo if c in formats else c for c in format.choose)
     return tuple(algo for algo in named if algo in FORMATS)
 
 
 def _line(decisions: Sequence[Decision]) -> int:
-    found = decisions[0].format
-    return found.line if found else 0
+    format = decisions[0].format
+    return format.line if format else 0
 
 
-def _others(used: dict[str, list[Decision]], algo: str) -> str:
+def _other_algos(used: dict[str, list[Decision]], algo: str) -> str:
     return ", ".join(a for a in used if a != algo)
 
 
-def _known(target: Target, algo: str) -> str:
-    later = [s for s in TABLE if s.engine == target.engine and algo in s.algos]
+def _support_hint(engine: Target, algo: str) -> str:
+    later = [s for s in TABLE if s.engine == engine.engine and algo in s.algos]
     if later and later[0].what == "linear":
         return f"{later[0].since} does, by {later[0].source}"
-    known = dict.fromkeys(a for s in target.lines("linear") for a in s.algos)
-    return "known: " + ", ".join(known)
+    algos = dict.fromkeys(a for s in engine.lines("linear") for a in s.algos)
+    return "known: " + ", ".join(algos)

@@ -68,17 +68,17 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
     try:
         loader = yaml.SafeLoader(text)
         tree = _Tree(yaml, loader, str(file))
-        found = []
+        documents = []
         while loader.check_node():
-            found.append(tree.node(loader.get_node(), 0))
-        return found
+            documents.append(tree.node(loader.get_node(), 0))
+        return documents
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise RecipeError(f"{where}no YAML: {e.problem or e.context}", file=file) from e
+        location = f"line {mark.line + 1}: " if mark else ""
+        raise RecipeError(f"{location}no YAML: {e.problem or e.context}", file=file) from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        told = " ".join(str(e).split())[:120]
-        raise RecipeError(f"no readable YAML: {told}", file=file) from e
+        message = " ".join(str(e).split())[:120]
+        raise RecipeError(f"no readable YAML: {message}", file=file) from e
     finally:
         if loader is not None:
             loader.dispose()
@@ -121,7 +121,7 @@ class _Tree:
             if not isinstance(key, str):
                 raise RecipeError(f"line {line}: a key that is no text", file=self._file)
             if key_node.tag.endswith(":merge"):
-                merged += _listed(self.node(value_node, depth + 1))
+                merged += _as_list(self.node(value_node, depth + 1))
                 continue
             if key in values:
                 raise RecipeError(
@@ -130,14 +130,14 @@ class _Tree:
                     hint="YAML would silently take the last",
                 )
             values[key], lines[key] = self.node(value_node, depth + 1), line
-        for other in merged:
-            for key, value in other.value.items() if isinstance(other.value, dict) else ():
+        for parent in merged:
+            for key, value in parent.value.items() if isinstance(parent.value, dict) else ():
                 if key not in values:
-                    values[key], lines[key] = value, (other.keys or {}).get(key, value.line)
+                    values[key], lines[key] = value, (parent.keys or {}).get(key, value.line)
         return Node(value=values, line=node.start_mark.line + 1, keys=lines)
 
 
-def _listed(node: Node) -> list[Node]:
+def _as_list(node: Node) -> list[Node]:
     return node.value if isinstance(node.value, list) else [node]
 
 
@@ -151,8 +151,8 @@ def as_key(value: Any) -> Any:
 def from_plain(value: Any) -> Node:
     """Plain data, such as a configuration out of another program, as nodes without a line (0)."""
     if isinstance(value, dict):
-        held = {str(key): from_plain(item) for key, item in value.items()}
-        return Node(value=held, line=0, keys=dict.fromkeys(held, 0))
+        values = {str(key): from_plain(item) for key, item in value.items()}
+        return Node(value=values, line=0, keys=dict.fromkeys(values, 0))
     if isinstance(value, list | tuple):
         return Node(value=[from_plain(item) for item in value], line=0)
     return Node(value=value, line=0)

@@ -67,23 +67,23 @@ def match(
     decisions = []
     for module, holds in zip(modules, holding, strict=True):
         if recipe.spaces:
-            found, rules, why = decide_by_quantizers(recipe, module, problems)
-            if found is not None and not _suits(found, module):
-                why = f"{found.label} does not suit {_what(module)}"
-                found = None
-            decisions.append(_decision(recipe, module, found, rules, why))
+            format, rules, reason = decide_by_quantizers(recipe, module, problems)
+            if format is not None and not _fits(format, module):
+                reason = f"{format.label} does not suit {_describe_module(module)}"
+                format = None
+            decisions.append(_make_decision(recipe, module, format, rules, reason))
         else:
-            decisions.append(_by_rules(recipe, module, holds, problems))
+            decisions.append(_decide_by_rules(recipe, module, holds, problems))
     unknown = False
     if group_size:
-        decisions = [_regrouped(recipe, d, group_size) for d in decisions]
-        chosen_of = [f for names in {d.choices for d in decisions} for f in _named(recipe, names)]
-        given = {d.format.group_size for d in decisions if d.format}
-        unknown = group_size not in given.union(*(f.number.groups for f in chosen_of))
+        decisions = [_with_group_size(recipe, d, group_size) for d in decisions]
+        candidates = [f for names in {d.choices for d in decisions} for f in _choice_formats(recipe, names)]
+        sizes_ = {d.format.group_size for d in decisions if d.format}
+        unknown = group_size not in sizes_.union(*(f.number.groups for f in candidates))
         if unknown:
-            sizes = {g for f in (*(d.format for d in decisions), *chosen_of) for g in _sizes(f)}
-            known = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
-            problems.add(0, f"no format of this recipe takes groups of {group_size}", known)
+            sizes = {g for f in (*(d.format for d in decisions), *candidates) for g in _group_sizes(f)}
+            hint_ = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else "none has a choice"
+            problems.add(0, f"no format of this recipe takes groups of {group_size}", hint_)
     matches = [sum(h[i] for h in holding) for i in range(len(recipe.rules))]
     decides = [0] * len(recipe.rules)
     for d in decisions:
@@ -93,20 +93,20 @@ def match(
     faulty = {line for line, _, _ in problems.found}
     for i, rule in enumerate(recipe.rules):
         if recipe.strict and matches[i] and not rule.optional and rule.line not in faulty:
-            for what, hint in dangling(rule.condition, modules):
-                told_of = f" of {rule.label!r}" if rule.label != what else ""
-                problems.add(rule.line, f"{what}{told_of} matches nothing in this model", hint)
-        if told := _without_effect(recipe, i, matches[i], decides[i], holding):
+            for name, hint in dangling(rule.condition, modules):
+                rule_text = f" of {rule.label!r}" if rule.label != name else ""
+                problems.add(rule.line, f"{name}{rule_text} matches nothing in this model", hint)
+        if problem := _explain_no_effect(recipe, i, matches[i], decides[i], holding):
             if recipe.strict:
                 if rule.line not in faulty:  # what it asks for is no condition: told already
-                    problems.add(rule.line, *told)
+                    problems.add(rule.line, *problem)
             elif matches[i]:
-                notes.append(told[0])
+                notes.append(problem[0])
     if idle := sum(1 for n in matches if not n) if not recipe.strict else 0:
         notes.append(f"{idle} of {len(matches)} rules match nothing in this model")
-    _check_groups(decisions, problems, unknown=unknown)
+    _check_group_sizes(decisions, problems, unknown=unknown)
     if not recipe.strict:
-        notes += _idle_notes(recipe, decisions)
+        notes += _no_op_notes(recipe, decisions)
         notes += (f"kept: {d.why}" for d in decisions if "does not suit" in d.why)
     return Matched(
         decisions=tuple(decisions),
@@ -116,7 +116,7 @@ def match(
     )
 
 
-def _idle_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
+def _no_op_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
     """Formats to which the algorithm of a foreign recipe does nothing."""
     algos = dict.fromkeys(
         d.format.algo
@@ -129,66 +129,66 @@ def _idle_notes(recipe: Recipe, decisions: Sequence[Decision]) -> list[str]:
     return [f"{recipe.method} does nothing to {algo} here: it is as with max" for algo in algos]
 
 
-def _sizes(found: Format | None) -> tuple[int, ...]:
+def _group_sizes(format: Format | None) -> tuple[int, ...]:
     """The group sizes that a format may have, where there is a choice."""
-    known = found.number.groups if found is not None and found.algo else ()
-    return known if len(known) > 1 else ()
+    sizes = format.number.groups if format is not None and format.algo else ()
+    return sizes if len(sizes) > 1 else ()
 
 
-def _named(recipe: Recipe, choices: Sequence[str]) -> list[Format]:
+def _choice_formats(recipe: Recipe, choices: Sequence[str]) -> list[Format]:
     """The formats that a choice is between."""
-    known = (recipe.formats.get(c) or Format(name=c, algo=c) for c in choices if c != KEEP)
-    return [f for f in known if f.algo in FORMATS]
+    formats = (recipe.formats.get(c) or Format(name=c, algo=c) for c in choices if c != KEEP)
+    return [f for f in formats if f.algo in FORMATS]
 
 
-def _regrouped(recipe: Recipe, decision: Decision, size: int) -> Decision:
-    if decision.format is None or size not in _sizes(decision.format):
+def _with_group_size(recipe: Recipe, decision: Decision, size: int) -> Decision:
+    if decision.format is None or size not in _group_sizes(decision.format):
         return decision
-    found = replace(decision.format, group_size=size)
-    return _decision(recipe, decision.module, found, decision.rules, decision.why)
+    format = replace(decision.format, group_size=size)
+    return _make_decision(recipe, decision.module, format, decision.rules, decision.why)
 
 
-def _by_rules(
+def _decide_by_rules(
     recipe: Recipe, module: Module, holds: Sequence[bool], problems: Problems
 ) -> Decision:
-    numbers = [i for i, held in enumerate(holds) if held]
+    numbers = [i for i, is_match in enumerate(holds) if is_match]
     if not numbers:
-        return _decision(recipe, module, None, (), "no rule matches")
+        return _make_decision(recipe, module, None, (), "no rule matches")
     chosen = numbers[0] if recipe.first_wins else numbers[-1]
     rule = recipe.rules[chosen]
-    found = recipe.formats.get(rule.format)
-    if found is not None and not _suits(found, module):
-        what = _what(module)
+    format = recipe.formats.get(rule.format)
+    if format is not None and not _fits(format, module):
+        noun = _describe_module(module)
         if recipe.strict:
             problems.add(
                 rule.line,
-                f"{rule.label!r} gives {found.label} to {module.name}, {what}",
+                f"{rule.label!r} gives {format.label} to {module.name}, {noun}",
                 "put a rule before it that keeps such modules"
-                + (", or take a format for weights alone" if _suits_otherwise(module) else ""),
+                + (", or take a format for weights alone" if _is_weight_only(module) else ""),
             )
-        return _decision(recipe, module, None, (chosen,), f"{found.label} does not suit {what}")
-    return _decision(recipe, module, found, (chosen,), _why(rule))
+        return _make_decision(recipe, module, None, (chosen,), f"{format.label} does not suit {noun}")
+    return _make_decision(recipe, module, format, (chosen,), _reason(rule))
 
 
-def _why(rule: Rule) -> str:
+def _reason(rule: Rule) -> str:
     return rule.why or rule.condition.words()
 
 
-def _suits(found: Format, module: Module) -> bool:
+def _fits(format: Format, module: Module) -> bool:
     """The module can have the format. What looks rows up, or drafts, is not run in calibration, so
     nothing is known about its inputs."""
-    if found.kv_algo:
+    if format.kv_algo:
         return module.kind == "kv_cache"
-    if _suits_otherwise(module):
-        return bool(found.choose) or not found.number.calibrates
+    if _is_weight_only(module):
+        return bool(format.choose) or not format.number.calibrates
     return module.kind == "linear"
 
 
-def _suits_otherwise(module: Module) -> bool:
+def _is_weight_only(module: Module) -> bool:
     return module.kind == "embedding" or (module.kind == "linear" and "mtp" in module.roles)
 
 
-def _what(module: Module) -> str:
+def _describe_module(module: Module) -> str:
     if module.kind == "kv_cache":
         return "a KV cache"
     if "mtp" in module.roles and module.kind == "linear":
@@ -196,16 +196,16 @@ def _what(module: Module) -> str:
     return "an embedding" if module.kind == "embedding" else f"a {module.kind}"
 
 
-def _decision(
-    recipe: Recipe, module: Module, found: Format | None, rules: tuple[int, ...], why: str
+def _make_decision(
+    recipe: Recipe, module: Module, format: Format | None, rules: tuple[int, ...], reason: str
 ) -> Decision:
     return Decision(
         module=module,
-        format=found,
+        format=format,
         rules=rules,
-        why=why,
-        num_bytes=weigh(recipe, module, found),
-        choices=found.choose if found else (),
+        why=reason,
+        num_bytes=weigh(recipe, module, format),
+        choices=format.choose if format else (),
     )
 
 
@@ -226,7 +226,7 @@ def weigh(recipe: Recipe, module: Module, found: Format | None) -> int:
     return found.number.num_bytes(module.shape, found.group_size, smoothed=smoothed)
 
 
-def _without_effect(
+def _explain_no_effect(
     recipe: Recipe,
     number: int,
     matches: int,
@@ -245,7 +245,7 @@ def _without_effect(
     shadows: dict[str, None] = {}
     for holds in holding:
         if holds[number]:
-            over = [i for i, held in enumerate(holds) if held and i != number]
+            over = [i for i, is_match in enumerate(holds) if is_match and i != number]
             first = over[0] if recipe.first_wins else over[-1]
             shadows[recipe.rules[first].label] = None
     order = "before" if recipe.first_wins else "after"
@@ -257,7 +257,7 @@ def _without_effect(
     )
 
 
-def _check_groups(
+def _check_group_sizes(
     decisions: Sequence[Decision], problems: Problems, *, unknown: bool = False
 ) -> None:
     """Groups and blocks divide the weights they are for, and packed rows come in pairs.
@@ -270,7 +270,7 @@ def _check_groups(
     formats: dict[str, Format] = {}
     for d in decisions:
         f, m = d.format, d.module
-        if f is None or not f.algo or (unknown and _sizes(f)):
+        if f is None or not f.algo or (unknown and _group_sizes(f)):
             continue
         formats[f.name] = f
         suited[f.name] += m.shape if f.number.scaling == "block" else m.shape[1:]
@@ -280,23 +280,23 @@ def _check_groups(
             wrong[f.name, "columns"].append(m)
         elif f.number.bits == 4 and f.number.groups[0] == 128 and m.shape[0] % 2:
             wrong[f.name, "odd"].append(m)
-    for (name, what), modules in wrong.items():
+    for (name, defect), modules in wrong.items():
         f, first = formats[name], modules[0]
         named = listed([m.name for m in modules], 1)
-        if what == "odd":
+        if defect == "odd":
             problems.add(
                 f.line,
                 f"{f.algo} packs two rows a byte, and {named} have {first.shape[0]}",
                 "keep them with a rule of their own",
             )
             continue
-        size = first.shape[0] if what == "rows" else first.shape[1]
+        size = first.shape[0] if defect == "rows" else first.shape[1]
         fitting = largest_group(suited[name], f.group_size)
         hint = "keep them with a rule of their own, or take another format"
         if fitting in f.number.groups:
             hint = f"the largest that does is {fitting} (--group-size {fitting}, or in the recipe)"
         problems.add(
             f.line,
-            f"group size {f.group_size} of {f.algo} does not divide the {size} {what} of {named}",
+            f"group size {f.group_size} of {f.algo} does not divide the {size} {defect} of {named}",
             hint,
         )

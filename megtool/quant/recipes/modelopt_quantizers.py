@@ -98,70 +98,70 @@ def decide_by_quantizers(
 def _decide(
     space: tuple[Setting, ...], module: Module, recipe: Recipe, problems: Problems
 ) -> tuple[Format | None, tuple[int, ...], str]:
-    found: dict[str, tuple[Any, bool, int]] = {}
+    settings: dict[str, tuple[Any, bool, int]] = {}
     for setting in space:
         for part in _PARTS[module.kind]:
             if setting.quantizers.names(module, part):
-                before = found.get(part, (None, False, -1))
+                before = settings.get(part, (None, False, -1))
                 cfg = setting.cfg if setting.cfg is not None else before[0]
-                found[part] = (cfg, setting.enable, setting.rule)
-    if not found:
+                settings[part] = (cfg, setting.enable, setting.rule)
+    if not settings:
         return None, (), "no entry matches"
     parts = _PARTS[module.kind]
-    first = found.get(parts[0], (None, False, -1))
-    second = found.get(parts[1], (None, False, -1))
+    first = settings.get(parts[0], (None, False, -1))
+    second = settings.get(parts[1], (None, False, -1))
     numbers = tuple(dict.fromkeys(n for n in (first[2], second[2]) if n >= 0))
-    why = " and ".join(f"{p} by entry {found[p][2] + 1}" for p in parts[:2] if p in found)
-    _check_faults(found, recipe, problems)
+    reason = " and ".join(f"{p} by entry {settings[p][2] + 1}" for p in parts[:2] if p in settings)
+    _check_unsupported(settings, recipe, problems)
     if not (first[1] or second[1]):
-        return None, numbers, f"switched off: {why}"
+        return None, numbers, f"switched off: {reason}"
     groups: list[int] = []
     inputs: list[int] = []
     kinds = [
-        kind_of(s[0], held) if s[1] else ("", "") for s, held in ((first, groups), (second, inputs))
+        kind_of(s[0], sizes) if s[1] else ("", "") for s, sizes in ((first, groups), (second, inputs))
     ]
     if module.kind == "kv_cache":
         kv = {"fp8": "FP8", "nvfp4": "NVFP4"}.get(kinds[0][0])
         if kv is None or kinds[0][0] != kinds[1][0]:
             _refuse(module, kinds, recipe, numbers, problems)
-            return None, numbers, why
+            return None, numbers, reason
         constant = bool(isinstance(first[0], dict) and first[0].get("use_constant_amax"))
-        return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, why
+        return Format(name=f"kv_{kv.lower()}", kv_algo=kv, constant=constant), numbers, reason
     algo = ALGOS.get((kinds[0][0], kinds[1][0]))
     size = groups[0] if groups else 0
     alike = kinds[0][0] != kinds[1][0] or groups == inputs
     if algo is None or size not in (FORMATS[algo].groups or (0,)) or not alike:
         _refuse(module, kinds, recipe, numbers, problems, size)
-        return None, numbers, why
-    pinned = constant_of(second[0]) if second[1] else 0.0
-    if pinned and not FORMATS[algo].calibrates:
-        told = f"{algo} scales inputs as they come, and a constant amax is not carried out"
-        problems.add(recipe.rules[second[2]].line, told, "leave it out")
-    made = Format(
-        name=f"{algo} {size}" + (f" {pinned:g}" if pinned else ""),
+        return None, numbers, reason
+    constant_amax = constant_of(second[0]) if second[1] else 0.0
+    if constant_amax and not FORMATS[algo].calibrates:
+        message = f"{algo} scales inputs as they come, and a constant amax is not carried out"
+        problems.add(recipe.rules[second[2]].line, message, "leave it out")
+    format = Format(
+        name=f"{algo} {size}" + (f" {constant_amax:g}" if constant_amax else ""),
         algo=algo,
         group_size=size,
-        input_amax=pinned,
+        input_amax=constant_amax,
         line=recipe.rules[numbers[0]].line,
     )
-    return made, numbers, why
+    return format, numbers, reason
 
 
-def _check_faults(
-    found: Mapping[str, tuple[Any, bool, int]],
+def _check_unsupported(
+    settings: Mapping[str, tuple[Any, bool, int]],
     recipe: Recipe,
     problems: Problems,
 ) -> None:
     """What quantizers of a module that are on ask for, and no engine format has."""
-    for part, (cfg, enable, number) in found.items():
+    for part, (cfg, enable, number) in settings.items():
         rule = recipe.rules[number]
         if enable and part == "output_quantizer":
-            told = f"{rule.condition.words()} rounds outputs, and no engine format does"
-            problems.add(rule.line, told, "switch output_quantizer off")
+            message = f"{rule.condition.words()} rounds outputs, and no engine format does"
+            problems.add(rule.line, message, "switch output_quantizer off")
         elif enable:
-            for one in faults(cfg, part):
-                told = f"{rule.condition.words()} has {one}, which is not carried out"
-                problems.add(rule.line, told, "leave it out, or switch it off")
+            for feature in faults(cfg, part):
+                message = f"{rule.condition.words()} has {feature}, which is not carried out"
+                problems.add(rule.line, message, "leave it out, or switch it off")
 
 
 def _refuse(
@@ -172,11 +172,11 @@ def _refuse(
     problems: Problems,
     size: int = 0,
 ) -> None:
-    told = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
-    told += f" in groups of {size}" if size else ""
+    scheme = " with ".join(k[0] or k[1] or "nothing" for k in kinds)
+    scheme += f" in groups of {size}" if size else ""
     problems.add(
         recipe.rules[numbers[0]].line,
-        f"no engine format has {told}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
+        f"no engine format has {scheme}, which {'the KV cache' if 'kv' in module.roles else 'it'} "
         "would get",
         "weights with inputs: " + ", ".join(f"{w} with {i or 'none'}" for w, i in ALGOS),
     )

@@ -19,7 +19,7 @@ CONSTANT = 448.0
 """The largest magnitude that `use_constant_amax` stands for."""
 
 # What has a meaning here, or none for what is stored.
-_READ = (
+_SUPPORTED = (
     "num_bits",
     "axis",
     "type",
@@ -52,23 +52,23 @@ _DYNAMIC = ("nvfp4", "mxfp8", "mxfp4")
 
 def check_settings(node: Node, problems: Problems) -> None:
     """Every key of a quantizer's settings, or of a list of them, is one that ModelOpt knows."""
-    for one in node.value if isinstance(node.value, list) else [node]:
-        if not isinstance(one.value, dict):
-            if one.value is not None:
-                problems.add(one.line, f"cfg is {one.plain()!r}", "a mapping, such as num_bits: 8")
+    for settings in node.value if isinstance(node.value, list) else [node]:
+        if not isinstance(settings.value, dict):
+            if settings.value is not None:
+                problems.add(settings.line, f"cfg is {settings.plain()!r}", "a mapping, such as num_bits: 8")
             continue
-        for key in one.value:
-            line = (one.keys or {}).get(key, one.line)
-            if key not in _READ and key not in _NEUTRAL:
-                hint = nearest(key, [*_READ, *_NEUTRAL])
+        for key in settings.value:
+            line = (settings.keys or {}).get(key, settings.line)
+            if key not in _SUPPORTED and key not in _NEUTRAL:
+                hint = nearest(key, [*_SUPPORTED, *_NEUTRAL])
                 problems.add(line, f"unknown attribute {key!r} of a quantizer", hint)
-        kind = one.get("type")
+        kind = settings.get("type")
         if kind is not None and kind.value not in ("static", "dynamic", None):
             problems.add(kind.line, f"type is {kind.plain()!r}", "static or dynamic")
-        blocks = one.get("block_sizes")
+        blocks = settings.get("block_sizes")
         for key in blocks.value if blocks is not None and isinstance(blocks.value, dict) else ():
             if key not in _BLOCKS and not key.removeprefix("-").isdigit():
-                line = ((blocks.keys if blocks else None) or {}).get(key, one.line)
+                line = ((blocks.keys if blocks else None) or {}).get(key, settings.line)
                 hint = nearest(key, _BLOCKS) + ", or a dimension"
                 problems.add(line, f"unknown key {key!r} of block_sizes", hint)
 
@@ -78,31 +78,31 @@ def faults(cfg: Any, part: str) -> Iterator[str]:
 
     `part` is the quantizer's name in its module, as `weight_quantizer`.
     """
-    for one in cfg if isinstance(cfg, list) else [cfg]:
-        if not isinstance(one, Mapping):
+    for settings in cfg if isinstance(cfg, list) else [cfg]:
+        if not isinstance(settings, Mapping):
             continue
         for key, values in _NEUTRAL.items():
-            if key in one and one[key] not in values:
-                yield f"{key} {_short(one[key])}"
-        blocks = one.get("block_sizes")
+            if key in settings and settings[key] not in values:
+                yield f"{key} {_shorten(settings[key])}"
+        blocks = settings.get("block_sizes")
         sizes = blocks if isinstance(blocks, Mapping) else {}
         for key, values in _BLOCK_NEUTRAL.items():
             if key in sizes and sizes[key] not in values:
-                yield f"{key} {_short(sizes[key])}"
-        word = kind_of(one, [])[0]
+                yield f"{key} {_shorten(sizes[key])}"
+        word = kind_of(settings, [])[0]
         if part == "weight_quantizer":
             for key in ("constant_amax", "use_constant_amax"):
-                if one.get(key):
-                    yield f"{key} {_short(one[key])} of a weight"
+                if settings.get(key):
+                    yield f"{key} {_shorten(settings[key])} of a weight"
         elif word in _DYNAMIC and sizes.get("type") != "dynamic":
             yield "blocks of inputs whose scales are static"
-        elif word in ("fp8", "int8") and one.get("type") == "dynamic":
+        elif word in ("fp8", "int8") and settings.get("type") == "dynamic":
             yield "one scale a tensor that is found as inputs come (type dynamic)"
-        if part.endswith("bmm_quantizer") and one.get("constant_amax"):
-            yield f"constant_amax {_short(one['constant_amax'])} of a KV cache"
+        if part.endswith("bmm_quantizer") and settings.get("constant_amax"):
+            yield f"constant_amax {_shorten(settings['constant_amax'])} of a KV cache"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)[:60]
 
 
@@ -128,7 +128,7 @@ def kind_of(cfg: Any, groups: list[int]) -> tuple[str, str]:
     sizes = {str(k): as_key(v) for k, v in blocks.items()} if isinstance(blocks, Mapping) else {}
     scale = _bits(sizes.get("scale_bits"))
     size, axis = sizes.get("-1"), cfg.get("axis")
-    told = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
+    description = f"num_bits {cfg.get('num_bits', 8)}, block_sizes {dict(sizes) or 'none'}, axis {axis}"
     word = ""
     if not sizes:
         by = {None: {(4, 3): "fp8", 8: "int8"}, 0: {(4, 3): "fp8_channel", 8: "int8_channel"}}
@@ -147,7 +147,7 @@ def kind_of(cfg: Any, groups: list[int]) -> tuple[str, str]:
         }.get((bits, scale), "")
     if isinstance(size, int) and sizes and not isinstance(size, bool):
         groups.append(size)
-    return word, "" if word else told
+    return word, "" if word else description
 
 
 def _bits(value: Any) -> Any:
@@ -158,7 +158,7 @@ def _bits(value: Any) -> Any:
 
 
 _MULTIPLIERS = ("step_size", "start_multiplier", "stop_multiplier", "fp8_scale_sweep")
-_SEARCHED = (*_MULTIPLIERS, "min_clip_ratio", "shrink_step", "max_tokens_per_batch")
+_SEARCH_OPTIONS = (*_MULTIPLIERS, "min_clip_ratio", "shrink_step", "max_tokens_per_batch")
 """How ModelOpt searches what is searched here too, in steps of its own."""
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "moe_calib_experts_ratio": (None,),
@@ -185,7 +185,7 @@ _ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("perc_damp", "block_size", "fused"),
     "none": (),
 }
-_ELSEWHERE = ("svdquant", "lsq", "nvfp4_act_headroom")
+_UNSUPPORTED_ALGORITHMS = ("svdquant", "lsq", "nvfp4_act_headroom")
 """Algorithms of ModelOpt that are none of ours, whatever their names resemble."""
 _ANY = ("method", "moe_calib_experts_ratio", "layerwise")
 _SHOWN = "get_qdq_activations_from_prev_layer"
@@ -208,30 +208,30 @@ def read_method(node: Node | None, problems: Problems, notes: list[str]) -> dict
     if node is None or node.value is None:
         return {"method": "none"}
     if isinstance(node.value, list):
-        told = ", ".join(_name(one) for one in node.value)
-        problems.add(node.line, f"a list of algorithms is not carried out: {told}", "take one")
+        names = ", ".join(_name(item) for item in node.value)
+        problems.add(node.line, f"a list of algorithms is not carried out: {names}", "take one")
         return {"method": "none"}
     method = _name(node)
-    at = node.get("method") or node
+    name_node = node.get("method") or node
     if method not in _ALGORITHMS:
-        hint = nearest("" if method in _ELSEWHERE else method, _ALGORITHMS)
-        problems.add(at.line, f"algorithm {method!r} is not carried out", hint)
+        hint = nearest("" if method in _UNSUPPORTED_ALGORITHMS else method, _ALGORITHMS)
+        problems.add(name_node.line, f"algorithm {method!r} is not carried out", hint)
         return {"method": "none"}
     if not isinstance(node.value, dict):
         return {"method": method}
     searched = []
-    known = (*_ANY, *_ALGORITHMS[method])
+    keys = (*_ANY, *_ALGORITHMS[method])
     for key, value in node.value.items():
         line, plain = (node.keys or {}).get(key, value.line), value.plain()
-        if key not in known:
-            problems.add(line, f"unknown option {key!r} of {method}", nearest(key, known))
+        if key not in keys:
+            problems.add(line, f"unknown option {key!r} of {method}", nearest(key, keys))
         elif key == "layerwise":
             _check_layerwise(value, method, problems)
         elif key in _RANGES and plain is not None and not _RANGES[key].takes(plain):
             problems.add(line, f"{key} is {plain!r}", _RANGES[key].words())
         elif key in _VALUES and plain not in _VALUES[key]:
-            problems.add(line, f"{key} {_short(plain)} is not carried out", "leave it out")
-        elif key in _SEARCHED or (key == "block_size" and method == "local_hessian"):
+            problems.add(line, f"{key} {_shorten(plain)} is not carried out", "leave it out")
+        elif key in _SEARCH_OPTIONS or (key == "block_size" and method == "local_hessian"):
             searched.append(key)
     if searched:
         notes.append(f"{method} searches here in steps of its own, not by {', '.join(searched)}")
@@ -257,5 +257,5 @@ def _check_layerwise(node: Node, method: str, problems: Problems) -> None:
             problems.add(line, f"unknown option {key!r} of layerwise", hint)
         elif key == _SHOWN and value.value not in (None, method == "gptq"):
             always = "always" if method == "gptq" else "never"
-            told = f"{key} {_short(value.plain())}: with {method} it is {always} so"
-            problems.add(line, told, "leave it out")
+            message = f"{key} {_shorten(value.plain())}: with {method} it is {always} so"
+            problems.add(line, message, "leave it out")

@@ -98,18 +98,18 @@ def list_modules(side: CanonicalView) -> Modules:
             hint="--family NAME says what it is, --like FOLDER takes its config.json",
         )
     stored = {s: _stored_names(side, s) for s in ("hf", "megatron")}
-    found: list[Module] = []
-    other = 0
-    for name, tensor in sorted(side.canonical.items(), key=lambda item: _place(item[0])):
+    modules: list[Module] = []
+    other_bytes = 0
+    for name, tensor in sorted(side.canonical.items(), key=lambda item: _sort_key(item[0])):
         if ":" in name:  # optimizer state
             continue
         module, _, last = name.rpartition(".")
         if last != "weight" or len(tensor.shape) > 2:
-            other += tensor.num_bytes
+            other_bytes += tensor.num_bytes
             continue
-        kind, roles = _what(module, len(tensor.shape))
-        names = {s: _spelled(held[name], s, module) for s, held in stored.items() if name in held}
-        found.append(
+        kind, roles = _classify(module, len(tensor.shape))
+        names = {s: _module_names(stored_names[name], s, module) for s, stored_names in stored.items() if name in stored_names}
+        modules.append(
             Module(
                 name=module,
                 kind=kind,
@@ -122,11 +122,11 @@ def list_modules(side: CanonicalView) -> Modules:
             )
         )
         if last_of_keys(module):
-            found.append(_cache(found[-1], config))
+            modules.append(_kv_cache(modules[-1], config))
     return Modules(
-        modules=tuple(found),
-        other_bytes=other,
-        schemes=("canonical", *(s for s, held in stored.items() if held)),
+        modules=tuple(modules),
+        other_bytes=other_bytes,
+        schemes=("canonical", *(s for s, stored_names in stored.items() if stored_names)),
     )
 
 
@@ -159,13 +159,13 @@ _ORDER = [
 ]
 
 
-def _place(name: str) -> tuple[tuple[int, int, str], ...]:
+def _sort_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Where a tensor stands in its model, however it is stored."""
     parts = name.split(".")
-    known = ((_ORDER.index(p) if p in _ORDER else len(_ORDER)) for p in parts)
+    ranks = ((_ORDER.index(p) if p in _ORDER else len(_ORDER)) for p in parts)
     return tuple(
         (0, int(p), "") if p.isdecimal() else (1, rank, p)
-        for p, rank in zip(parts, known, strict=True)
+        for p, rank in zip(parts, ranks, strict=True)
     )
 
 
@@ -174,7 +174,7 @@ def last_of_keys(module: str) -> bool:
     return module.endswith((".attn.v", ".attn.kv_down"))
 
 
-def _cache(after: Module, config: ModelConfig) -> Module:
+def _kv_cache(after: Module, config: ModelConfig) -> Module:
     """The KV cache of the layer whose last projection of keys or values is `after`."""
     latent = after.name.endswith("kv_down")
     rows = after.shape[0] if latent else 2 * after.shape[0]
@@ -191,7 +191,7 @@ def _cache(after: Module, config: ModelConfig) -> Module:
     )
 
 
-def _what(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
+def _classify(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
     """The kind of a module and its roles, by its canonical name."""
     parts = module.split(".")
     extra = {"mtp"} if parts[0] == "mtp" else set()
@@ -211,8 +211,8 @@ def _what(module: str, num_dims: int) -> tuple[Kind, frozenset[str]]:
 
 
 def _layer(module: str) -> int | None:
-    found = _LAYER.match(module)
-    return int(found[1]) if found else None
+    match = _LAYER.match(module)
+    return int(match[1]) if match else None
 
 
 def _stored_names(side: CanonicalView, dialect: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ def _stored_names(side: CanonicalView, dialect: str) -> dict[str, str]:
 _MEGATRON_EXPERTS = re.compile(r"\.experts\.experts\.")
 
 
-def _spelled(stored: str, scheme: str, module: str) -> tuple[str, ...]:
+def _module_names(stored: str, scheme: str, module: str) -> tuple[str, ...]:
     """The module names of a stored tensor.
 
     Megatron builds experts as one grouped layer or one by one; both names are given, the latter

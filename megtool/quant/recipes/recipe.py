@@ -105,28 +105,28 @@ def _formats(node: Node | None, problems: Problems) -> dict[str, Format]:
     if not isinstance(node.value, dict):
         problems.add(node.line, f"formats is {node.plain()!r}", "a mapping from names to formats")
         return {}
-    found = {}
+    formats = {}
     for name, value in node.value.items():
         line = (node.keys or {}).get(name, value.line)
         if name == KEEP:
             problems.add(line, f"{KEEP!r} is no name for a format", "it leaves modules as they are")
         elif check_keys(value, _FORMAT, "format", problems):
-            found[name] = _format(name, value, line, problems)
-    for one in found.values():
-        for choice in one.choose:
-            if choice != KEEP and (choice not in found or found[choice].choose):
-                problems.add(one.line, f"{one.name} chooses {choice!r}", nearest(choice, found))
-    return found
+            formats[name] = _format(name, value, line, problems)
+    for format in formats.values():
+        for choice in format.choose:
+            if choice != KEEP and (choice not in formats or formats[choice].choose):
+                problems.add(format.line, f"{format.name} chooses {choice!r}", nearest(choice, formats))
+    return formats
 
 
 def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
-    given = {k: v for k in ("algo", "kv_algo", "choose") if (v := node.get(k)) is not None}
-    if len(given) != 1:
+    kinds = {k: v for k in ("algo", "kv_algo", "choose") if (v := node.get(k)) is not None}
+    if len(kinds) != 1:
         problems.add(line, f"format {name!r} needs exactly one of algo, kv_algo and choose")
-    algo = _named(given.get("algo"), "algo", FORMATS, problems)
-    kv_algo = _named(given.get("kv_algo"), "kv_algo", KV_BITS, problems)
-    choose = texts(given["choose"], "choose", problems) if "choose" in given else ()
-    bits = _number(node.get("bits"), "bits", 0.0, problems)
+    algo = _read_choice(kinds.get("algo"), "algo", FORMATS, problems)
+    kv_algo = _read_choice(kinds.get("kv_algo"), "kv_algo", KV_BITS, problems)
+    choose = texts(kinds["choose"], "choose", problems) if "choose" in kinds else ()
+    bits = _read_number(node.get("bits"), "bits", 0.0, problems)
     if bool(choose) != bool(bits):
         problems.add(line, f"format {name!r}: choose and bits go together")
     constant = node.get("constant")
@@ -136,7 +136,7 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
     if twice is not None and (algo != "FP8" or not isinstance(twice.value, bool)):
         problems.add(twice.line, "round_twice is for algo: FP8 alone", "true or false")
     chosen = node.get("algorithm")
-    method = _named(chosen, "algorithm", METHODS, problems)
+    method = _read_choice(chosen, "algorithm", METHODS, problems)
     return Format(
         name=name,
         algo=algo,
@@ -153,32 +153,32 @@ def _format(name: str, node: Node, line: int, problems: Problems) -> Format:
 
 def group_of(algo: str, node: Node | None, problems: Problems) -> int:
     """The group size of a format: its own, or one that is asked for and that engines know."""
-    known = FORMATS[algo].groups if algo in FORMATS else ()
+    sizes = FORMATS[algo].groups if algo in FORMATS else ()
     if node is None:
-        return known[0] if known else 0
+        return sizes[0] if sizes else 0
     size = node.value
-    if not isinstance(size, int) or isinstance(size, bool) or size not in known:
-        hint = "one of " + ", ".join(map(str, sorted(known))) if known else f"{algo} has no groups"
+    if not isinstance(size, int) or isinstance(size, bool) or size not in sizes:
+        hint = "one of " + ", ".join(map(str, sorted(sizes))) if sizes else f"{algo} has no groups"
         problems.add(node.line, f"group_size is {node.plain()!r}", hint)
-        return known[0] if known else 0
+        return sizes[0] if sizes else 0
     return size
 
 
-def _named(node: Node | None, what: str, known: Mapping[str, Any], problems: Problems) -> str:
+def _read_choice(node: Node | None, key: str, choices: Mapping[str, Any], problems: Problems) -> str:
     if node is None:
         return ""
-    if node.text not in known:
-        problems.add(node.line, f"unknown {what} {node.plain()!r}", nearest(node.text, known))
+    if node.text not in choices:
+        problems.add(node.line, f"unknown {key} {node.plain()!r}", nearest(node.text, choices))
         return ""
     return node.text
 
 
-def _number(node: Node | None, what: str, default: float, problems: Problems) -> float:
+def _read_number(node: Node | None, key: str, default: float, problems: Problems) -> float:
     if node is None:
         return default
     value = node.value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 32:
-        problems.add(node.line, f"{what} is {node.plain()!r}", "a number above 0, at most 32")
+        problems.add(node.line, f"{key} is {node.plain()!r}", "a number above 0, at most 32")
         return default
     return float(value)
 
@@ -191,37 +191,37 @@ def _rules(node: Node, formats: Mapping[str, Format], problems: Problems) -> tup
     if len(listed.value) > MOST_RULES:
         problems.add(listed.line, f"{len(listed.value)} rules", f"at most {MOST_RULES}")
         return ()
-    found, named = [], set()
-    for one in listed.value:
-        if not check_keys(one, _RULE, "rule", problems):
+    rules, named = [], set()
+    for entry in listed.value:
+        if not check_keys(entry, _RULE, "rule", problems):
             continue
-        match, chosen, optional = one.get("match"), one.get("format"), one.get("optional")
+        match, chosen, optional = entry.get("match"), entry.get("format"), entry.get("optional")
         if optional is not None and not isinstance(optional.value, bool):
             problems.add(optional.line, f"optional is {optional.plain()!r}", "true or false")
         condition = read_condition(match, problems) if match is not None else None
         if condition is None or chosen is None:
-            problems.add(one.line, "a rule needs match and format")
+            problems.add(entry.line, "a rule needs match and format")
         if chosen is None:
             continue
         if chosen.text != KEEP and chosen.text not in formats:
-            known = nearest(chosen.text, [*formats, KEEP])
-            problems.add(chosen.line, f"unknown format {chosen.plain()!r}", known)
+            hint = nearest(chosen.text, [*formats, KEEP])
+            problems.add(chosen.line, f"unknown format {chosen.plain()!r}", hint)
         if condition is None:
             named.add(chosen.text)
             continue
-        name, why = one.get("name"), one.get("why")
-        found.append(
+        name, reason = entry.get("name"), entry.get("why")
+        rules.append(
             Rule(
                 condition=condition,
                 format=chosen.text,
                 label=name.text if name else condition.words(),
-                line=one.line,
+                line=entry.line,
                 optional=bool(optional and optional.value),
-                why=" ".join(why.text.split()) if why else "",
+                why=" ".join(reason.text.split()) if reason else "",
             )
         )
-    used = named | {r.format for r in found} | {c for f in formats.values() for c in f.choose}
+    used = named | {r.format for r in rules} | {c for f in formats.values() for c in f.choose}
     for format_ in formats.values():
         if format_.name not in used:
             problems.add(format_.line, f"format {format_.name!r} is used by no rule")
-    return tuple(found)
+    return tuple(rules)

@@ -163,7 +163,7 @@ class All:
 
     def words(self) -> str:
         """The condition for people."""
-        return " and ".join(_enclosed(p) for p in self.parts)
+        return " and ".join(_parenthesize(p) for p in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Either:
 
     def words(self) -> str:
         """The condition for people."""
-        return " or ".join(_enclosed(p) for p in self.parts)
+        return " or ".join(_parenthesize(p) for p in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +193,10 @@ class Not:
 
     def words(self) -> str:
         """The condition for people."""
-        return f"not {_enclosed(self.part)}"
+        return f"not {_parenthesize(self.part)}"
 
 
-def _enclosed(part: Condition) -> str:
+def _parenthesize(part: Condition) -> str:
     return f"({part.words()})" if isinstance(part, All | Either) else part.words()
 
 
@@ -204,7 +204,7 @@ def dangling(condition: Condition, modules: Sequence[Module]) -> list[tuple[str,
     """Names, patterns and layers anywhere in a condition that are nowhere in a model, each with
     what to do about it."""
     if isinstance(condition, All | Either):
-        return [found for part in condition.parts for found in dangling(part, modules)]
+        return [unmatched for part in condition.parts for unmatched in dangling(part, modules)]
     if isinstance(condition, Not):
         return dangling(condition.part, modules)
     if isinstance(condition, Layers):
@@ -214,17 +214,17 @@ def dangling(condition: Condition, modules: Sequence[Module]) -> list[tuple[str,
     out = []
     if isinstance(condition, Exact):
         names = [n for m in modules for n in m.called(condition.scheme)]
-        known = set(names)
-        out = [(f"the name {n}", nearest(n, names)) for n in condition.names if n not in known]
+        known_names = set(names)
+        out = [(f"the name {n}", nearest(n, names)) for n in condition.names if n not in known_names]
     elif isinstance(condition, Glob | Regex):
         single: list[Condition]
         if isinstance(condition, Glob):
             single = [replace(condition, patterns=(p,)) for p in condition.patterns]
         else:
             single = [replace(condition, patterns=(r,)) for r in condition.patterns]
-        for one in single:
-            if not any(one.holds(m) for m in modules):
-                out.append((one.words(), "`explain` with recipe fp8 lists the names"))
+        for condition_ in single:
+            if not any(condition_.holds(m) for m in modules):
+                out.append((condition_.words(), "`explain` with recipe fp8 lists the names"))
     return out
 
 
@@ -263,12 +263,12 @@ class Problems:
         """
         if not self.found:
             return
-        found = sorted(self.found, key=lambda p: p[0])
-        told = [f"line {line}: {text}" if line else text for line, text, _ in found]
-        if len(found) == 1:
-            raise RecipeError(told[0], file=self.file, hint=found[0][2] or None)
+        problems = sorted(self.found, key=lambda p: p[0])
+        messages = [f"line {line}: {text}" if line else text for line, text, _ in problems]
+        if len(problems) == 1:
+            raise RecipeError(messages[0], file=self.file, hint=problems[0][2] or None)
         lines = [
-            f"{t} ({hint})" if hint else t for t, (_, _, hint) in zip(told, found, strict=True)
+            f"{t} ({hint})" if hint else t for t, (_, _, hint) in zip(messages, problems, strict=True)
         ]
         raise RecipeError(
             f"{len(lines)} problems in the recipe {self.file}:\n  " + "\n  ".join(lines)
@@ -305,7 +305,7 @@ def read_condition(node: Node, problems: Problems) -> Condition:
         elif key == "not":
             parts.append(Not(read_condition(value, problems)))
         else:
-            parts.append(_leaf(key, value, scheme, problems))
+            parts.append(_read_leaf(key, value, scheme, problems))
     return parts[0] if len(parts) == 1 else All(tuple(parts))
 
 
@@ -335,21 +335,21 @@ def texts(node: Node, what: str, problems: Problems) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _leaf(key: str, node: Node, scheme: str, problems: Problems) -> Condition:
-    found = texts(node, key, problems)
+def _read_leaf(key: str, node: Node, scheme: str, problems: Problems) -> Condition:
+    values = texts(node, key, problems)
     if key == "glob":
-        return Glob(found, scheme)
+        return Glob(values, scheme)
     if key == "exact":
-        return Exact(found, scheme)
+        return Exact(values, scheme)
     if key == "regex":
-        return Regex(compiled(found, node.line, problems), scheme)
+        return Regex(compiled(values, node.line, problems), scheme)
     if key == "layers":
-        return read_layers(found, node.line, problems)
-    known: Sequence[str] = ROLES if key == "role" else KINDS
-    for word in found:
-        if word not in known:
-            problems.add(node.line, f"unknown {key} {word!r}", nearest(word, known))
-    return Role(found) if key == "role" else OfKind(found)
+        return read_layers(values, node.line, problems)
+    choices: Sequence[str] = ROLES if key == "role" else KINDS
+    for word in values:
+        if word not in choices:
+            problems.add(node.line, f"unknown {key} {word!r}", nearest(word, choices))
+    return Role(values) if key == "role" else OfKind(values)
 
 
 def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pattern[str], ...]:
@@ -366,7 +366,7 @@ def compiled(found: Sequence[str], line: int, problems: Problems) -> tuple[re.Pa
 def read_layers(found: Sequence[str], line: int, problems: Problems) -> Layers:
     """Layer numbers: `5`, `-1`, `0-3` (both included), `-2:` and `:4` (as Python slices)."""
     ranges: list[tuple[int | None, int | None]] = []
-    for text in (part.strip() for one in found for part in one.split(",")):
+    for text in (part.strip() for value in found for part in value.split(",")):
         if match := _SLICE.fullmatch(text):
             ranges.append((_int(match[1]), _int(match[2])))
         elif (match := _RANGE.fullmatch(text)) and int(match[1]) <= int(match[2]):

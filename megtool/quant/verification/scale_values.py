@@ -10,18 +10,14 @@ import numpy as np
 from megtool.dtypes import dtype
 from megtool.errors import CalibrationError
 from megtool.number_formats.small_floats import single
-from megtool.quant.packed_tensors.modelopt_tensors import (
-    caches_of,
-    has_second,
-    in_dtype,
-    second_scale,
-)
+from megtool.quant.packed_tensors.modelopt_tensors import caches_of, has_second, second_scale
 from megtool.quant.qparams import INPUTS, Floats, Settlement, Treatment
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import Module, fused_with
 from megtool.quant.verification.findings import Finding, error
 from megtool.quant.verification.stored_folder import Folder
 from megtool.quant.verification.weight_error import FOLDED_SLACK, SLACK, Sums, Weight
+from megtool.reshard.constant_feed import round_to_dtype
 
 _CACHE = "keys and values are cut off, or rounded more than need be, in every engine"
 _SECOND = "engines that turn the codes into FP8 cut them off, or multiply by something else"
@@ -64,7 +60,7 @@ def check_settled(
             else:
                 kind = dtype(stored.dtype)
                 inverse = np.float32(1) / treatment.columns.astype(np.float32)
-                rounded = single(in_dtype(inverse, kind), kind.name)
+                rounded = single(round_to_dtype(inverse, kind), kind.name)
                 yield from _columns(treatment.module, rounded, folder.values(stored).reshape(-1))
         elif stored is not None:
             yield error(

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.read import Reader
+from megtool.checkpoint.transport.cast import numbers
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import MappingError
 from megtool.number_formats.rounding import rounded

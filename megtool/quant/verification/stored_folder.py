@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.formats.quantized import QUANT_FILE, QUANT_KEYS
-from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint
-from megtool.checkpoint.formats.trtllm_legacy import refuse_legacy
+from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint, refuse_legacy
 from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.compare import Half, Pair, compare
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.parallel_scan import each
 from megtool.checkpoint.read import Reader, TensorView
+from megtool.checkpoint.transport.cast import numbers
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import CanonicalView
 from megtool.number_formats.rounding import rounded

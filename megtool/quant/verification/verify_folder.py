@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import open_checkpoint
@@ -35,6 +35,7 @@ from megtool.quant.verification.small_checks import check_small
 from megtool.quant.verification.stored_folder import TOKENIZERS, Folder, open_folder
 from megtool.quant.verification.unquantized_tensors import check_readers, compare_kept, recovered
 from megtool.quant.verification.weight_error import Sums, Weight, in_full, measure, without_columns
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 
 LEAST_DB = 6.0
@@ -46,18 +47,6 @@ WORST_ROW = 0.5
 
 MOST_CLIPPED = 0.02
 _WRONG = "outputs are wrong in every engine"
-
-
-class Opened(Protocol):
-    """What a checkpoint opened for a command, or for loading, offers."""
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """What is stored."""
-
-    @property
-    def side(self) -> CanonicalView:
-        """Which canonical tensors lie in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +109,7 @@ class Proof:
 
 
 def prove(
-    source: Opened,
+    source: CheckpointSource,
     destination: Path,
     decisions: Sequence[Decision],
     settlement: Settlement,
@@ -174,7 +163,7 @@ def _unreadable(path: Path, e: MegtoolError) -> Finding:
 
 
 def _opened(
-    source: Opened, destination: Path, folder: Folder, findings: list[Finding]
+    source: CheckpointSource, destination: Path, folder: Folder, findings: list[Finding]
 ) -> tuple[Catalogue, CanonicalView] | None:
     """The folder through the reader of quantized folders; None where that cannot be."""
     try:
@@ -205,7 +194,7 @@ class _Proof:
 
     def __init__(
         self,
-        source: Opened,
+        source: CheckpointSource,
         catalogue: Catalogue,
         side: CanonicalView,
         decisions: Sequence[Decision],

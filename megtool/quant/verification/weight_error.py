@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.numeric_values import numbers
 from megtool.checkpoint.parallel_scan import each
 from megtool.checkpoint.read import Reader
+from megtool.checkpoint.transport.cast import numbers
 from megtool.checkpoint.transport.shard_locator import cut_dims
 from megtool.checkpoint.transport.tile import cut
 from megtool.dtypes import dtype

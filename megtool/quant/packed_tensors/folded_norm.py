@@ -1,0 +1,66 @@
+"""Norms that take in per-channel factors, as feeds of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.transport.strided import Array
+from megtool.checkpoint.transport.tile import Index
+from megtool.errors import CalibrationError
+from megtool.number_formats.small_floats import single
+from megtool.quant.qparams import Floats
+from megtool.reshard.constant_feed import bits_of, hash_of, round_to_dtype, whole
+from megtool.tensors.box import numel
+from megtool.tensors.placement import Placement
+from megtool.tensors.sharded import GlobalTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedNorm:
+    """A norm's weight (or bias) divided by factors, in float32 and rounded once.
+
+    `zero_centered` weights w stand for 1 + w.
+    """
+
+    placement: Placement
+    tensor: GlobalTensor
+    factors: Floats
+    zero_centered: bool
+
+    @property
+    def reads(self) -> tuple[Placement, ...]:
+        """The tensor as it was."""
+        return (self.placement,)
+
+    @property
+    def writes(self) -> tuple[Region, ...]:
+        """All of it."""
+        return (whole(self.tensor),)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return self.tensor.num_bytes
+
+    @property
+    def facts(self) -> bytes:
+        """The factors."""
+        return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
+
+    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+        """See `Feed`."""
+        # Taken as it is to be stored: a source of other types is then no other than its cast.
+        with taking.run(self.placement, self.tensor.dtype) as run:
+            found = run.read(0, numel(self.placement.shape))
+            values = single(found, self.tensor.dtype.name)
+        one = np.float32(self.zero_centered)
+        out = ((values + one) / self.factors.astype(np.float32) - one).astype(np.float32)
+        if not np.isfinite(out).all():
+            raise CalibrationError(
+                "factors of its columns make it infinite or NaN", tensor=self.tensor.name
+            )
+        yield 0, (0,), bits_of(round_to_dtype(out, self.tensor.dtype), self.tensor.dtype)
