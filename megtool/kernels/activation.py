@@ -27,7 +27,7 @@ SAME = {
 
 
 def formula(kind: str) -> str:
-    """The one of KINDS that Hugging Face's name `kind` stands for.
+    """The entry of KINDS for Hugging Face's name `kind`.
 
     Raises:
         MappingError: none does.

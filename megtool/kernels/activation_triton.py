@@ -26,7 +26,7 @@ def gated(x_T2F: Tensor, kind: str, bias: Tensor | None, limit: float, offset: f
 
 
 class _Activate(torch.autograd.Function):
-    """It keeps its input alone, and computes the activation anew in backward."""
+    """Saves only its input, and recomputes the activation in backward."""
 
     @staticmethod
     def forward(

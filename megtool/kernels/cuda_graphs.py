@@ -105,7 +105,7 @@ class CudaGraphs:
             return self._record(inputs)
 
     def _record(self, inputs: Sequence[Input]) -> Captured:
-        """Warm the function up beside the current stream, then record it."""
+        """Warm the function up on a side stream, then record it."""
         static = [clone(x) for x in inputs]
         side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +138,7 @@ class CudaGraphs:
         return Captured(graph=graph, inputs=static, outputs=outputs)
 
     def _put_back(self, before: Sequence[Tensor]) -> None:
-        """Take back what a run of the function has written."""
+        """Undo what a run of the function has written."""
         copy_into(self.state, before)
         if self.undo is not None:
             self.undo()
@@ -151,7 +151,7 @@ class CudaGraphs:
 
 
 def abandon(pool: Any) -> None:
-    """Let go of what a capture that broke still holds; nothing is wrong where it holds nothing.
+    """Release what a failed capture still holds; safe if it holds nothing.
 
     torch (2.10, 2.11) stops at the error that ends the recording: its allocator goes on to take
     the pool for that capture, and random numbers stay those of a capture, until one ends well.
@@ -169,14 +169,14 @@ def abandon(pool: Any) -> None:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that broke a capture, of which the one that ends it comes."""
+    """The original error of a failed capture."""
     while error.__context__ is not None and isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error
 
 
 def graphed(function: Function, device: torch.device | str, **options: Any) -> CudaGraphs:
-    """`Graphs` of the function on a CUDA device, a `Rehearsal` of them elsewhere.
+    """`CudaGraphs` of the function on a CUDA device, a `GraphRuleChecker` of it elsewhere.
 
     A rehearsal runs the function three times at the first call of a shape and watches each call:
     it is for tests, not for speed.
@@ -189,7 +189,7 @@ def graphed(function: Function, device: torch.device | str, **options: Any) -> C
 
 
 def key_of(inputs: Sequence[Input]) -> tuple[Any, ...]:
-    """What decides whether a captured graph serves these inputs."""
+    """The key that decides whether a captured graph fits these inputs."""
     shapes = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
     kernels = tuple(chosen(x.device) for x in inputs[:1] if x is not None)
     return shapes, kernels, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -201,7 +201,7 @@ def clone(x: Input) -> Input:
 
 
 def copy_into(targets: Sequence[Input], sources: Sequence[Input]) -> None:
-    """Copy tensors one by one into storages that stay."""
+    """Copy tensors one by one into persistent storages."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             if target is not None and source is not None:

@@ -30,7 +30,7 @@ def bias_dropout_add(
 
 
 def drop(x: Tensor, p: float, seed: int) -> Tensor:
-    """Dropout of `x`, with what `seed` decides about."""
+    """Dropout of `x`, determined by `seed`."""
     generator = torch.Generator(x.device).manual_seed(seed)
     keep_mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     keep_mask.bernoulli_(1 - p, generator=generator)

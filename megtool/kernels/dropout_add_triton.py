@@ -92,7 +92,7 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 def _factor(p: float, scale: float) -> float:
-    """What a kept element is multiplied by."""
+    """The scale of the elements that dropout keeps."""
     return scale / (1 - p) if p < 1 else 0.0
 
 

@@ -101,7 +101,7 @@ def quantize_blocks(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that FP8 data stand for: multiplied in fp32, rounded once to `dtype`."""
+    """The values of FP8 data: multiplied in fp32, rounded once to `dtype`."""
     scale_inv = q.scale_inv
     if q.block != (0, 0):
         scale_inv = _spread(scale_inv, q.block, q.data.shape)
@@ -115,7 +115,7 @@ def _cast_fp8(x: Tensor, scale: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _saturate(scaled: Tensor, kind: Kind) -> Tensor:
-    """Round fp32 values to FP8; what is beyond its largest value becomes that."""
+    """Round fp32 values to FP8; values beyond the largest one are clamped to it."""
     return scaled.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
 
 

@@ -108,7 +108,7 @@ def _sum(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One tile of one token: its rows lie anywhere, and are added in the order of its choices."""
+    """One tile of one token: its rows are anywhere, and are added in the order of its experts."""
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     offsets = (tl.program_id(0) % num_tiles) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=ACC)

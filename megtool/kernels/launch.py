@@ -111,7 +111,7 @@ def power(size: int) -> int:
 
 
 def tile(row_size: int, *, elements: int = _TILE) -> dict[str, int]:
-    """ROWS and BLOCK (powers of two) of a tile of whole rows, and its number of warps.
+    """ROWS and BLOCK (powers of two) of a tile of full rows, and its number of warps.
 
     Several short rows share a tile. 16 elements a thread keep a row of 4096 in the registers of
     8 warps.
@@ -128,7 +128,7 @@ def warps(elements: int) -> int:
 
 @cache
 def most_programs(device: torch.device) -> int:
-    """How many programs run at once where each gathers a sum of its own."""
+    """The number of programs that run at once if each computes a partial sum."""
     if device.type != "cuda":
         return 4
     return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -30,7 +30,7 @@ NOWHERE = -1  # the column of a label that this rank does not hold; lies in no b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The columns of the vocabulary that this rank holds, and what is done to raw logits.
+    """The columns of the vocabulary on this rank, and the transformation of raw logits.
 
     Logits x become `softcap * tanh(scale * x / softcap)` (`scale * x` where softcap is 0).
 
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @property
     def num_rows(self) -> int:
-        """How many of this rank's columns are no padding; they come first."""
+        """The number of this rank's columns that are not padding; they come first."""
         return min(max(self.size - self.first, 0), self.local)
 
     def place(self, labels_T: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +226,7 @@ def bend(raw: Tensor, softcap: float, scale: float) -> Tensor:
 
 
 def _within(column_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which labels lie in a block, and at which of its columns (0 for the others)."""
+    """Which labels are in a block, and at which of its columns (0 for the others)."""
     at_T = column_T - start
     here_T = (at_T >= 0) & (at_T < width)
     return here_T, torch.where(here_T, at_T, 0)

@@ -125,7 +125,7 @@ def _fold(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row: its maximum, sum of exponentials, label's logit and argmax go on from before."""
+    """One row: update its maximum, sum of exponentials, label's logit and argmax."""
     row = tl.program_id(0).to(tl.int64)
     maximum = tl.load(maximum_ptr + row)
     total = tl.load(total_ptr + row)

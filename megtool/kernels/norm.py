@@ -92,7 +92,7 @@ def _layer_norm(
 def _of_sum(
     norm: Callable[Concatenate[Tensor, P], Tensor],
 ) -> Callable[Concatenate[Tensor, Tensor, P], tuple[Tensor, Tensor]]:
-    """A norm that is given a second addend: torch adds, and the sum is given back too."""
+    """A norm with a residual: torch adds, and the sum is returned too."""
 
     def run(
         x: Tensor, residual: Tensor, /, *args: P.args, **more: P.kwargs

@@ -177,7 +177,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One tile of ROWS whole rows a program."""
+    """One tile of ROWS full rows per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (col < size)[None, :]

@@ -97,7 +97,7 @@ class Trace:
 
 @dataclass(slots=True, kw_only=True)
 class CheckedGraph:
-    """What the capture of one shape would have kept."""
+    """The state that the capture of one shape would have kept."""
 
     inputs: list[Input]
     trace: Trace
@@ -228,7 +228,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _broken("the same operations", name, f"operation {len(done)} is missing")
 
     def release(self) -> None:
-        """Let go of what the run made, and see what somebody else still holds."""
+        """Release the run's tensors, and list what is still referenced elsewhere."""
         created: list[tuple[Any, str]] = []
         for storage, name in self.made:
             created.append((StorageWeakRef(storage), name))  # type: ignore[no-untyped-call]
@@ -289,7 +289,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _broken("the same storages", now.name, f"operation {index}: {change}")
 
     def _role(self, x: Tensor) -> tuple[Any, ...]:
-        """Who made a tensor's storage, and how the tensor lies in it."""
+        """The origin of a tensor's storage, and the tensor's layout in it."""
         storage = x.untyped_storage()
         number = storage._cdata
         role = self.roles.get(number)
@@ -308,7 +308,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _still_held(created: list[tuple[Any, str]], patience_s: float) -> list[tuple[Any, str]]:
-    """Those of the storages that somebody holds; waits until nobody does, or for `patience_s`."""
+    """The storages that are still referenced; waits until none is, or for `patience_s`."""
     until = time.monotonic() + patience_s
     while True:
         created = [(reference, name) for reference, name in created if not reference.expired()]
@@ -334,7 +334,7 @@ def _take_apart(nest: Any, see: Callable[[Tensor], Any], numbers: list[Any]) -> 
 
 
 def _compare(first: Any, second: Any) -> None:
-    """Two runs on the same inputs have to give the same bits."""
+    """Check that two runs on the same inputs give the same bits."""
     firsts: list[Tensor] = []
     seconds: list[Tensor] = []
     _take_apart(_values(first), firsts.append, [])
@@ -354,12 +354,12 @@ def _values(nest: Any) -> Any:
 
 
 def _bytes(storage: Any) -> Tensor:
-    """A copy of what a storage holds."""
+    """A copy of a storage's bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
 
 
 def _spoil(x: Tensor) -> Tensor:
-    """Overwrite what a graph would overwrite, recognisably."""
+    """Overwrite what a graph would overwrite, with recognizable values."""
     if x.dtype == torch.bool:
         return x.logical_not_()
     worst = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min

@@ -106,7 +106,7 @@ def _kernel(
     BLOCK_PASS: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """ROWS heads of one token a program; heads lie in groups, so that a slice needs no copy."""
+    """ROWS heads of one token per program; heads are grouped, so that a slice needs no copy."""
     blocks = (num_heads + ROWS - 1) // ROWS
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)

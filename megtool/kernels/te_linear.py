@@ -70,7 +70,7 @@ def contexts_again() -> Contexts:
 
 
 class TeLinear:
-    """`x W^T` by `transformer_engine.pytorch.Linear`, which holds `weight` itself, no copy.
+    """`x W^T` by `transformer_engine.pytorch.Linear`, which uses `weight` itself, without a copy.
 
     No module of torch's, so that a layer that has it keeps its parameters and their names. Rows are
     filled up to what FP8 products need. `num_rows` is what rows and both sides of the weight are
@@ -109,7 +109,7 @@ class TeLinear:
         self.module.init_fp8_metadata(num_gemms=1)
 
     def scale(self, direction: str) -> Tensor:
-        """Delayed scaling's scales, fp32, as they are used and changed; `fwd` or `bwd`."""
+        """The scales of delayed scaling, fp32, used and updated in place; `fwd` or `bwd`."""
         scale: Tensor = self.module.fp8_meta[f"scaling_{direction}"].scale
         return scale
 

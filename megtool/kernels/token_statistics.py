@@ -47,7 +47,9 @@ def token_log_probs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputHead:
-    """A model's output layer: this rank's rows of its weight, and what is done to raw logits."""
+    """A model's output layer: this rank's rows of its weight, and the transformation of raw
+    logits.
+    """
 
     weight_VH: Tensor
     vocab_size: int
@@ -58,7 +60,7 @@ class OutputHead:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The columns this rank holds."""
+        """The columns of this rank."""
         return Vocabulary(
             size=self.vocab_size,
             local=self.weight_VH.shape[0],

@@ -86,7 +86,7 @@ def attend(
     sinks_N: Tensor | None = None,
     chance: DropoutSpec | None = None,
 ) -> Tensor:
-    """What every query gets from the values it attends to: [B, S, N, D of the values].
+    """The attention output of every query: [B, S, N, D of the values].
 
     N is a multiple of K: query head n attends to the keys of head `n // (N / K)`. Scores are
     `scale * q k`, bent by `softcap`; a sink takes a part of each row's weight and gives nothing.
@@ -142,7 +142,7 @@ def _for_each_head(query: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
 
 
 class CoreAttention(nn.Module):
-    """What attention holds beside its projections: a sink for each head (`softmax_offset`)."""
+    """The parameters of attention besides its projections: a sink per head (`softmax_offset`)."""
 
     def __init__(self, num_heads: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -222,7 +222,9 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """What attention adds to the residual x_TH (before its scale), in x_TH's rows."""
+        """The attention output that is added to the residual x_TH (before its scale), in x_TH's
+        rows.
+        """
         config, b, s = self.config, frame.num_rows, frame.num_tokens
         query, gate, key, value = self._project(x_TH, b, s)
         if config.qk_norm:
@@ -285,7 +287,7 @@ class Attention(nn.Module):
         )
 
     def _temperature(self, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """What queries of a layer without rotation are multiplied by, [B, S, 1, 1]."""
+        """The query multiplier of layers without rotary embedding, [B, S, 1, 1]."""
         config = self.config
         steps = torch.floor((positions_BS.float() + 1) / config.attn_temperature_floor)
         scale = torch.log1p(steps) * config.attn_temperature_scale + 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Tokens of equally long rows, and which of them mean what.
+    """Token rows of equal length, with their masks and positions.
 
     `tokens_BS` is int64. `positions_BS` are the tokens' places (int64, batch may be 1); by default
     they count valid tokens, on from those in the cache. `valid_BS` is false for padding, which may
@@ -96,7 +96,7 @@ def check_ids(ids: Tensor | Sequence[int], vocab_size: int, location: str = "the
 
 
 def check_positions(positions_BS: Tensor, max_positions: int) -> None:
-    """Refuse places that no embedding was learned for; on the CPU alone, as `check_ids`.
+    """Refuse positions beyond the learned embeddings; on the CPU only, like `check_ids`.
 
     Raises:
         UsageError: a place is negative, or not less than `max_positions`.
@@ -123,7 +123,8 @@ def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardContext:
-    """What all layers of one forward pass share: sizes, positions, rotations, masks, the cache.
+    """State shared by all layers of one forward pass: sizes, positions, rotations, masks, the
+    cache.
 
     Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
     for the backward pass where layers are computed again: other passes may have run since.

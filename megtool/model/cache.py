@@ -16,7 +16,7 @@ from megtool.model.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySpan:
-    """Where the queries of one pass stand among the keys they may attend to.
+    """The positions of one pass's queries among the keys they may attend to.
 
     `start` is the index of the first query among `num_keys` keys, the same in all rows, or None
     where only `queries_BS` (int64, batch may be 1) says it. `valid_BL` is false for keys that are
@@ -65,7 +65,7 @@ class KeySpan:
 
 
 class KVCache(ABC):
-    """What attention keeps from pass to pass; used without gradients.
+    """The keys and values kept between passes; used without gradients.
 
     A pass calls `begin` once, `append` in every layer, and `advance` once.
     """
@@ -88,7 +88,7 @@ class KVCache(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySize:
-    """What one token takes in one layer: heads (of this rank), and the sizes of key and value.
+    """The size of one token in one layer: heads (of this rank), and the sizes of key and value.
 
     Latent attention keeps the compressed latent as the key of one head, and the rotated part, which
     all heads share, as its value.
@@ -221,7 +221,7 @@ class ContiguousCache(KVCache):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What a pass changes beside keys and values."""
+        """The tensors that a pass changes besides keys and values."""
         return self.offset, self.counts_B, self.valid_BL, self.positions_BL
 
     @property
@@ -232,7 +232,7 @@ class ContiguousCache(KVCache):
 
 
 class PagedCache(KVCache):
-    """Blocks of `block_size` slots that sequences take as they grow and give back at their end.
+    """Blocks of `block_size` slots, allocated as sequences grow and freed when they end.
 
     A sequence is named by an int. `choose` says which sequences are the rows of the next pass, and
     how many tokens of each are real (padding on the right takes no slot). Block 0 is scratch: what
@@ -275,7 +275,7 @@ class PagedCache(KVCache):
         return max(0, -(-length // self.block_size) - len(self.blocks.get(sequence, ())))
 
     def choose(self, rows: Sequence[tuple[int, int]]) -> None:
-        """The rows of the next pass: (sequence, real tokens); blocks are taken for them.
+        """Set the rows of the next pass, (sequence, real tokens), and allocate their blocks.
 
         Raises:
             UsageError: there are not enough free blocks, or a sequence stands there twice; then
@@ -297,7 +297,7 @@ class PagedCache(KVCache):
         self._rows = list(rows)
 
     def release(self, sequence: int) -> None:
-        """Give a sequence's blocks back."""
+        """Free a sequence's blocks."""
         self.free.extend(reversed(self.blocks.pop(sequence, [])))
         self.lengths.pop(sequence, None)
 

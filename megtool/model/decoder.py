@@ -32,7 +32,7 @@ KEPT_LOGITS_BYTES = 1 << 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The part of a model that one rank, or one virtual chunk of it, holds.
+    """The part of a model on one rank, or in one virtual chunk of it.
 
     The stage with the head of a model with tied embeddings holds the embedding for it.
     """
@@ -59,7 +59,7 @@ def rows_of_rank(tokens: int, tp: int, cp: int = 1) -> int:
 
 
 def check_no_context(groups: ProcessGroups) -> None:
-    """Refuse context parallelism where keys and values are to be kept.
+    """Refuse context parallelism with a KV cache.
 
     Raises:
         LayoutError: there is some.
@@ -72,7 +72,7 @@ def check_no_context(groups: ProcessGroups) -> None:
 
 
 def check_kind(config: ModelConfig) -> None:
-    """Refuse what only encoders have.
+    """Refuse options that only encoders have.
 
     Raises:
         MappingError: relative positions, or types of tokens.
@@ -119,7 +119,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """The layers, under their numbers in the whole model, and the norm behind the last."""
+    """The layers, under their numbers in the entire model, and the norm after the last one."""
 
     def __init__(self, layers: dict[str, nn.Module], final_layernorm: NormLayer | None) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer, built by its configuration.
+    """A decoder-only transformer, built from its configuration.
 
     Parameters have Megatron's names, one key per layer, and this rank's shapes. On the device
     `meta`, the default, they hold nothing until a loader puts tensors in. Between blocks, tokens
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         return self.head(self.hidden(batch, cache), batch, last_only=last_only)
 
     def head(self, x_TH: Tensor, batch: Batch, *, last_only: bool = False) -> Tensor:
-        """What `forward` gives, from the states of `hidden`."""
+        """The output of `forward`, from the states of `hidden`."""
         (rows, tokens), cp = batch.shape, self.groups.cp
         if last_only:
             x_TH = self._gathered(x_TH).detach()
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         return self.loss_of(self.hidden(batch), labels_BS)
 
     def loss_of(self, x_TH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """What `loss` gives, from the states of `hidden`."""
+        """The output of `loss`, from the states of `hidden`."""
         config, tp, weight_VH = self.config, self.groups.tp, self.output_weight_for(x_TH)
         labels_T = own_tokens(labels_BS, self.groups.cp).flatten()
         if labels_T.numel() * weight_VH.shape[0] * weight_VH.element_size() <= KEPT_LOGITS_BYTES:
@@ -273,7 +273,8 @@ class Decoder(nn.Module):
         return x_TH
 
     def frame(self, batch: Batch, cache: KVCache | None = None) -> ForwardContext:
-        """What all layers share in a pass over the batch; takes the cache's slots for it.
+        """The context that all layers of a pass over the batch share; allocates the cache's slots
+        for it.
 
         Raises:
             UsageError: tokens on the CPU that are not in the vocabulary, or at places that no
@@ -334,7 +335,7 @@ class Decoder(nn.Module):
         return x_TH
 
     def finish(self, x_TH: Tensor) -> Tensor:
-        """The final norm, where this stage has it; `head_tap` is handed what comes of it."""
+        """The final norm, if this stage has it; `head_tap` receives its output."""
         norm = self.decoder.final_layernorm
         if norm is None:
             return x_TH
@@ -342,7 +343,7 @@ class Decoder(nn.Module):
         return x_TH if self.head_tap is None else self.head_tap(x_TH)
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """Logits [T, vocab_size] of the rows that `hidden` gives, on every tp rank."""
+        """Logits [T, vocab_size] of the rows of `hidden`, on every tp rank."""
         return self._logits(x_TH, sequence_parallel=self.sequence_parallel)
 
     @property
@@ -389,7 +390,7 @@ class Decoder(nn.Module):
 
 
 def _require_values(weight: Tensor) -> None:
-    """A product with a weight on `meta` would give whatever is in memory, and no error.
+    """Refuse weights on `meta`: a product with one returns uninitialized memory without an error.
 
     Raises:
         UsageError: the weight is on `meta`.

@@ -49,7 +49,7 @@ class DropoutSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """What one pass leaves out.
+    """The dropout masks of one pass.
 
     `seed` is the pass' own, and the same on the ranks of a tp group. These have the same rows,
     unless `rows` (their place with sequence parallelism, else 0) says otherwise, and leave out the
@@ -63,7 +63,7 @@ class Draws:
 
     @classmethod
     def of(cls, shares: Dropout, tp: Group, sequence_parallel: bool) -> Draws | None:
-        """What the next pass leaves out, None if nothing.
+        """The masks of the next pass, None if there is no dropout.
 
         Its seed is the next number of torch's generator of the CPU, which is to be in the same
         state on all ranks of `tp`, and in another one on any other rank.
@@ -76,12 +76,12 @@ class Draws:
         )
 
     def embedded(self, x_TH: Tensor) -> Tensor:
-        """Embeddings without what is left out."""
+        """Embeddings after dropout."""
         chance = self._chance(self.shares.hidden, f"embedding {self.rows}")
         return x_TH if chance is None else drop(x_TH, chance.share, chance.seed)
 
     def branches(self, layer: int) -> tuple[DropoutSpec | None, DropoutSpec | None]:
-        """For what attention and what the MLP of a layer add to the residual."""
+        """The masks for the attention and MLP outputs of a layer."""
         share = self.shares.hidden
         attention, mlp = (
             self._chance(share, f"{layer} {branch} {self.rows}") for branch in ("attention", "mlp")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class ExpertAdapter(nn.Module):
-    """What LoRA adds to a layer of all experts here: `lora_A` `[E, rank, in]`, `lora_B`
-    `[E, out, rank]`.
+    """The LoRA matrices for a layer of all local experts: `lora_A` `[E, rank, in]`, `lora_B` `[E,
+    out, rank]`.
 
     Where etp cuts the outputs (`split_dim` 1) B is cut as they are, else A as the inputs are.
     """
@@ -51,7 +51,7 @@ class ExpertAdapter(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
-        """Begin anew, as `megtool.model.lora.Adapter` does; each expert has numbers of its own."""
+        """Initialize, as `megtool.model.lora.Adapter` does; each expert has its own values."""
         from megtool.model.lora import drawn
 
         if self.lora_A.is_meta:  # shapes alone
@@ -66,7 +66,7 @@ class ExpertAdapter(nn.Module):
         self.lora_B.zero_()
 
     def forward(self, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
-        """What is added to the rows of the layer's result, which are sorted by expert."""
+        """The addition to the rows of the layer's result, which are sorted by expert."""
         lora_A: Tensor = self.lora_A
         lora_B: Tensor = self.lora_B
         if self.is_column:
@@ -77,10 +77,10 @@ class ExpertAdapter(nn.Module):
         return grouped_linear(h_RK, lora_B, counts_E)
 
     def delta(self) -> Tensor:
-        """What the layer's weight becomes larger by, float32, of this rank."""
+        """The addition to the layer's weight, float32, on this rank."""
         return self.lora_B.detach().float() @ self.lora_A.detach().float() * self.scale
 
     def extra_repr(self) -> str:
-        """Shapes of this rank, for people."""
+        """Shapes of this rank, human-readable."""
         experts, rank, _ = self.lora_A.shape
         return f"{experts} experts, rank={rank}, scale={self.scale:g}"

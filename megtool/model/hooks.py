@@ -28,7 +28,7 @@ KVCacheHook = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookLocation:
-    """Where one input is to be seen: `attribute` of `module` takes the tap.
+    """The location of one input: `attribute` of `module` takes the hook.
 
     `rows` are the ranks that have different rows of it (alone: all have the same ones), `columns`
     those that have different columns: `parts` runs of them, as keys and values, of which
@@ -75,7 +75,8 @@ _DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")
 
 
 def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
-    """Where a point, by its canonical name (`layers.3.attn.qkv`, `layers.3.attn.kv`, `head`), is.
+    """The locations of an activation site, by its canonical name (`layers.3.attn.qkv`,
+    `layers.3.attn.kv`, `head`).
 
     The first is where it is looked at; where one input goes to several modules, as before latent
     attention, all of them take a tap to change it.

@@ -21,7 +21,7 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 class TransformerLayer(nn.Module):
-    """A layer, under its number in the whole model.
+    """A layer, under its number in the entire model.
 
     The norms before attention and MLP are part of their first projections (`layer_norm_weight`),
     except before latent attention (`input_layernorm`) and experts (`pre_mlp_layernorm`). That
@@ -93,7 +93,7 @@ class TransformerLayer(nn.Module):
 
     @property
     def mlp_norm(self) -> NormLayer | ColumnLinear:
-        """What holds the norm before the MLP."""
+        """The module of the norm before the MLP."""
         if self.pre_mlp_layernorm is not None:
             return self.pre_mlp_layernorm
         first = self.mlp.get_submodule("linear_fc1")
@@ -105,14 +105,16 @@ class TransformerLayer(nn.Module):
         return [p for name, p in norm_parameters if self.is_moe or name.startswith("layer_norm_")]
 
     def attend(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """What attention adds to the residual."""
+        """The attention output that is added to the residual."""
         if self.input_layernorm is not None:
             x_TH = self.input_layernorm(x_TH)
         y_TH: Tensor = self.self_attention(x_TH, frame)
         return y_TH if self._post_norms is None else self._post_norms[0](y_TH)
 
     def feed(self, x_TH: Tensor, frame: ForwardContext) -> Tensor:
-        """What the MLP, or the experts, add to the residual, from what `mlp_norm` makes of it."""
+        """The output of the MLP or the experts that is added to the residual, computed after
+        `mlp_norm`.
+        """
         y_TH: Tensor = self.mlp(x_TH, frame) if self.is_moe else self.mlp(x_TH)
         return y_TH if self._post_norms is None else self._post_norms[1](y_TH)
 

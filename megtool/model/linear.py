@@ -79,20 +79,20 @@ class ColumnLinear(nn.Module):
         return self.project(x_TH if is_normal else self.normalize(x_TH))
 
     def normalize(self, x_TH: Tensor) -> Tensor:
-        """The rows after the norm that this layer carries, or as they are."""
+        """The rows after this layer's fused norm, or unchanged if it has none."""
         if self.norm is None or self.layer_norm_weight is None:
             return x_TH
         return self.norm(x_TH, self.layer_norm_weight, self.layer_norm_bias)
 
     def of_sum(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """What `normalize` gives for the sum of both, and that sum."""
+        """The output of `normalize` for the sum of both, and that sum."""
         if self.norm is None or self.layer_norm_weight is None:
             return (total := x_TH + residual_TH), total
         weight, bias = self.layer_norm_weight, self.layer_norm_bias
         return self.norm.of_sum(x_TH, residual_TH, weight, bias)
 
     def project(self, x_TH: Tensor) -> Tensor:
-        """The product alone, of rows that are normalized already."""
+        """The product alone, for rows that are already normalized."""
         if self.tap is not None:
             x_TH = self.tap(x_TH)
         if self.product is not None:
@@ -167,7 +167,7 @@ class RowLinear(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """Word embeddings, of which a rank holds `padded_vocab / tp` rows: `weight` `[V/tp, H]`.
+    """Word embeddings; each rank has `padded_vocab / tp` rows: `weight` `[V/tp, H]`.
 
     Raises:
         LayoutError: tp does not divide the padded vocabulary.

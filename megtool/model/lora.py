@@ -69,12 +69,12 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
+        """The factor of the product of both matrices."""
         return self.alpha / self.rank
 
 
 class Adapter(nn.Module):
-    """What LoRA adds to a layer: `lora_A` `[rank, in]` and `lora_B` `[out, rank]`, of this rank.
+    """The LoRA matrices of a layer: `lora_A` `[rank, in]` and `lora_B` `[out, rank]`, on this rank.
 
     Of a column-parallel layer B is cut as its rows are, of a row-parallel one A as its columns;
     the other matrix is whole on all ranks. Between the two, the ranks exchange `[T, rank]`. Of a
@@ -114,7 +114,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
-        """Begin anew: B is zero, A as PEFT draws it, by `seed` and the layer's `name` alone."""
+        """Initialize: B is zero, A as in PEFT, determined by `seed` and the layer's `name`."""
         rank, inner = self.lora_A.shape
         full_inner = inner * self.group.size if self.is_row else inner
         begin = self.group.rank * inner if self.is_row else 0
@@ -122,7 +122,7 @@ class Adapter(nn.Module):
         self.lora_B.zero_()
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """What is added to the layer's output, in its rows and columns of this rank."""
+        """The addition to the layer's output, in this rank's rows and columns."""
         x_TI = self._dropped(x_TI)
         h_TR = F.linear(x_TI, self.lora_A) * self.scale
         if self.is_column:
@@ -135,7 +135,7 @@ class Adapter(nn.Module):
         return F.linear(h_TR, self.lora_B)
 
     def delta(self) -> Tensor:
-        """What the layer's weight becomes larger by, float32, of this rank."""
+        """The addition to the layer's weight, float32, on this rank."""
         return self.lora_B.detach().float() @ self.lora_A.detach().float() * self.scale
 
     def _dropped(self, x_TI: Tensor) -> Tensor:
@@ -151,12 +151,12 @@ class Adapter(nn.Module):
         return x_TI * keep_mask.to(x_TI.dtype).mul_(1 / (1 - self.dropout))
 
     def extra_repr(self) -> str:
-        """Shapes of this rank, for people."""
+        """Shapes of this rank, human-readable."""
         return f"rank={self.lora_A.shape[0]}, scale={self.scale:g}, dropout={self.dropout:g}"
 
 
 def drawn(rank: int, width: int, name: str) -> Tensor:
-    """An A matrix as PEFT draws it, by a name alone."""
+    """A random A matrix as PEFT initializes it, determined by a name."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     bound = 1 / math.sqrt(width)  # kaiming_uniform_(a=sqrt(5))
     generator = torch.Generator().manual_seed(number)
@@ -176,7 +176,7 @@ def _local_part(full: Tensor, x_TI: Tensor, rows: Group, columns: Group) -> Tens
 
 
 def check_experts(config: ModelConfig, settings: LoraSettings) -> None:
-    """Refuse what adapters of experts cannot do.
+    """Refuse options that adapters of experts do not support.
 
     Raises:
         UsageError: dropout, which PEFT has none of where all experts are one parameter.
@@ -189,7 +189,7 @@ def check_experts(config: ModelConfig, settings: LoraSettings) -> None:
 
 
 def add_adapters(stages: Sequence[Decoder], settings: LoraSettings) -> int:
-    """Freeze a model and put adapters beside its linear layers; returns their elements here.
+    """Freeze a model and add adapters to its linear layers; returns the number of local elements.
 
     To be called when the weights are loaded: adapters have their type and device.
 

@@ -16,7 +16,7 @@ from megtool.parallel.process_groups import Group
 
 @dataclass(slots=True)
 class Mask:
-    """The keys that queries may attend to, in the cheapest form that says it.
+    """The keys that queries may attend to, in the cheapest form that expresses it.
 
     All of them where `allowed` is None, or, with `is_causal`, those up to the query's own, the last
     query's being the last key; else `allowed` is true for them, bool [B, 1, S, L] (batch may be
@@ -29,7 +29,9 @@ class Mask:
     _bias: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """`allowed` as what is added to scores: 0 or minus infinity; made once for all layers."""
+        """`allowed` as an additive bias of scores, 0 or minus infinity; built once for all
+        layers.
+        """
         if self.allowed is None:
             return None
         if dtype not in self._bias:
@@ -65,7 +67,7 @@ def masks_of(
 
 
 class Masks:
-    """The masks of one forward pass, each made when a layer first asks for its kind.
+    """The masks of one forward pass, each built when a layer first needs its kind.
 
     `documents_BS` are those of all keys. With `is_part` the queries are the last of the keys' own
     tokens, and others of the same pass are not here (context parallelism).

@@ -153,7 +153,7 @@ class LatentAttention(nn.Module):
         shared_BL1R: Tensor,
         frame: ForwardContext,
     ) -> Tensor:
-        """Attention over the heads' own keys and values, made of the latents: [B, S, N, D]."""
+        """Attention over per-head keys and values computed from the latents: [B, S, N, D]."""
         config = self.config
         key, value = torch.split(keys_values_BLND, [config.qk_nope_head_dim, config.v_head_dim], -1)
         shared = shared_BL1R.expand(-1, -1, self.num_heads, -1)
@@ -177,7 +177,7 @@ class LatentAttention(nn.Module):
         shared_B1LR: Tensor,
         frame: ForwardContext,
     ) -> Tensor:
-        """Attention over all latents so far: for few queries in the latents' own space.
+        """Attention over all cached latents: for few queries, in the latent space.
 
         There the up-projection of keys is applied to the queries and that of values to the result,
         so that no key or value of a head is ever made; for many queries making them costs
@@ -211,7 +211,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bsnc,ndc->bsnd", out_BSNC, value_NDC)
 
     def _up_weight(self) -> Tensor:
-        """The up-projection of keys and values, with what an adapter adds to it."""
+        """The up-projection of keys and values, including an adapter's addition."""
         linear = self.linear_kv_up_proj
         if linear.adapter is None:
             return linear.weight
@@ -249,7 +249,7 @@ class DownLinear(nn.Module):
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What scores are multiplied by: YaRN's temperature for all dimensions enters twice."""
+    """The factor of scores: YaRN's temperature for all dimensions is applied twice."""
     if config.softmax_scale is not None:
         return config.softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -261,7 +261,7 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def _pairs(turn: Rotation | None, config: ModelConfig) -> Rotation | None:
-    """A rotation of neighbors, which are what latent attention turns in every model."""
+    """A rotation of adjacent elements, as latent attention uses in every model."""
     if turn is None or config.rope_interleaved:
         return turn
     cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in turn)

@@ -13,7 +13,7 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 def activated(x_TF: Tensor, config: ModelConfig) -> Tensor:
-    """What stands between an MLP's two projections: its activation, gated or not."""
+    """The activation between an MLP's two projections, gated or not."""
     kind = config.activation
     if not config.gated:
         return activate(x_TF, kind)
@@ -59,7 +59,9 @@ class Mlp(nn.Module):
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        """What the MLP adds to the residual (before its scale), of rows after its norm."""
+        """The MLP output that is added to the residual (before its scale), for rows after its
+        norm.
+        """
         inner = activated(self.linear_fc1(x_TH, is_normal=True), self.config)
         out: Tensor = self.linear_fc2(inner)
         return out

@@ -84,7 +84,9 @@ class MoeMlp(nn.Module):
 
     @property
     def is_graphable(self) -> bool:
-        """A pass reads no counts on the host: tokens stay, and experts are multiplied at once."""
+        """Whether a pass reads no counts on the host: tokens stay, and experts are multiplied at
+        once.
+        """
         experts = self.experts["experts"]
         linears = (m for m in experts.modules() if isinstance(m, ExpertLinear))
         return self.is_in_place and not any(waits_for_host(m.weight) for m in linears)
@@ -107,7 +109,7 @@ class MoeMlp(nn.Module):
 
     @torch.no_grad()
     def _show_all(self, x_TH: Tensor) -> None:
-        """Every token to every expert, as many at a time as it chooses in the pass."""
+        """Send every token to every expert, as many at a time as it chooses in the pass."""
         experts_TE, probs_TE = self.router.all(x_TH)
         self.is_showing = True
         try:
@@ -163,7 +165,7 @@ class MoeMlp(nn.Module):
     def _dispatched(
         self, x_TH: Tensor, experts_TK: Tensor, probs_TK: Tensor, labels_T: Tensor | None
     ) -> Tensor:
-        """Tokens that no other rank has go to their experts and come back."""
+        """Dispatch this rank's tokens to their experts and combine the results."""
         rows_RH, row_ids_R, counts_E = permute(x_TH, experts_TK, self.config.num_experts)
         rows_RH, probs_TK = self._scaled(rows_RH, row_ids_R, probs_TK)
         route = Route.of(counts_E, self.groups.ep, self.groups.etp)
@@ -263,7 +265,7 @@ class ExpertLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where the rows of this rank go, and what comes back: counts of rows, known to the host.
+    """The dispatch of this rank's rows and their way back: row counts, known to the host.
 
     Made of one exchange of counts between the ranks of the ep and etp groups.
     """

@@ -24,7 +24,7 @@ Kind = Literal["aux_loss", "seq_aux_loss", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceSettings:
-    """What is asked of routers, in Megatron's words; zeros ask for nothing.
+    """Load-balancing options of routers, in Megatron's terms; zeros disable them.
 
     Raises:
         UsageError: a value is negative.
@@ -47,7 +47,7 @@ class BalanceSettings:
 
 
 class Balance:
-    """The losses of one router, and what it has chosen since `begin`.
+    """The auxiliary losses of one router, and its choices since `begin`.
 
     Of E experts of which each of T tokens chooses k, with the tokens c_e whose k best scores expert
     e is among, and p_e the sum of its normalized scores, a microbatch has the losses
@@ -78,7 +78,7 @@ class Balance:
         self.begin(1.0)
 
     def begin(self, factor: float) -> None:
-        """Count anew, and multiply gradients with `factor` from now on."""
+        """Reset the counts, and multiply gradients by `factor` from now on."""
         self.factor = factor
         self.aux: Tensor | float = 0.0
         self.z: Tensor | float = 0.0
@@ -175,7 +175,7 @@ def moved_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
 
 
 class _Attached(torch.autograd.Function):
-    """Values as they are, with the backward pass of a loss beside them."""
+    """An identity whose backward pass also runs the backward pass of a loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor, factor: float) -> Tensor:

@@ -14,7 +14,7 @@ from megtool.model.param_attributes import mark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """Which norm a model has; the linear layer behind it, or a NormLayer, holds its parameters.
+    """The kind of a model's norm; the linear layer after it, or a NormLayer, has its parameters.
 
     With `zero_centered` the stored weight w stands for 1 + w.
     """
@@ -50,7 +50,7 @@ class NormSpec:
 
 
 class NormLayer(nn.Module):
-    """A norm that holds its own `weight` (and `bias`), of `size` elements.
+    """A norm with its own `weight` (and `bias`) of `size` elements.
 
     `partial`: this rank sees a part of the tokens, or heads, alone (see `parameters.mark`).
     """

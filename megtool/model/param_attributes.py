@@ -20,7 +20,7 @@ def mark(
     tied: bool = False,
     copy: bool = False,
 ) -> nn.Parameter:
-    """Write on a parameter, in Megatron's words, what its gradient needs. Returns it.
+    """Set on a parameter, in Megatron's terms, how its gradient is reduced. Returns it.
 
     `split_dim`: each tp rank holds another part, cut along this dim (`tensor_model_parallel`,
     `partition_dim`); without it all hold the same, and norms of gradients count it on one tp rank
@@ -59,7 +59,7 @@ def is_marked(parameter: nn.Parameter, fact: str) -> bool:
 
 
 def finish_gradients(module: nn.Module, groups: ProcessGroups) -> None:
-    """Make the gradients of one replica whole, in place, after its last backward pass.
+    """Reduce the gradients of one replica, in place, after its last backward pass.
 
     Adds up over tp what `mark(partial=True)` names, and over the first and the last stage what
     both hold of tied embeddings (`mark(tied=True)`). One collective for each dtype.
@@ -91,7 +91,9 @@ def _sum(parameters: list[nn.Parameter], group: Group) -> None:
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Gradients in lists of one dtype, the same on every rank: what was not used has a zero one."""
+    """Gradients in lists of one dtype, the same on every rank; unused parameters have zero
+    gradients.
+    """
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
         if not p.requires_grad:

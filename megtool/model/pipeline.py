@@ -43,7 +43,9 @@ def build_stages(config: ModelConfig, groups: ProcessGroups, **options: Any) -> 
 
 
 def mark_tied(stages: Stages) -> None:
-    """Mark word embeddings that another stage holds too; `finish_gradients` then adds them up."""
+    """Mark word embeddings that another stage has too, so that `finish_gradients` sums their
+    gradients.
+    """
     for decoder in _chunks(stages):
         words = decoder.embedding.word_embeddings.weight if decoder.embedding else None
         if words is not None and decoder.config.tied_embeddings and decoder.groups.ends.size > 1:
@@ -92,7 +94,7 @@ def hidden_of_stages(stages: Stages, batch: Batch, cache: KVCache | None = None)
 def stream_hidden(
     stages: Stages, batches: Iterable[Batch], cache: KVCache | None = None
 ) -> Iterator[Tensor | None]:
-    """`hidden_of_stages` of one batch after the other, the stages working on several at once.
+    """`hidden_of_stages` of one batch after another, with the stages working concurrently.
 
     A stage goes on to the next batch while what it has sent is under way. With virtual chunks
     every batch passes the ranks several times, and a rank waits for it.
@@ -207,12 +209,12 @@ class PipelineSchedule:
             self._pass(part, labels)
 
     def _pass(self, part: Batch, labels_BS: Tensor) -> None:
-        """One microbatch there and back; notes its loss."""
+        """Forward and backward of one microbatch; records its loss."""
         x_TH = self._links[0](**_facts(part))
         self._loss(x_TH, labels_BS).backward()  # type: ignore[no-untyped-call]
 
     def _loss(self, x_TH: Tensor, labels_BS: Tensor) -> Tensor:
-        """What the backward pass of a microbatch begins with; notes the loss."""
+        """The scalar at which the backward pass of a microbatch starts; records the loss."""
         head = self.stages[-1]
         if self.objective is None:
             loss, _ = head.loss_of(x_TH, labels_BS)
@@ -276,7 +278,7 @@ def _chunks(stages: Stages) -> list[Decoder]:
 
 
 def _empty_rows(decoder: Decoder, batch: Batch, device: torch.device | None = None) -> Tensor:
-    """Room for what comes from the stage before: x_TH, or this rank's rows of it.
+    """A buffer for the previous stage's output: x_TH, or this rank's rows of it.
 
     Raises:
         LayoutError: sequence or context parallelism does not divide the tokens.

@@ -107,7 +107,7 @@ class Rotary:
         return rotations[is_local]
 
     def forget(self) -> None:
-        """Let go of the last rotations."""
+        """Discard the last rotations."""
         self._made = (None, {})
 
     def rotation(
@@ -205,7 +205,7 @@ def _ntk(rotary: Rotary, base: float, length: Tensor) -> Tensor:
 
 
 def _llama3(rotary: Rotary, base: float, length: int) -> Frequencies:
-    """Long wavelengths are stretched, short ones kept, and those between interpolated."""
+    """Stretch long wavelengths, keep short ones, and interpolate in between."""
     s = rotary.scaling
     freq = 1 / _powers(base, rotary.size)
     low, high, factor = s["low_freq_factor"], s["high_freq_factor"], s["factor"]

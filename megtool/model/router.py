@@ -80,7 +80,7 @@ class Router(nn.Module):
         return choose(self.logits(x_TH), config, self.expert_bias)
 
     def logits(self, x_TH: Tensor) -> Tensor:
-        """What scores are made of, logits_TE, in x's dtype or (where the model says so) in fp32."""
+        """The router's logits_TE, in x's dtype or (if the model requires it) in fp32."""
         if not self.config.router_fp32:
             return F.linear(x_TH, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.float()

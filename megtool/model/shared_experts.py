@@ -14,7 +14,7 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 class SharedExperts(nn.Module):
-    """An MLP of `shared_ffn_hidden_size`, cut over tp; a gate may scale what it returns by token.
+    """An MLP of `shared_ffn_hidden_size`, sharded over tp; a gate may scale its output per token.
 
     Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
     """

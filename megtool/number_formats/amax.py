@@ -85,7 +85,7 @@ def _by_block(sizes: NDArray[Any], dim: int, per: int, lo: int, hi: int) -> NDAr
 
 
 def magnitudes(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The bits of floats without their signs, contiguous, good until this thread asks again.
+    """The bits of floats without their signs, contiguous, valid until this thread's next call.
 
     Raises:
         UsageError: `dtype` is none that is encoded from.
@@ -113,7 +113,7 @@ def values_of(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 def merge(
     total: NDArray[np.float32], update: NDArray[np.float32], part: PackedPart, lo: Index, hi: Index
 ) -> None:
-    """Let `total` (of `part`'s shape, zeros at first) know what `amax` found in `lo:hi`."""
+    """Merge what `amax` computed for `lo:hi` into `total` (of `part`'s shape, zeros at first)."""
     first, end = part.window(lo, hi)
     index: Sequence[slice] = [slice(a, b) for a, b in zip(first, end, strict=True)]
     window = total[tuple(index)] if index else total
@@ -121,7 +121,7 @@ def merge(
 
 
 def folded(sizes: NDArray[Any], per: int) -> NDArray[Any]:
-    """The largest of every `per` elements that follow one another (contiguous).
+    """The maximum of every `per` consecutive elements (contiguous).
 
     Short runs are laid side by side, 16 bytes at a time, so that all passes are over long rows;
     within a word they are compared with themselves, shifted.

@@ -36,7 +36,7 @@ _UNUSED = {"fwd": (OUTPUT,), "bwd": (GRAD_INPUT,)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRule:
-    """How scales come of histories: `FP8_MAX / amax / 2^margin`.
+    """How scales are computed from histories: `FP8_MAX / amax / 2^margin`.
 
     `algorithm` is `max` (of the history), `most_recent`, or None for a function of the run's own,
     which is not known here: scales then stay what they are.
@@ -54,7 +54,7 @@ class ScalingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingFault:
-    """What is wrong with some columns of one array of a state: `nan`, `inf`, `negative`, `zeros`.
+    """A fault in some columns of one array of a state: `nan`, `inf`, `negative`, `zeros`.
 
     `zeros` is a history in which nothing was ever seen, though the product uses it.
     """
@@ -79,7 +79,7 @@ def direction_of(name: str) -> str:
 
 
 def amax(history: Array, algorithm: str | None = "max") -> Array:
-    """The magnitude `[columns]` that a history `[H, columns]` stands for; 0 where it saw none."""
+    """The amax `[columns]` of a history `[H, columns]`; 0 for an empty history."""
     if not len(history):
         return np.zeros(history.shape[1:], np.float32)
     if algorithm == "most_recent":
@@ -90,7 +90,7 @@ def amax(history: Array, algorithm: str | None = "max") -> Array:
 
 
 def scale(magnitude: Array, previous: Array, fp8_max: float, margin: float = 0) -> Array:
-    """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite."""
+    """Scales for amaxes; the `previous` ones if an amax is 0, NaN or infinite."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scales = (np.float32(fp8_max) / magnitude.astype(np.float32)) / np.float32(2.0**margin)
     usable = np.isfinite(magnitude) & (magnitude > 0)
@@ -146,7 +146,7 @@ def same_shapes(states: Sequence[State]) -> bool:
 def merge(
     states: Sequence[State], rule: ScalingRule, *, reduction: HistoryReduction = "max"
 ) -> dict[str, Array]:
-    """One state out of those that several ranks have of the same module.
+    """Merge the states that several ranks have of the same module into one.
 
     Histories are merged row by row, the newest with the newest: NaN only where all are, else the
     largest. Scales are computed again where ranks differ, and are otherwise as they were: what all
@@ -241,7 +241,7 @@ def with_length(state: State, length: int, rule: ScalingRule) -> dict[str, Array
 
 
 def unseen(like: State) -> dict[str, Array]:
-    """A state of the same shapes that has seen nothing: histories of 0, scales of 1."""
+    """A fresh state of the same shapes: histories of 0, scales of 1."""
     return {
         n: np.zeros_like(a) if n.startswith("amax_history_") else np.ones_like(a)
         for n, a in like.items()
@@ -251,7 +251,7 @@ def unseen(like: State) -> dict[str, Array]:
 def faults(
     state: State, *, linear: bool = True, columns: Columns | None = "blocked"
 ) -> list[ScalingFault]:
-    """What is wrong with a state's numbers.
+    """The faults in a state's numbers.
 
     `linear` says that the module is a linear layer, whose inputs, weights and gradients of outputs
     are all quantized; of others, and of several products whose `columns` are not known (None),
@@ -289,7 +289,7 @@ def faults(
 
 
 def _has_no_gradients(state: State) -> bool:
-    """Inputs and weights were seen, gradients never: their scales are as they begin."""
+    """Whether only the forward pass ran: gradient scales still have their initial values."""
     histories = [state.get(f"amax_history_{d}") for d in KINDS]
     scale = state.get("scale_bwd")
     if scale is None or any(h is None or not h.size for h in histories):
@@ -299,7 +299,7 @@ def _has_no_gradients(state: State) -> bool:
 
 
 def kinds_of(direction: str, number: int, columns: Columns) -> NDArray[np.int_]:
-    """What each of `number` columns is of: input, weight, output, or two gradients, from 0."""
+    """The role of each of `number` columns: input, weight, output, or two gradients, from 0."""
     each = KINDS[direction]
     index = np.arange(number)
     kinds = index % each if columns == "interleaved" else index // max(number // each, 1)

@@ -126,7 +126,7 @@ def encode(
 
 
 def quotient_dtype(name: str, dtype: str, scale: PackedPart, style: Style) -> str:
-    """What a project rounds a quotient to before it encodes it.
+    """The dtype to which a project rounds a quotient before encoding it.
 
     torch divides elements by a scale of the same type in that type, and by a tensor without
     dimensions in the type of the elements: so modelopt's FP8 per tensor, of bfloat16, is rounded
@@ -148,7 +148,7 @@ def _scales(
     known_scales: Mapping[str, NDArray[Any]],
     style: Style,
 ) -> dict[str, NDArray[Any]]:
-    """The windows of all scales: those given, the others from the box."""
+    """The windows of all scales: the known ones, and the others computed from the box."""
     out = {role: known_scales[role] for role in parts if role in known_scales}
     rules = RULES[style]
     for role in (SCALE_2, DIVISOR):
@@ -194,7 +194,7 @@ def _amax_under(
 
 
 def _stored(scale: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Scales as they lie in files."""
+    """Scales as they are stored in files."""
     if dtype == "bfloat16":
         return (scale.view(np.uint32) >> 16).astype("<u2")
     return scale.astype(dtype_of(dtype).view)
@@ -214,7 +214,7 @@ def _check_borders(part: PackedPart, lo: Index, hi: Index) -> None:
 def _factor(
     parts: Mapping[str, PackedPart], scales: Mapping[str, NDArray[Any]]
 ) -> NDArray[np.float32]:
-    """What elements are divided by, in the shape of the scale's window."""
+    """The divisor of elements, in the shape of the scale's window."""
     out = single(np.asarray(scales[SCALE]), parts[SCALE].dtype)
     for role, divides in ((SCALE_2, False), (DIVISOR, True)):
         if role in parts:
@@ -231,7 +231,9 @@ def _lined_up(scale: PackedPart, shape: Index) -> Index:
 
 @functools.lru_cache(maxsize=16)
 def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArray[np.uint8]:
-    """The codes of all elements of 16 bits, by their bits, where one scale serves them all."""
+    """The codes of all 16-bit elements, indexed by their bits, if one scale applies to all of
+    them.
+    """
     bits = np.arange(1 << 16, dtype=np.uint16)
     x = single(bits.view(np.float16) if dtype == "float16" else bits, dtype)
     if name == "int8":
@@ -247,7 +249,7 @@ def _table(name: str, codes: str, dtype: str, by: float, quotient: str) -> NDArr
 def _look_up(
     name: str, table: NDArray[np.uint8], values: NDArray[Any], dtype: str, out: NDArray[Any]
 ) -> None:
-    """Put to `out` (contiguous) the codes of all `values`, by their bits."""
+    """Write the codes of all `values` to `out` (contiguous), looked up by their bits."""
     zero = np.zeros((1,) * values.ndim, np.float32)
     bits = values.view(np.uint16)
     codes = PackedPart(role=CODES, dtype="uint8", shape=values.shape, spans=_plain(values.ndim))

@@ -64,7 +64,7 @@ def encode(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
 
 @functools.cache
 def encodings() -> tuple[str, ...]:
-    """The types that the installed package can encode, plain ones among them."""
+    """The types that the installed package can encode, including plain ones."""
     quants, kinds = package().quants, package().GGMLQuantizationType
     result = []
     for name, (elements, _) in _blocks().items():

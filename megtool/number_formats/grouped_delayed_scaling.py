@@ -43,7 +43,7 @@ def columns_of(state: State) -> Columns | None:
 
 
 def is_idle(state: State, columns: Columns) -> bool:
-    """Nothing was seen in the columns that are not used in this layout."""
+    """Whether the columns that this layout does not use are untouched."""
     for name, array in state.items():
         unused_slots = array[..., unused(direction_of(name), array.shape[-1], columns)]
         if (unused_slots != (0 if name.startswith("amax_history_") else 1)).any():

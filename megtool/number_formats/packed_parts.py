@@ -27,7 +27,7 @@ WHOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class PartSpan:
-    """What one dimension of a part means: index `i` serves `i * per : (i + 1) * per` of `dim`."""
+    """One dimension of a part: index `i` covers `i * per : (i + 1) * per` of `dim`."""
 
     dim: int
     per: int = 1
@@ -52,7 +52,7 @@ class PackedPart:
 
     @property
     def order(self) -> Index:
-        """The tensor's dimensions in the order in which this array holds them."""
+        """The tensor's dimensions in the order of this array."""
         return tuple(s.dim for s in self.spans if s.dim != WHOLE)
 
 
@@ -102,7 +102,7 @@ def _rank(order: Index, dim: int, named: dict[int, PartSpan]) -> int:
 def scale(
     out: NDArray[np.float32], by: NDArray[np.float32], per: int, *, shift: bool = False
 ) -> None:
-    """Multiply `out` by what `factors` gave (or, with `shift`, subtract it), in place."""
+    """Multiply `out` by the result of `factors` (or, with `shift`, subtract it), in place."""
     if per:
         out = out.reshape(*out.shape[:-1], out.shape[-1] // per, per)
         by = by[..., None]

@@ -118,7 +118,7 @@ def compressed_block(amax: Floats, divisor: Floats) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How a project chooses scales: plain ones, powers of two, and NVFP4's two."""
+    """How a project computes scales: plain ones, powers of two, and NVFP4's two levels."""
 
     scale: Callable[[Floats, float, str], Floats]
     exponent: Callable[[Floats, SmallFloat], Bytes]

@@ -31,7 +31,7 @@ _rooms = _Rooms()
 
 
 def scratch(use: str, shape: Index | int, dtype: DTypeLike) -> NDArray[Any]:
-    """An array of whatever lay there, which is good until this thread asks for the same `use`."""
+    """An uninitialized array, valid until this thread asks for the same `use` again."""
     shape = (shape,) if isinstance(shape, int) else shape
     kind = np.dtype(dtype)
     size = kind.itemsize

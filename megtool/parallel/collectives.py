@@ -26,7 +26,7 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """The sum of `x` over ranks, which then is the same everywhere. Gradient: as it comes.
+    """The sum of `x` over ranks, equal on all of them. The gradient passes through unchanged.
 
     `in_place` overwrites `x`, which has to be a fresh result that nothing else will read.
     """
@@ -94,12 +94,12 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Gr
 
 
 def all_sum(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, without a gradient; `x` is kept."""
+    """The sum over ranks, without a gradient; `x` is unchanged."""
     return x if _alone(group) else _all_reduce(x.detach(), group)
 
 
 def all_max(x: Tensor, group: Group) -> Tensor:
-    """The maximum over ranks, without a gradient; `x` is kept."""
+    """The maximum over ranks, without a gradient; `x` is unchanged."""
     if _alone(group):
         return x
     out = x.detach().clone(memory_format=torch.contiguous_format)

@@ -40,7 +40,7 @@ def chunks_of(cp: Group) -> tuple[int, int]:
 
 
 def own_tokens(x_BS: Tensor, cp: Group) -> Tensor:
-    """This rank's tokens of whole rows: `[B, S / cp, ...]`; batch may be 1.
+    """This rank's tokens of full rows: `[B, S / cp, ...]`; batch may be 1.
 
     Raises:
         LayoutError: rows do not go evenly over the ranks.
@@ -53,7 +53,7 @@ def own_tokens(x_BS: Tensor, cp: Group) -> Tensor:
 
 
 def gather_tokens(xs: Sequence[Tensor], cp: Group) -> list[Tensor]:
-    """Whole rows of what each rank has of them, by one collective for all of `xs`.
+    """Full rows from every rank's part, by one collective for all of `xs`.
 
     For a computation of which each rank does a part: gradients are summed over the ranks, each of
     which gets those of its own tokens.
@@ -72,7 +72,7 @@ def gather_tokens(xs: Sequence[Tensor], cp: Group) -> list[Tensor]:
 
 
 def whole_tokens(x_BSX: Tensor, cp: Group) -> Tensor:
-    """Whole rows of what each rank has of them, `[B, S / cp, X]`.
+    """Full rows from every rank's part, `[B, S / cp, X]`.
 
     For a computation that every rank does alike: the gradient of each is taken from its own.
     """

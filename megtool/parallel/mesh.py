@@ -105,7 +105,7 @@ class Mesh:
         return names + [name for name in _AXES if name not in names]
 
     def _same_stages(self) -> bool:
-        """Do both views give every rank the same stage?
+        """Whether both views give every rank the same stage.
 
         Megatron asks for equal replicas where pp is not last; what matters is how many ranks one
         step of pp is, and that the number of ranks below pp is the same in both views.

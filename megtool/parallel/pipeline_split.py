@@ -94,12 +94,12 @@ class Pipeline:
 
     @property
     def embedding(self) -> tuple[int, int]:
-        """Stage and chunk of the embedding: Megatron builds it first, whatever a layout says."""
+        """Stage and chunk of the embedding: Megatron builds it first in every layout."""
         return 0, 0
 
     @property
     def loss(self) -> tuple[int, int]:
-        """Stage and chunk of the output layer: built last, whatever a layout says."""
+        """Stage and chunk of the output layer: Megatron builds it last in every layout."""
         return self.pp - 1, self.vpp - 1
 
     @property
@@ -256,7 +256,7 @@ def layout_text(rows: Iterable[Iterable[str]]) -> str:
 
 
 def flags(pipeline: Pipeline) -> str:
-    """How the command line says a split; `""` for an even one."""
+    """The command-line flags of a split; `""` for an even one."""
     out = []
     if pipeline.first is not None:
         out.append(f"--first-stage-layers {pipeline.first}")

@@ -39,12 +39,12 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """This process comes first on the axis."""
+        """Whether this process is first on the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """This process comes last on the axis."""
+        """Whether this process is last on the axis."""
         return self.rank == len(self.ranks) - 1
 
     def part(self, size: int, label: str) -> int:
@@ -215,7 +215,7 @@ _stores: dict[tuple[Any, ...], tuple[Store, int]] = {}
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Where the processes of a new world meet: a part of its own of a store that stays.
+    """The rendezvous of a new world: a prefix of a store that outlives it.
 
     A store that ended with its world would be found by a process that is quicker to start the next
     one than rank 0 is to end it, and be gone a moment later; and torchrun's own store, which lasts,
@@ -302,7 +302,7 @@ _SAME = {
 
 
 def _parts(positions: list[Ranks]) -> list[tuple[int, ...]]:
-    """Ranks parted by their positions, ascending, which is the order of any axis."""
+    """Ranks split by their positions, in ascending order, the order of any axis."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(np.stack(positions, axis=1).tolist()):
         parts.setdefault(tuple(place), []).append(rank)

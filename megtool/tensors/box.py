@@ -32,7 +32,7 @@ class Boxes:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], ndim: int) -> Boxes:
-        """Boxes from `(lo, hi)` pairs; `ndim` settles the width when there are none."""
+        """Boxes from `(lo, hi)` pairs; `ndim` sets the width if there are none."""
         lo = np.array([p[0] for p in pairs], dtype=np.int64).reshape(len(pairs), ndim)
         hi = np.array([p[1] for p in pairs], dtype=np.int64).reshape(len(pairs), ndim)
         return cls(lo, hi)
@@ -321,7 +321,7 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _minus(box: _Box, h_lo: list[int], h_hi: list[int]) -> list[_Box]:
-    """One box less another: at most two slabs per dimension, and what is left is dropped."""
+    """The difference of two boxes: at most two slabs per dimension; empty slabs are dropped."""
     lo, hi = list(box[0]), list(box[1])
     if any(max(lo[d], h_lo[d]) >= min(hi[d], h_hi[d]) for d in range(len(lo))):
         return [box]

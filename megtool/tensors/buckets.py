@@ -18,7 +18,9 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a parameter lies: elements `start` to `start + numel` of bucket number `bucket`."""
+    """The position of a parameter: elements `start` to `start + numel` of bucket number
+    `bucket`.
+    """
 
     bucket: int
     start: int
@@ -32,7 +34,8 @@ def lay_out(
     bucket_size: int | None = None,
     alignment: int = ALIGNMENT,
 ) -> tuple[list[Slot], list[int]]:
-    """Buckets of parameters given in registration order: their slots, and the buckets' sizes.
+    """Place parameters, given in registration order, into buckets: their slots and the bucket
+    sizes.
 
     `numels` are elements, `shared` marks shared embeddings, sizes are unpadded elements. Slots are
     in the order of `numels`.
@@ -97,7 +100,7 @@ def padded(numel: int, dp: int) -> int:
 
 
 def local_ranges(numel: int, dp: int) -> list[tuple[int, int]]:
-    """What each data-parallel rank holds of a bucket of `numel` unpadded elements.
+    """The range of each data-parallel rank in a bucket of `numel` unpadded elements.
 
     Ranges are cut to the unpadded size, so the last ones may be empty.
     """

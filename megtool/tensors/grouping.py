@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def distinct(values: NDArray[Any]) -> NDArray[Any]:
-    """Each value once, rising, as `np.unique` gives them; that imports `numpy.ma`, for 12 ms."""
+    """The distinct values in ascending order, as `np.unique`, which imports `numpy.ma` (12 ms)."""
     flat = np.sort(values, axis=None)
     return np.concatenate([flat[:1], flat[1:][flat[1:] != flat[:-1]]])
 

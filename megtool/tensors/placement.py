@@ -25,7 +25,7 @@ from megtool.tensors.box import Boxes, Ints, concatenate, numel, row_major_strid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where `canonical`, reshaped to `shape`, lies inside `stored`.
+    """The location of `canonical`, reshaped to `shape`, inside `stored`.
 
     View dimension `j` runs along dimension `dims[j]` of the stored tensor in steps of `mults[j]`,
     from index `base` (one entry per stored dimension).
@@ -40,7 +40,7 @@ class Placement:
 
     @classmethod
     def identity(cls, name: str, shape: Sequence[int], *, stored: str | None = None) -> Placement:
-        """The canonical tensor is the stored one, as it is."""
+        """The placement of a canonical tensor that equals the stored one."""
         return cls(
             canonical=name,
             stored=stored or name,
@@ -52,7 +52,7 @@ class Placement:
 
     @property
     def is_identity(self) -> bool:
-        """The stored tensor holds the canonical one at the same indices."""
+        """Whether the stored tensor has the canonical one at the same indices."""
         n = len(self.shape)
         return self.dims == tuple(range(n)) and self.mults == (1,) * n and self.base == (0,) * n
 
@@ -116,7 +116,7 @@ def _recut(p: Placement, suffixes: list[int]) -> Placement:
 
 
 def narrow(p: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:
-    """The placement of the box `lo:hi` of a view, which lies in the same stored tensor."""
+    """The placement of the box `lo:hi` of a view in the same stored tensor."""
     base = list(p.base)
     for i, d, m in zip(lo, p.dims, p.mults, strict=True):
         base[d] += i * m
@@ -125,7 +125,7 @@ def narrow(p: Placement, lo: Sequence[int], hi: Sequence[int]) -> Placement:
 
 
 def pieces(p: Placement, boxes: Boxes) -> tuple[Ints, Boxes]:
-    """What shards of the stored tensor hold of the canonical one.
+    """The parts of the canonical tensor in shards of the stored one.
 
     `boxes` are the shards' boxes in the stored tensor. Returns the row of the shard and the box in
     the placement's view (`p.shape`), for every non-empty piece. A shard that cuts through a fused
@@ -155,7 +155,7 @@ def pieces(p: Placement, boxes: Boxes) -> tuple[Ints, Boxes]:
 def _nested(
     p: Placement, along: list[int], start: Ints, stop: Ints, lo: Ints, hi: Ints
 ) -> tuple[NDArray[np.int64], Ints, Ints]:
-    """Several view dimensions share one stored dimension: each range gives a handful of boxes."""
+    """Several view dimensions share one stored dimension: each range yields a few boxes."""
     sizes, mults = [p.shape[j] for j in along], [p.mults[j] for j in along]
     ranges, range_ids = np.unique(np.stack([start, stop], 1), axis=0, return_inverse=True)
     range_ids = range_ids.reshape(-1)
@@ -214,7 +214,7 @@ def _lattice(
 
 
 def lattice(p: Placement, shard_lo: Ints, shard_hi: Ints, view_lo: Ints) -> tuple[Ints, Ints]:
-    """Where view boxes lie inside the row-major bytes of their shards, in elements.
+    """The positions of view boxes in the row-major bytes of their shards, in elements.
 
     Row `i` is a view box that starts at `view_lo[i]` inside the shard `shard_lo[i]:shard_hi[i]` of
     the stored tensor. Returns the first element's position (int64 `[n]`) and the stride of every

@@ -117,7 +117,7 @@ class Order:
         return f"{layers} layers, {'grouped' if self.grouped_experts else 'sequential'} experts"
 
     def position(self, key: str, expert: int = 0) -> tuple[int, ...]:
-        """Where a parameter stands; positions compare as registration goes.
+        """The position of a parameter in registration order; positions compare in that order.
 
         `key` is a global per-layer name (`decoder.layers.3.mlp.linear_fc1.weight`); expert
         matrices are named without their index, which is `expert`.
@@ -141,7 +141,7 @@ class Order:
         return (*place, len(_MTP), *self._inside(key, suffix, expert))
 
     def _inside(self, key: str, suffix: str, expert: int) -> tuple[int, ...]:
-        """Where a parameter stands inside its transformer layer."""
+        """The position of a parameter inside its transformer layer."""
         if match := _EXPERT.fullmatch(suffix):
             matrix = 2 * int(match[1]) + (match[2] == "bias")
             within = (matrix, expert) if self.grouped_experts else (expert, matrix)

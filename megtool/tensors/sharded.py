@@ -14,7 +14,7 @@ from megtool.tensors.box import Boxes, Ints, numel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalTensor:
-    """One tensor as the whole model sees it.
+    """One tensor of the entire model, independent of how it is sharded.
 
     `dtype` is the type of its elements; `packing` names a number format (`number_formats`) if
     the bytes on disk are encoded (`gguf:Q4_1`), and is None when they are plain row-major elements.
