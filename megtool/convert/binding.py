@@ -23,7 +23,7 @@ _NUMBER_OR_INDEX = re.compile(r"((?:\{\w+\}|\d)+)")
 
 @dataclass(slots=True)
 class Read:
-    """What a table found in stored tensors.
+    """The canonical tensors that a table matched in stored tensors.
 
     `placements` and `canonical` are keyed by canonical name; `padding` says how many rows of a
     stored tensor are padding; `copies` says of dropped tensors which canonical one they repeat;
@@ -40,7 +40,7 @@ class Read:
 
 @dataclass(slots=True)
 class WrittenBinding:
-    """Stored tensors a table makes of canonical ones.
+    """The stored tensors that a table builds from canonical ones.
 
     `padding` holds the placement of every tensor's padding rows; `unplaced` names canonical
     tensors that no line stores.
@@ -106,7 +106,7 @@ class Binding:
     def write(
         self, canonical: Mapping[str, GlobalTensor], *, pad_to: int = 1, cast: DType | None = None
     ) -> WrittenBinding:
-        """Make stored tensors of canonical ones, layer by layer in the table's order.
+        """Plan stored tensors from canonical ones, layer by layer in the table's order.
 
         Tensors marked padded get a multiple of `pad_to` rows; floats become `cast` if given.
         """
@@ -132,7 +132,7 @@ class Binding:
         return out
 
     def _candidates(self, name: str) -> Iterator[tuple[int, dict[str, int]]]:
-        """Rows that know a stored name and whose condition holds."""
+        """Rows that match a stored name and whose condition is true."""
         parts = _NUMBER.split(name)
         beyond: MappingError | None = None
         is_known = False
@@ -211,7 +211,9 @@ class Binding:
         return self._keeps[number]
 
     def _applies(self, number: int, index: Mapping[str, int]) -> bool:
-        """The row's condition holds; over indices its name lacks, it has to hold for all."""
+        """Whether the row's condition is true; for indices missing in its name, for all of their
+        values.
+        """
         key = (number, tuple(index.values()))
         if key not in self._holds:
             when = self.rows[number].when
@@ -270,7 +272,7 @@ def summarize(names: Sequence[str], limit: int = 4) -> str:
 
 
 def _pattern(pattern: str) -> tuple[tuple[str, ...], list[str]]:
-    """The text of a stored name between numbers, and what is there of numbers and `{indices}`.
+    """The text of a stored name between numbers, and its numbers and `{indices}`.
 
     Names are split, not matched: a regular expression for every row took longer than all else.
     """
@@ -331,7 +333,7 @@ def _placement(name: str, part: LayoutPart, stored: str) -> Placement:
 
 
 def _common(kinds: Sequence[DType], stored: str) -> DType:
-    """The element type that holds all of `kinds` without loss."""
+    """The element type that represents all of `kinds` without loss."""
     names = {k.name for k in kinds}
     if len(names) == 1:
         return kinds[0]

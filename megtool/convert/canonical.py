@@ -201,7 +201,7 @@ class CanonicalModel:
         return self.value(DOMAINS[index])
 
     def each(self, names: tuple[str, ...], when: Expression = True) -> Iterator[dict[str, int]]:
-        """Every combination of the named indices for which `when` holds."""
+        """Every combination of the named indices for which `when` is true."""
         needed = tuple(n for n in names if n in names_in(when))
         free = tuple(n for n in names if n not in needed)
         for some in self._combinations(needed):
@@ -218,7 +218,7 @@ class CanonicalModel:
                 yield {names[0]: i, **tail}
 
     def keeps_dtype(self, name: str) -> bool:
-        """The canonical tensor `name` (or pattern) is marked so that casts leave it as it is."""
+        """Whether the canonical tensor `name` (or pattern) is excluded from casts."""
         patterns = (_INDEX.sub("#", n) for n, w in self.vocabulary.items() if w.keeps_dtype)
         return _DIGITS.sub("#", _INDEX.sub("#", name)) in patterns
 

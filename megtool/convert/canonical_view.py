@@ -34,7 +34,7 @@ class CanonicalView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Stored elements that no canonical tensor holds, and the value they get."""
+    """Stored elements that belong to no canonical tensor, and their value."""
 
     placement: Placement
     value: float = 0.0
@@ -42,7 +42,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetView:
-    """The tensors to store, what they are made of, and how they are cut.
+    """The tensors to store, their canonical sources, and their shards.
 
     `placements` is keyed by canonical name and covers, with `fills`, every element of `tensors`
     once. `shards` is None where nothing says how to cut. `dropped` holds canonical tensors that

@@ -147,7 +147,7 @@ class OneOf(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Derived(Setting):
-    """A field that no stored key holds: it always is the value of an expression."""
+    """A field without a stored key: it always is the value of an expression."""
 
     field: str
     expression: str

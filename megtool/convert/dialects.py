@@ -121,8 +121,9 @@ def _what_to_do(unknown: Sequence[str]) -> str:
 def _sorted_by_state(
     tensors: Sequence[GlobalTensor], dialect: str
 ) -> tuple[dict[str, dict[str, GlobalTensor]], dict[str, str]]:
-    """Stored tensors by optimizer state ("" for weights) and by their names without it; and how
-    each state is spelled."""
+    """Stored tensors by optimizer state ("" for weights) and by their names without it, and the
+    spelling of each state.
+    """
     by_state: dict[str, dict[str, GlobalTensor]] = {}
     states: dict[str, str] = {}
     for tensor in tensors:
@@ -142,7 +143,7 @@ def _sorted_by_state(
 def _read_states(
     model: CanonicalModel, by_state: Mapping[str, Mapping[str, GlobalTensor]], out: CanonicalView
 ) -> list[str]:
-    """Put what the table finds into `out`; the names of stored tensors that it does not know.
+    """Add the table's matches to `out`; returns the names of stored tensors that match no row.
 
     Weights may be stacked over layers and their optimizer state not, or the other way round.
     """
@@ -199,7 +200,7 @@ def write_side(
     own_layers: bool = False,
     state_names: str | None = None,
 ) -> TargetView:
-    """Make the tensors of another dialect (or layout) of what a source holds.
+    """Plan the tensors of another dialect (or layout) from a source's canonical tensors.
 
     `config` and `family` default to the source's. `dtype` casts floating model weights, never
     optimizer state. For `megatron`, `per_layer` chooses one key per layer (the default where
@@ -274,7 +275,9 @@ def _homeless(
     model: CanonicalModel,
     state: str,
 ) -> MappingError:
-    """Why canonical tensors have no place: what they share a stored tensor with is not there."""
+    """The reason why canonical tensors cannot be stored: the others of the same stored tensor
+    are missing.
+    """
     reason = (
         f"{len(names)} tensors of optimizer state {state!r}" if state else f"{len(names)} tensors"
     )
@@ -301,7 +304,9 @@ def _homeless(
 
 
 def _for_own_layers(side: TargetView) -> TargetView:
-    """The names of megatron-core's own layers, which map every norm before an MLP alike."""
+    """The names of megatron-core's local layers, which use one name for every norm before an
+    MLP.
+    """
 
     def name(text: str) -> str:
         return text.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")

@@ -81,7 +81,7 @@ class Family:
         return read_settings(self.config, stored, self.traits)
 
     def completed(self, config: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
-        """A configuration that Megatron's args gave, with what they cannot say of a forward pass.
+        """A configuration from Megatron's args, completed with the fields that args do not have.
 
         Also the keys of a config.json that would have said it; the family's defaults stand for
         them.
@@ -101,7 +101,7 @@ class Family:
         return replace(config, **known_values), tuple(keys)
 
     def write_config(self, config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
-        """The keys of a config.json; what it was once read from is kept."""
+        """The keys of a config.json; those it was once read from are preserved."""
         constants: dict[str, Any] = {
             "architectures": [self.architectures[0]],
             "model_type": self.model_types[0],

@@ -39,7 +39,7 @@ def config_from_gguf(
     tensors: Sequence[GlobalTensor] = (),
     factors: Mapping[str, Floats] | None = None,
 ) -> ModelConfig:
-    """The configuration a GGUF file's key-value metadata holds.
+    """The configuration in a GGUF file's key-value metadata.
 
     `tensors` settle what metadata may leave out: the vocabulary's size, and whether embeddings
     are tied (no output matrix). `factors` are the values of those that scale rotary embedding
@@ -111,7 +111,7 @@ def _by_factors(
     values: Mapping[str, Any],
     get: Callable[[str, Any], Any],
 ) -> dict[str, Any] | None:
-    """The scaling that the tensors `names` stand for.
+    """The rotary scaling that the tensors `names` describe.
 
     Raises:
         MappingError: none does, or not all is there.

@@ -49,7 +49,7 @@ def _turns(base: float, half: int) -> Doubles:
 
 
 def llama3_scaling(factors: Floats, base: float) -> dict[str, Any] | None:
-    """The rope_scaling that gives these factors; None where all are one.
+    """The rope_scaling that yields these factors; None if all are one.
 
     Raises:
         MappingError: none was found that does.
@@ -76,7 +76,8 @@ def llama3_scaling(factors: Floats, base: float) -> dict[str, Any] | None:
 
 
 def _ramps(expected: Doubles, turns: Doubles) -> Iterator[tuple[float, float, int]]:
-    """What low_freq_factor, high_freq_factor and the original length may be, the likeliest first.
+    """Candidates for low_freq_factor, high_freq_factor and the original length, the likeliest
+    first.
 
     Between them the share of a frequency that is kept grows in proportion to its turns.
     """
@@ -117,6 +118,6 @@ def longrope_scaling(
 
 
 def longrope_temperature(most: int, length: int) -> float:
-    """What attention is scaled by unless a configuration says it."""
+    """The default attention scale of LongRoPE."""
     factor = most / length
     return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

@@ -55,7 +55,7 @@ _OWN_NORMS = (
 
 
 def _layers(p: Placement) -> Iterator[Placement]:
-    """A stacked tensor's layers, each under the name it has for itself; others as they are.
+    """A stacked tensor's layers, each under its own name; other tensors unchanged.
 
     Norms of megatron-core's own layers get the names they have in `torch_dist`.
     """
@@ -104,7 +104,9 @@ _STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer
 
 
 def is_optimizer_state(name: str) -> bool:
-    """The stored name says optimizer state: Megatron's spelling, or a part of its path."""
+    """Whether the stored name is one of optimizer state: Megatron's spelling, or a part of its
+    path.
+    """
     parts = name.split(".")
     return (
         megatron.split_state(name)[0] != ""

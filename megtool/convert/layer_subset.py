@@ -20,7 +20,7 @@ _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
-    """The layers that `0-15` or `0-3,8` name, in that order; a layer may come twice.
+    """The layers named by `0-15` or `0-3,8`, in that order; a layer may occur twice.
 
     Raises:
         UsageError: no such list, or a layer that the model does not have.
@@ -70,7 +70,7 @@ def _moved(name: str, layer: int) -> str:
 
 
 def of_layers(config: ModelConfig, layers: Sequence[int]) -> ModelConfig:
-    """The configuration of a model of these layers: their number, and all that is said by layer.
+    """The configuration of a model of these layers: their number, and all per-layer fields.
 
     Raises:
         MappingError: the layers that predict further tokens are like the last one, which would be
@@ -119,7 +119,9 @@ def _flags(freq: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
 
 
 def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> dict[str, Any]:
-    """The keys kept verbatim, those with an entry a layer cut to the layers."""
+    """The keys preserved verbatim; those with one entry per layer are reduced to the selected
+    layers.
+    """
     extra = dict(config.extra)
     for key in _LISTS:
         value = extra.get(key)
@@ -138,7 +140,7 @@ def _extra(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -
 def edited_config(
     stored: Mapping[str, Any], family: Family, old: ModelConfig, new: ModelConfig
 ) -> dict[str, Any]:
-    """The keys of a config.json whose model has changed: only keys that say so change.
+    """The keys of a config.json for a changed model: only the keys that differ change.
 
     Raises:
         MappingError: a family whose config.json cannot say the new model.

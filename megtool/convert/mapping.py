@@ -25,7 +25,7 @@ from megtool.convert.tensor_layout import TensorLayout
 
 
 class Word(ABC):
-    """How a stored tensor is made of canonical tensors."""
+    """How a stored tensor is built from canonical tensors."""
 
     __slots__ = ()
 
@@ -42,13 +42,13 @@ WordLike = Word | str
 
 
 def word(text: WordLike) -> Word:
-    """A string as the word it stands for."""
+    """The mapping word that a string abbreviates."""
     return Same(text) if isinstance(text, str) else text
 
 
 @dataclass(frozen=True, slots=True)
 class Same(Word):
-    """The canonical tensor as it is, under another name."""
+    """The canonical tensor unchanged, under another name."""
 
     name: str
 
@@ -198,7 +198,7 @@ class Stacked(Word):
 
 @dataclass(frozen=True, slots=True)
 class Padded(Word):
-    """The first dimension may be longer when stored; what is added is zero."""
+    """The first dimension may be longer in the stored tensor; the padding is zero."""
 
     of: WordLike
 

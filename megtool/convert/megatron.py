@@ -217,5 +217,7 @@ def is_vocabulary(name: str) -> bool:
 
 
 def padded_multiple(tp: int, divisible_by: int = 128) -> int:
-    """What Megatron rounds the vocabulary up to, so that every TP rank has equal, aligned rows."""
+    """The multiple to which Megatron pads the vocabulary, so that TP ranks have equal, aligned
+    rows.
+    """
     return tp * divisible_by

@@ -186,7 +186,8 @@ def args_from_config(
 
 
 def megatron_limits(config: ModelConfig, family: Family | None = None) -> list[str]:
-    """What Megatron cannot run of this model: one sentence each; its tensors convert all the same.
+    """The features of this model that Megatron cannot run, one sentence each; its tensors still
+    convert.
 
     Megatron has one switch for the biases of all linear layers, and one for the fused attention
     rows alone; its rotary scaling is Llama 3's; its MLP comes after attention; and of gated
@@ -276,7 +277,7 @@ def _window(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _no_rope(args: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """A flag a layer; n says that every n-th has no rotary embedding."""
+    """One flag per layer; n means that every n-th layer has no rotary embedding."""
     freq = args.get("no_rope_freq")
     if not freq:
         return None

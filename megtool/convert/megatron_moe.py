@@ -115,7 +115,7 @@ READ: Table = (
 
 
 def mtp_rows(layers: Table) -> tuple[Row, ...]:
-    """Rows of the layers of multi-token prediction, out of those of the decoder's layers.
+    """Rows of the multi-token prediction layers, derived from the rows of the decoder's layers.
 
     Megatron calls the inner layer `transformer_layer` on disk, and newer releases
     `mtp_model_layer` in memory (so in what is not `torch_dist`).

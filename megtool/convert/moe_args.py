@@ -21,7 +21,7 @@ _ROUND = ("truncate", "yarn_correction_range_round_to_int")
 
 
 def moe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ModelConfig from args; those that args say nothing of are left out."""
+    """Fields of ModelConfig from args; those missing in args are omitted."""
 
     def get(name: str, default: Any) -> Any:
         value = args.get(name)
@@ -117,5 +117,5 @@ def moe_args(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_yarn(config: ModelConfig) -> bool:
-    """The rotary scaling is YaRN's, which Megatron's args can say."""
+    """Whether the rotary scaling is YaRN's, which Megatron's args can express."""
     return config.rope_scaling is not None and config.rope_scaling.get("rope_type") == "yarn"

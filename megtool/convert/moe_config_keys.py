@@ -73,7 +73,7 @@ class Inverted(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Unless(Setting):
-    """A key that means nothing (0), and is kept verbatim, where the key `switch` is `value`.
+    """A key that is inactive (0), and preserved verbatim, if the key `switch` is `value`.
 
     A `switch` that is absent counts as `value`.
     """
@@ -97,7 +97,7 @@ class Unless(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Multiple(Setting):
-    """A key that counts how many times `unit` the field is: shared experts by their number."""
+    """A key that is the field as a multiple of `unit`: shared experts by their number."""
 
     key: str
     field: str
@@ -140,7 +140,7 @@ class Assumed(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Implied(Setting):
-    """A key that fields imply: kept verbatim where it was read, computed where it was not."""
+    """A key implied by fields: preserved verbatim if it was read, computed if not."""
 
     key: str
     expression: str
@@ -157,7 +157,7 @@ class Implied(Setting):
 
 @dataclass(frozen=True, slots=True)
 class Noted(Setting):
-    """A field told by a key that is kept verbatim in `extra`: only a forward pass needs it.
+    """A field from a key that is preserved verbatim in `extra`: only a forward pass needs it.
 
     `expression` computes the field from the key's value, which it calls `x`, and from fields read
     before; `default` (or `Default("expression")`) is the field where the key is absent, and
@@ -191,7 +191,7 @@ class Noted(Setting):
 
 @dataclass(frozen=True, slots=True)
 class MoeLayers(Setting):
-    """Which layers are mixtures of experts, in the ways that configurations say it.
+    """Which layers are mixtures of experts, in all notations that configurations use.
 
     `step` names a key n: every n-th layer, beginning with the n-th. `first` names a key that
     counts dense layers before all others. `dense` and `moe` name lists of layers; a list of the

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from megtool.config import ParallelConfig
+from megtool.config import LayoutOptions, ParallelConfig
 from megtool.errors import LayoutError
 from megtool.parallel.pipeline_split import layout_text
 
@@ -35,7 +35,7 @@ _LAYER_TYPES = {1: "embedding", 2: "loss", 3: "encoder", 4: "decoder", 5: "mtp"}
 
 
 def layout_args(parallel: ParallelConfig, num_layers: int | None = None) -> dict[str, Any]:
-    """The args that say a layout, all of them, as plain values.
+    """All args of a parallel layout, as plain values.
 
     Megatron takes the number of virtual stages in one of two ways, and an uneven split only in the
     second: `num_layers_per_virtual_pipeline_stage` (which needs `num_layers`) or
@@ -60,7 +60,7 @@ def layout_args(parallel: ParallelConfig, num_layers: int | None = None) -> dict
 
 
 def layout_fields(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's args (`vars(namespace)`) say of its layout, as ParallelConfig's fields.
+    """The layout in a checkpoint's args (`vars(namespace)`), as ParallelConfig's fields.
 
     Only what is there and of the right type; nothing is checked against anything else. An explicit
     layout may be text, lists of names, or megatron-core's own object as inert data; another thing
@@ -81,7 +81,7 @@ def layout_fields(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
-    """The layout a checkpoint's args say it was saved at.
+    """The layout at which a checkpoint was saved, according to its args.
 
     Raises:
         LayoutError: the args contradict each other.

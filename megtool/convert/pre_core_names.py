@@ -74,7 +74,7 @@ def _core(key: str) -> str:
 
 
 def core_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The args with the core's spelling of what Megatron-DeepSpeed spells otherwise."""
+    """The args of Megatron-DeepSpeed in megatron-core's spelling."""
     out = dict(args)
     norm = str(out.get("normalization", "layernorm")).lower()
     out["normalization"] = "RMSNorm" if norm == "rmsnorm" else "LayerNorm"

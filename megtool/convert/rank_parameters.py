@@ -56,7 +56,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements this rank holds."""
+        """Number of elements on this rank."""
         return sum(numel([h - x for x, h in zip(lo, hi, strict=True)]) for lo, hi in self.boxes)
 
     @property
@@ -150,7 +150,7 @@ def of_tensor_rank(
     chunk: int,
     tp: int,
 ) -> list[Parameter]:
-    """A tensor rank's parameters with its experts among them, as they are where `ep` is 1.
+    """A tensor rank's parameters including its experts, as they are with `ep` 1.
 
     Tensor ranks of experts repeat among those of the dense parameters where they are fewer.
     """
@@ -220,7 +220,7 @@ def _cut(
 def boxes_of_rank(
     name: str, shape: tuple[int, ...], rule: ShardingRule, ranks: int, rank: int
 ) -> tuple[Box, ...]:
-    """What one of so many tensor ranks holds of a tensor of `shape` (without a layer axis).
+    """The part of a tensor of `shape` (without a layer axis) on one of several tensor ranks.
 
     One box, or one each of its gate and its up rows.
 

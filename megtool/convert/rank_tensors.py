@@ -49,7 +49,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalView:
-    """A rank's tensors and what they are made of.
+    """A rank's tensors and their canonical sources.
 
     `source` and `target` say of every part where it lies in the source and in `tensors`; a part is
     called `CANONICAL#NUMBER`. With `fills` they cover every element of `tensors` once.
@@ -64,7 +64,7 @@ class LocalView:
 def local_tensors(
     ranks: Mapping[RankPlace, Sequence[Parameter]], seat: RankCoordinates, *, num_chunks: int = 1
 ) -> dict[str, LocalTensor]:
-    """The tensors of one rank by name, of what `rank_parameters` said of all.
+    """The tensors of one rank by name, selected from `rank_parameters`.
 
     Layers keep the numbers they have in the whole model, on all of the stage's virtual chunks.
     """
@@ -105,7 +105,7 @@ def _joined(name: str, members: Sequence[Parameter]) -> LocalTensor:
 
 
 def _stacked(boxes: Iterable[Box], dim: int) -> list[tuple[int, ...]]:
-    """Where boxes begin that lie one after the other along a dimension."""
+    """The offsets of boxes that are contiguous along a dimension."""
     out, start = [], 0
     for lo, hi in boxes:
         out.append(tuple(start if d == dim else 0 for d in range(len(lo))))
@@ -120,7 +120,7 @@ def local_side(
     *,
     dtypes: Mapping[str, DType] | None = None,
 ) -> LocalView:
-    """What the given tensors of a rank are made of.
+    """The canonical sources of the given tensors of a rank.
 
     `target` is what `write_side` made of `source` under Megatron's names, one key per layer, whole.
     `dtypes` says by name what elements become; without it they are what `target` says.
@@ -164,7 +164,7 @@ def local_side(
 
 
 def _moved(p: Placement, local: LocalTensor, row: int, name: str) -> Placement:
-    """A placement in a box of the whole tensor as one in the rank's tensor."""
+    """A placement in a box of the full tensor, translated to the rank's tensor."""
     lo, offset = local.boxes[row][0], local.offsets[row]
     base = tuple(b - x + y for b, x, y in zip(p.base, lo, offset, strict=True))
     return replace(p, canonical=name, stored=local.name, base=base)

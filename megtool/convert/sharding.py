@@ -72,7 +72,9 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """What a module key says: TP dimension (from the end; 0 for none), leading axes, and place."""
+    """The sharding of a module key: TP dimension (from the end; 0 for none), leading axes, and
+    location.
+    """
 
     tp_dim: int
     is_glu: bool
@@ -158,7 +160,7 @@ def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _tp_fault(config: ModelConfig, tp: int) -> str | None:
-    """What TP does not divide, if anything."""
+    """The first size that TP does not divide, if any."""
     if config.num_heads % tp:
         return f"num_heads={config.num_heads}"
     latent = bool(config.kv_lora_rank)  # every head has its own rows of keys and values
@@ -261,7 +263,7 @@ def _owners(
 
 
 class Glu:
-    """Whether an fc1 holds gate and up rows: it has twice the rows of its fc2's columns."""
+    """Whether an fc1 has gate and up rows: twice as many rows as its fc2 has columns."""
 
     def __init__(
         self, tensors: Sequence[GlobalTensor], keys: Sequence[str], gated: bool | None
@@ -284,7 +286,7 @@ class Glu:
 
 
 def rule_of(key: str, is_glu: bool) -> ShardingRule:
-    """What a module key (stacked or per layer) says about its cut; `is_glu` is told by shapes."""
+    """The sharding rule of a module key (stacked or per layer); shapes decide `is_glu`."""
     match = _LAYER.fullmatch(key)
     expert = _EXPERT.search(key)
     number = (expert[1] or expert[2]) if expert else None
@@ -323,7 +325,7 @@ def _counts(tensors: Sequence[GlobalTensor], rules: Sequence[ShardingRule]) -> t
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where the pipeline has what.
+    """The pipeline stage of each part of the model.
 
     The stage of every layer, int64 `[num_layers]`, and by name those of the places outside of
     layers (`Rule.place`), with the virtual chunk of each.
@@ -360,7 +362,7 @@ def stages_of(keys: Sequence[str], num_layers: int, pipeline: Pipeline) -> Stage
 
 
 def _refuse_unknown(tensors: Sequence[GlobalTensor], parallel: ParallelConfig) -> None:
-    """Names that say nothing about layers or TP cannot be cut over them."""
+    """Refuse names that cannot be sharded, because their layer and TP dimension are unknown."""
     if parallel.tp * parallel.pp * parallel.ep > 1 and tensors:
         raise LayoutError(
             f"tp={parallel.tp}, pp={parallel.pp}, ep={parallel.ep} need Megatron's names, "

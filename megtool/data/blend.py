@@ -13,7 +13,7 @@ _STRETCH = 1 << 14
 
 
 class Blend:
-    """Which data set sample number n comes from, and which of its samples that is.
+    """Maps sample number n to a data set and a sample of it.
 
     Each sample is of the data set that is farthest behind its share, the first of equals, so that
     at any point every data set is within one sample of its share. The rule is that of Megatron's
@@ -65,7 +65,7 @@ class Blend:
 
 
 class Chain:
-    """All samples of one data set, then all of the next, and again: what a measurement takes."""
+    """All samples of one data set, then all of the next, repeated: the order of an evaluation."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = np.cumsum(np.asarray(sizes, np.int64))

@@ -31,7 +31,7 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What became of a data set. `labels` counts one pass; `filled` is the share of rows in use."""
+    """Statistics of a data set. `labels` counts one pass; `filled` is the share of rows in use."""
 
     documents: int
     rows: int
@@ -257,7 +257,8 @@ def open_dataset(
     world: Group = ALONE,
     progress: Progress = silent,
 ) -> TokenDataset | BlendedDataset:
-    """The feed of one source, or of several in shares; encoded text is kept in `cache`, if any.
+    """The data set of one source, or a blend of several; tokenized text is kept in `cache`, if
+    given.
 
     A source is what `text.documents` reads, or a data set of Megatron's (`is_indexed`). Without a
     `mode`, texts are packed, and conversations and answers keep whole where they fit. Every rank of
@@ -335,7 +336,7 @@ def _with_labels(documents: Documents, cut: SampleIndex) -> SampleIndex:
 
 
 def _shuffled(count: int, seed: int, label: str) -> Int:
-    """An order of `count` things that follows from the seed alone."""
+    """A permutation of `count` items, determined by the seed."""
     words = np.frombuffer(hashlib.sha256(f"{seed} {label}".encode()).digest(), np.uint32)
     return np.random.Generator(np.random.PCG64(words.tolist())).permutation(count)
 

@@ -34,7 +34,7 @@ class DatasetFiles:
         self._made: list[Path] = []
 
     def check(self) -> None:
-        """Refuse a place that is taken.
+        """Refuse a destination that exists.
 
         Raises:
             DestinationError: one of the files exists and may not be overwritten, or is no file.
@@ -53,7 +53,7 @@ class DatasetFiles:
                 )
 
     def commit(self, *, fsync: bool = True) -> int:
-        """Give both files their names; the bytes of both.
+        """Rename both files to their final names; returns their bytes.
 
         Raises:
             DestinationError: something appeared there meanwhile.

@@ -77,12 +77,14 @@ def documents(
 
 
 def has_fields(path: str | Path) -> bool:
-    """The name of a file says that it holds records with fields, not plain text."""
+    """Whether a file name is one of a format with records and fields, not plain text."""
     return Path(path).name.lower().endswith((*_JSON, *_PARQUET))
 
 
 def source_bytes(source: str | Path, *, split: str | None = None) -> int:
-    """The size of what `documents` reads, as its documents' `num_bytes` add up; 0 if unknown."""
+    """The total size of what `documents` reads, the sum of its documents' `num_bytes`; 0 if
+    unknown.
+    """
     path = Path(source)
     if not path.is_dir():
         return path.stat().st_size if path.is_file() else 0
@@ -97,7 +99,7 @@ def source_bytes(source: str | Path, *, split: str | None = None) -> int:
 def _document(
     record: Any, field: str | None, *, file: str, number: int, num_bytes: int
 ) -> Document:
-    """What a record says, by the field that was asked for or the first known one."""
+    """The document in a record, from the requested field or the first known one."""
     location = f"line {number}: " if number else ""
     if not isinstance(record, Mapping):
         raise FormatError(

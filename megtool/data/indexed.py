@@ -247,7 +247,7 @@ class IndexedWriter:
 
 
 def _prefix(path: str | Path) -> Path:
-    """The common name of the two files, whichever was given."""
+    """The common prefix of the two files, given either name or the prefix."""
     prefix = Path(path)
     return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
 

@@ -45,7 +45,7 @@ class SampleIndex:
 def cut(
     lengths: Int, order: Int, row: int, *, mode: Mode = "packed", long: Long = "split"
 ) -> SampleIndex:
-    """Documents of so many tokens, taken in `order`, as rows of `row` pairs.
+    """Cut documents of the given lengths, in `order`, into rows of `row` pairs.
 
     "packed" fills every row but the last and cuts documents where a row ends; "whole" puts several
     documents into a row and cuts none that fits into one; "padded" begins a row with each. What is
@@ -116,7 +116,7 @@ def _filled(
 
 
 def _fitted(sizes: Int, row: int) -> Int:
-    """Where rows begin, if pieces stay in order and none is cut."""
+    """The starts of rows, if pieces stay in order and none is cut."""
     first, room = [0], row
     for number, size in enumerate(sizes.tolist()):
         if size > room:

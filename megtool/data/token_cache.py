@@ -59,7 +59,7 @@ class Encoding:
 
 
 class TokenCache:
-    """An encoded source of text. `fingerprint` is a digest of all tokens, and of what is learned.
+    """A tokenized source of text. `fingerprint` is a digest of all tokens and of the training mask.
 
     Raises:
         FormatError: the folder is no store, or not a whole one.
@@ -247,7 +247,7 @@ def _counted(
 
 
 def _key(source: str | Path, tokenizer: Tokenizer, encoding: Encoding) -> str:
-    """A digest of all that decides what is in a store, as far as can be told without reading."""
+    """A digest of everything that determines the contents of a cache, without reading the data."""
     path = Path(source)
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     states = []

@@ -18,7 +18,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedDocument:
-    """One document's tokens; `learned` says which of them are labels, None if all are."""
+    """One document's tokens; `learned` marks the labels, None if all tokens are."""
 
     ids: Ids
     learned: NDArray[np.bool_] | None = None
@@ -74,7 +74,7 @@ def with_eos(ids: list[int], tokenizer: Tokenizer, append: bool) -> list[int]:
 
 
 def _completion(document: Document, tokenizer: Tokenizer, append_eos: bool) -> EncodedDocument:
-    """Prompt and completion, each encoded by itself, as they meet when the model answers."""
+    """Prompt and completion, tokenized separately, as they meet when the model answers."""
     prompt = tokenizer.encode(document.text)
     if prompt and prompt[-1] == tokenizer.eos_id:
         bare = tokenizer.encode(document.text, add_special=False)

@@ -81,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer in a Hugging Face folder; a checkpoint beside it is not looked at.
+        """The tokenizer in a Hugging Face folder; a checkpoint in it is ignored.
 
         Raises:
             FormatError, MissingPackageError: as `load`.
@@ -133,7 +133,7 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`, nothing tidied; special tokens are left out unless asked for."""
+        """The text of `ids`, without cleanup; special tokens are omitted unless requested."""
         text: str = self._full.decode(
             [int(i) for i in ids],
             skip_special_tokens=skip_special,
@@ -224,7 +224,7 @@ class Tokenizer:
             )
 
     def twin(self) -> Tokenizer:
-        """One more of the same, for another thread: fast tokenizers share locks inside."""
+        """A copy for another thread: fast tokenizers share locks inside."""
         import copy
 
         if self._fast is None:
@@ -235,7 +235,7 @@ class Tokenizer:
 
 
 class Stream:
-    """Tokens as they come, to text as it becomes certain: never half a character.
+    """Incremental detokenization: text is emitted when it is certain, never half a character.
 
     What a token adds can depend on tokens before it (a character of several bytes, a space that
     only the next word shows), so a window of the last tokens is decoded with and without the new
@@ -261,7 +261,9 @@ class Stream:
         return new[len(old) :]
 
     def finish(self) -> str:
-        """What is left at the end: bytes that never became a character, each shown as U+FFFD."""
+        """The remaining text at the end: bytes that never became a character, each shown as
+        U+FFFD.
+        """
         old, new = self._texts()
         self._shown = len(self._ids)
         return new[len(old) :]
@@ -281,7 +283,7 @@ _WINDOW = 8
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Keep fast tokenizers from starting threads of their own while several of ours run them."""
+    """Keep fast tokenizers from starting threads while several threads of ours use them."""
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ[key] = "false"
@@ -311,7 +313,9 @@ def _read(path: Path) -> bytes:
 
 
 def _from_folder(folder: Path, place: str) -> Any:
-    """What transformers makes of the files: by the class they name, or of tokenizer.json alone."""
+    """The tokenizer that transformers builds from the files: by their class, or from
+    tokenizer.json.
+    """
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ModuleNotFoundError as e:
@@ -349,7 +353,9 @@ _REFUSALS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportErr
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """The files are to blame: tokenizers raises bare exceptions, huggingface_hub its own."""
+    """Whether the files are at fault: tokenizers raises bare exceptions, huggingface_hub its
+    own.
+    """
     is_hub_error = type(error).__module__.partition(".")[0] == "huggingface_hub"
     return isinstance(error, _REFUSALS) or type(error) is Exception or is_hub_error
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A prompt to be continued: its number in the input, its tokens, and the most new ones."""
+    """A prompt to continue: its index in the input, its tokens, and the limit of new ones."""
 
     number: int
     prompt: tuple[int, ...]
@@ -27,7 +27,7 @@ class GenerateRequest:
 
     @property
     def num_positions(self) -> int:
-        """Places in the cache that it may come to need; the last new token is never stored."""
+        """The cache positions it may need; the last new token is never stored."""
         return len(self.prompt) + self.max_new_tokens - 1
 
 
@@ -100,21 +100,21 @@ class BatchScheduler:
         return entered
 
     def leave(self, running: Running) -> None:
-        """Give the slot and the pages of a finished sequence back."""
+        """Free the slot and the pages of a finished sequence."""
         del self.running[running.slot]
         self._free_slots.append(running.slot)
         self._free_pages += running.num_pages
 
 
 class InOrder(Generic[T]):
-    """Results that come in any order, given on in the order of their numbers (from 0)."""
+    """Reorders results that arrive in any order into the order of their numbers (from 0)."""
 
     def __init__(self) -> None:
         self._early: dict[int, T] = {}
         self._next = 0
 
     def add(self, number: int, result: T) -> Iterator[T]:
-        """Take in one result; all that can now be given on."""
+        """Add one result; returns all results that are now in order."""
         self._early[number] = result
         while self._next in self._early:
             yield self._early.pop(self._next)

@@ -102,7 +102,7 @@ def compare(
     graphed: bool = False,
     counted: Callable[[int], None] = lambda n: None,
 ) -> Comparison:
-    """Run both models over all documents, batch by batch, and compare what they predict.
+    """Run both models over all documents, batch by batch, and compare their predictions.
 
     Both have to be split alike over the ranks; every rank gets the same result. One number a token
     is kept, logits only for some tokens at a time.
@@ -163,7 +163,7 @@ def _facts(
     states: tuple[Tensor | None, Tensor | None],
     rows: WindowRows,
 ) -> Tensor:
-    """What is known of each prediction of a batch, fp64 [N, 8] on the CPU of every rank."""
+    """Statistics of each prediction of a batch, fp64 [N, 8] on the CPU of every rank."""
     x_TH, y_TH = states
     facts_N8 = torch.zeros(rows.num_counted, 8, dtype=torch.float64, device=model.device)
     if x_TH is not None and y_TH is not None:

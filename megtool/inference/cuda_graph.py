@@ -20,7 +20,7 @@ SPARE_SLOTS = 8
 
 
 class ReplayedForward:
-    """Calls of a function, replayed as graphs, or as they are once a capture has failed.
+    """Calls of a function, replayed as graphs, or run eagerly once a capture has failed.
 
     That it failed is logged, once: the result is the same, and slower.
     """
@@ -78,7 +78,9 @@ class GraphedStep:
 
 
 class GraphedHidden:
-    """States of whole rows without a cache: windows of a text, all of one shape but the last."""
+    """Hidden states of full rows without a cache: text windows, all of one shape except the
+    last.
+    """
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward

@@ -35,7 +35,7 @@ Finder = Callable[[Decoder], str | None]
 
 
 class Forward:
-    """A decoder whose layers may lie on several pipeline stages, each perhaps on several ranks.
+    """A decoder whose layers may be spread over pipeline stages, each on one or several ranks.
 
     Every rank calls the same methods in the same order with the same tokens. Only ranks of the last
     stage have hidden states and logits; the others get None. `agree` and `share` tell all ranks
@@ -154,7 +154,7 @@ class Forward:
         )
 
     def agree(self, tokens_B: Tensor | None, count: int) -> Tensor:
-        """The int64 [count] that the first rank with logits holds, on the CPU of every rank."""
+        """The int64 [count] of the first rank with logits, on the CPU of every rank."""
         if self.is_alone and tokens_B is not None:
             return tokens_B.cpu()
         if tokens_B is None:

@@ -13,7 +13,7 @@ from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What quantization cost, over `num_tokens` predictions.
+    """The loss of quality by quantization, over `num_tokens` predictions.
 
     Perplexities before and after; KL(before || after) in nats, its mean and its largest value;
     `agreement`, the share of tokens whose likeliest token is the same. `comparison` has the rest.

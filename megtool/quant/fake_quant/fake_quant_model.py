@@ -34,7 +34,7 @@ from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputRounding:
-    """What becomes of one input: its kind (of `treatment.INPUTS`), scale and columns' factors."""
+    """The rounding of one input: its kind (of `qparams.INPUTS`), scale and smoothing scales."""
 
     kind: str
     scale: float
@@ -50,7 +50,7 @@ class InputRounding:
 
 
 class FakeQuantModel:
-    """A decoder with inputs and caches rounded as `settlement` says; in `with`, or by `start`.
+    """A decoder with fake-quantized weights, inputs and caches; in `with`, or by `start`.
 
     With `weights`, for a decoder of the model before quantization, weights are rounded too, and
     inputs are smoothed by all factors of columns. Without, it is for a decoder loaded from the
@@ -188,7 +188,7 @@ class FakeQuantModel:
 
     @property
     def taps(self) -> Sequence[tuple[HookLocation, Callable[..., Any]]]:
-        """What rounds inputs and caches, and where."""
+        """The hooks that round inputs and caches, and their locations."""
         return self._taps
 
     @property
@@ -235,7 +235,7 @@ class FakeQuantModel:
         return out
 
     def weight(self, module: str) -> Tensor | None:
-        """A module's whole weight, as the decoder holds it; None where it is another rank's."""
+        """A module's full weight in the decoder; None if it is on another rank."""
         has = hasattr(self, "_views") and module in self._views.parts
         return self._views.read(module) if has else None
 
@@ -275,7 +275,7 @@ class FakeQuantModel:
         return places(self._decoder, point.name)
 
     def _rounding(self, point: Point) -> InputRounding | None:
-        """What becomes of a point's input; None where it stays as it is."""
+        """The rounding of an activation site's input; None if it is not rounded."""
         roundings = {m: self._rounding_for(m) for m in point.modules}
         first_name, first = next(iter(roundings.items()))
         for name, rounding in roundings.items():

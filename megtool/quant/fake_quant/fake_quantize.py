@@ -47,13 +47,13 @@ _CACHE_BLOCK = 16
 
 
 def second_scale(algo: str, amax: float) -> np.float32:
-    """The scale of a whole tensor under formats with two levels, as it is stored."""
+    """The global scale of two-level formats, as it is stored."""
     largest = SECOND_LARGEST.get(algo, E2M1_LARGEST * E4M3_LARGEST)
     return np.float32(amax) / np.float32(largest) or np.float32(1)
 
 
 def input_scale(treatment: Treatment) -> np.float32:
-    """The scale of inputs that comes from calibration, as it is stored (`input_scale`).
+    """The calibrated scale of inputs, as it is stored (`input_scale`).
 
     Raises:
         CalibrationError: the format has one, and nothing is known about inputs.
@@ -74,7 +74,7 @@ def input_scale(treatment: Treatment) -> np.float32:
 def fake_weight(
     weight_OI: Tensor, treatment: Treatment, *, dtype: str = "float32", as_run: bool = False
 ) -> Tensor:
-    """What the packed weight means, divided by the columns' factors again: float32 `[out, in]`.
+    """The values of the packed weight, divided by the smoothing scales again: float32 `[out, in]`.
 
     Before that division it equals, bit for bit, what `number_formats` decodes of what it encoded
     (style modelopt) with the treatment's scales. `dtype` is the type that the weight is encoded
@@ -152,7 +152,7 @@ def fake_weight(
 
 
 def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
-    """What engines make of a weight of W4A8_AWQ that was read from the written checkpoint.
+    """The weight that engines compute from a W4A8_AWQ checkpoint.
 
     `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
     rounded to FP8 as `fake_weight` does `as_run`.
@@ -167,7 +167,7 @@ def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
 
 
 def tensor_amax(weight_OI: Tensor, treatment: Treatment) -> float:
-    """What a weight's one scale is for: the amax that was settled, or that of all its elements."""
+    """The amax of a weight's global scale: the solved one, or that of all its elements."""
     if treatment.amax is not None:
         return float(treatment.amax.max())
     return float(_whole_amax(weight_OI, _on(treatment.columns, weight_OI.device)))
@@ -187,7 +187,7 @@ def _whole_amax(weight_OI: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def _blocks(x: Tensor, granularity: str) -> Tensor:
-    """`[out, in]` with dimensions of their own for what one scale serves."""
+    """`[out, in]` with separate dimensions for the elements that share a scale."""
     if granularity in ("tensor", "channel"):
         return x
     sizes = [int(n) for n in granularity.split("x")]
@@ -213,7 +213,7 @@ def _part(amax: Tensor, granularity: str, rows: slice) -> Tensor:
 
 
 def _scale(name: str, amax: Tensor, second: float | None) -> Tensor:
-    """What elements are divided by, and codes multiplied by."""
+    """The scale: the divisor of elements and the multiplier of codes."""
     if name == "nvfp4":
         return block_scale(amax, second or 1.0) * (second or 1.0)
     if name.startswith("mx"):
@@ -222,7 +222,7 @@ def _scale(name: str, amax: Tensor, second: float | None) -> Tensor:
 
 
 def _rounded(name: str, x: Tensor, quotient: str) -> Tensor:
-    """What codes of quotients mean before they are scaled; overwrites `x`."""
+    """The values of the codes of quotients, before scaling; overwrites `x`."""
     if name in _INTEGERS:
         return to_integers(x, *_INTEGERS[name][:2])
     if name in ("nvfp4", "mxfp4"):
@@ -236,7 +236,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _meaning(name: str, codes: Tensor) -> Tensor:
-    """What chosen codes mean."""
+    """The values of the chosen codes."""
     if name in _INTEGERS:
         return codes.float()
     if name in ("nvfp4", "mxfp4"):
@@ -252,7 +252,8 @@ def fake_input(
     columns: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Inputs as the engine multiplies them, in their own type; as they are where it takes those.
+    """Inputs as the engine multiplies them, in their own dtype; unchanged if it does not round
+    them.
 
     Scales from calibration (FP8, INT8 and NVFP4's first level) are numbers; others come from each
     row, or each group of columns, of which a last one may be short. Inputs are divided by the
@@ -273,7 +274,7 @@ def fake_input(
 
 
 def needs_scale(treatment: Treatment) -> bool:
-    """Inputs are rounded by a scale that comes from calibration."""
+    """Whether inputs are rounded with a calibrated scale."""
     kind = INPUTS.get(treatment.format.algo, "")
     return kind.endswith(":tensor") or kind.startswith("nvfp4")
 
@@ -286,7 +287,7 @@ def rounded_input(
     columns: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rows rounded as `kind` of `treatment.INPUTS` says.
+    """Rows rounded as `kind` of `qparams.INPUTS` requires.
 
     `scale`, where the kind has one from calibration, and `columns` may differ from row to row:
     `[T, 1]` and `[T, in]`.
@@ -334,7 +335,7 @@ def _rounded_rows(
 
 
 def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -> Tensor:
-    """Rows in groups of columns with scales of their own; what a last one lacks is zero."""
+    """Rows in groups of columns, each with its own scale; the last group is padded with zeros."""
     width = x_TI.shape[-1]
     over = -width % per
     x = torch.nn.functional.pad(x_TI, (0, over)) if over else x_TI.contiguous()

@@ -30,7 +30,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """What a rank has of a weight: pieces of it in its own `parameter`, perhaps none.
+    """A rank's part of a weight: pieces of its local `parameter`, possibly none.
 
     Of each piece it is known where it is `here`, and where in the whole weight of `shape`. `is_cut`
     says that ranks have different pieces, whichever rank is asked.
@@ -102,7 +102,7 @@ class WeightViews:
         return tuple(dict.fromkeys(self.parts[m].parameter for m in modules))
 
     def read(self, module: str) -> Tensor:
-        """The whole weight `[out, in]`, in memory of its own."""
+        """A copy of the full weight `[out, in]`."""
         part = self.parts[module]
         parameter = self._decoder.get_parameter(part.parameter).detach()
         out = torch.zeros(part.shape, dtype=parameter.dtype, device=parameter.device)
@@ -134,7 +134,9 @@ def _layer(name: str) -> str:
 
 
 def canonical_side(config: ModelConfig, layers: Collection[str]) -> CanonicalView:
-    """The canonical tensors of some layers (`""`: those outside of them), each stored as it is."""
+    """The canonical tensors of some layers (`""`: those outside of layers), each stored
+    unchanged.
+    """
     config = replace(config, num_mtp_layers=0)
     model = CanonicalModel(config, VOCABULARY)
     kind = named("float32")

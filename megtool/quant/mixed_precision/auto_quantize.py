@@ -30,7 +30,7 @@ from megtool.quant.recipes.rules import KEEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenFormat:
-    """What was chosen for a unit, and all it could have become: label, bytes, predicted loss."""
+    """The format chosen for a decision unit, and its candidates: label, bytes, predicted loss."""
 
     name: str
     modules: tuple[str, ...]
@@ -73,7 +73,7 @@ class FormatChoice:
 
     @property
     def bits(self) -> float:
-        """Bits a weight, scales included, of what was chosen for."""
+        """Bits per weight, scales included, of all decision units."""
         return 8 * self.num_bytes / max(self.weights, 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _options(
     sensitivities: Sensitivities,
     algos: frozenset[str],
 ) -> list[tuple[Format | None, FormatOption]]:
-    """What a unit may become, from the recipe's first format to being kept."""
+    """The options of a decision unit, from the recipe's first format to unquantized."""
     losses = sensitivities.losses.get(unit.name, {})
     out: list[tuple[Format | None, FormatOption]] = []
     for f in (f for f in unit.formats if f.algo in algos):
@@ -303,7 +303,7 @@ def _rounded_up(bits: float) -> float:
 
 
 def _explain_pick(listed: Sequence[tuple[Format | None, FormatOption]], pick: int) -> str:
-    """A choice in words: what it costs and saves, or what was not worth it."""
+    """The reason for a choice: its cost and savings, or why it was not worth it."""
     picked, unquantized = listed[pick], listed[-1][1]
     if picked[0] is not None:
         saved = format_bytes(max(unquantized.num_bytes - picked[1].num_bytes, 0))

@@ -43,7 +43,7 @@ class CandidateRun:
     key: str
 
     def finite(self, loss: float) -> float:
-        """What it costs.
+        """The loss, checked to be finite.
 
         Raises:
             CalibrationError: that is NaN or infinite.
@@ -81,7 +81,7 @@ class Passes:
 
 
 class CandidateSurvey:
-    """A model and its units, and what each would be settled as in each of its formats.
+    """A model with its decision units, and their quantization parameters in each candidate format.
 
     Every rank makes the same calls, over `pieces` of its own, of which each data-parallel rank has
     as many.
@@ -120,7 +120,7 @@ class CandidateSurvey:
         return [CandidateRun(u, key_of(f, self._recipe)) for u in order for f in u.formats]
 
     def head_passes(self) -> float:
-        """What logits and their softmax take, as passes through a layer."""
+        """The cost of logits and their softmax, in passes through a layer."""
         config = self.decoder.config
         inside = [d.module for d in self._decisions.values() if d.module.layer is not None]
         layer = sum(m.numel for m in inside if m.kind == "linear" and "expert" not in m.roles)
@@ -131,7 +131,7 @@ class CandidateSurvey:
         return 2 * config.vocab_size * config.hidden_size / max(each, 1)
 
     def solve(self, passes: Passes) -> None:
-        """Run all pieces through the model as it is, and settle every unit in every format.
+        """Run all micro batches through the model, and solve every decision unit in every format.
 
         It goes on behind the last layer that an earlier run has kept.
         """
@@ -185,8 +185,9 @@ class CandidateSurvey:
             layers.release()
 
     def _finished(self, numbers: Sequence[int | None]) -> int:
-        """How many layers (and the head) are settled on every rank, from the first on; they are
-        taken over."""
+        """The number of layers (and the head) that are finished on every rank; their results are
+        loaded.
+        """
         finished = []
         for number in range(len(numbers)):
             qparams = None if self._cache is None else self._cache.read_qparams(number)
@@ -199,7 +200,9 @@ class CandidateSurvey:
         return done
 
     def _enter(self, done: int, layers: Layers, states: Activations) -> int:
-        """Have what enters the next layer; the layer that is begun with, 0 where nothing has."""
+        """Load the inputs of the next layer; returns the first layer to run, 0 if nothing is
+        finished.
+        """
         path = self._entering(done)
         if all(self.ranks.gathered(done > 0 and path is not None and states.load(path))):
             return done
@@ -208,7 +211,7 @@ class CandidateSurvey:
         return 0
 
     def _entering(self, number: int) -> Path | None:
-        """The file of what enters a layer, of which every data-parallel rank has one."""
+        """The file with the inputs of a layer; one per data-parallel rank."""
         groups = self.decoder.groups
         return None if self._cache is None else self._cache.work.entering(number, groups.dp.rank)
 
@@ -273,7 +276,7 @@ class CandidateSurvey:
         )
 
     def simulated(self, run: CandidateRun) -> FakeQuantModel:
-        """The model with that unit alone rounded, in `with`."""
+        """The model with only that decision unit fake-quantized, in `with`."""
         qparams = self.qparams[run.unit.name, run.key]
         return FakeQuantModel(self.decoder, self._points[run.unit.name], qparams, weights=True)
 

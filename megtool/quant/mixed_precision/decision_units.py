@@ -30,7 +30,7 @@ class DecisionUnit:
 
 
 def unit_of(module: Module) -> str:
-    """The name of what a module is decided with."""
+    """The name of a module's decision unit."""
     name = fused_with(module)
     if "expert" in module.roles:
         return name.partition(".experts.")[0] + ".experts"

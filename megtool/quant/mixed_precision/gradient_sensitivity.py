@@ -32,7 +32,9 @@ _Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _RecordedInput:
-    """A call of a module of a unit: what went in, what came out, and what that is worth."""
+    """A call of a module of a decision unit: its inputs, its output, and the gradient of the
+    output.
+    """
 
     unit: DecisionUnit
     module: nn.Module
@@ -113,7 +115,7 @@ def _small(piece: Piece) -> Iterator[Piece]:
 
 
 def _backward(survey: CandidateSurvey, piece: Piece) -> list[_RecordedInput]:
-    """One pass there and back over a piece: every call of the units' modules."""
+    """One forward and backward pass over a micro batch: every call of the units' modules."""
     decoder = survey.decoder
     calls: list[_RecordedInput] = []
 
@@ -174,7 +176,7 @@ class _Head(nn.Module):
 
 @torch.no_grad()
 def _damage(seen: _RecordedInput) -> float:
-    """What a call costs as the module computes now."""
+    """The estimated loss of a call with the module's current parameters."""
     if not seen.gradient:  # an output that no counted token depends on
         return 0.0
     output = seen.module(*seen.inputs, **seen.options)

@@ -18,7 +18,7 @@ answer is then near the optimum, not proved to be it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOption:
-    """What one item may become: what it then weighs, and what that is predicted to cost."""
+    """An option of one item: its size and its predicted loss."""
 
     name: str
     num_bytes: int
@@ -80,7 +80,7 @@ def smallest(items: Sequence[KnapsackItem]) -> int:
 def select(
     items: Sequence[KnapsackItem], budget: int, *, most_states: int = MOST_STATES
 ) -> KnapsackSelection:
-    """The choice of least loss within `budget` bytes; of equal ones the smallest.
+    """The options of least total loss within `budget` bytes; ties go to the smallest.
 
     Partial choices are extended item by item. One goes when another is no larger and no worse, or
     when even fractions of options could not bring it below the best choice known (the linear
@@ -194,7 +194,7 @@ def _rises(items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]]) -> lis
 def _greedy(
     items: Sequence[KnapsackItem], hulls: Sequence[Sequence[int]], budget: int
 ) -> tuple[int, ...]:
-    """A good choice: steps by what they gain for a byte while they fit, then whatever fits."""
+    """A good solution: steps by gain per byte while they fit, then whatever fits."""
     places = [0] * len(items)
     remaining = budget - sum(
         item.options[hull[0]].num_bytes for item, hull in zip(items, hulls, strict=True)

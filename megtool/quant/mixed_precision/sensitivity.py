@@ -41,7 +41,7 @@ STATES_BYTES = 1 << 30
 
 
 def method_for(recipe: Recipe) -> How:
-    """How a recipe wants sensitivity measured: by divergence, where it does not say."""
+    """The sensitivity method of a recipe: KL divergence by default."""
     return "gradient" if recipe.method == "gradient" else "kl_div"
 
 
@@ -82,7 +82,7 @@ def measure(
     fingerprint: Fingerprint | None = None,
     progress: Progress = silent,
 ) -> Sensitivities:
-    """What each unit would cost in each of its formats, the same on every rank.
+    """The sensitivity of each decision unit in each of its formats, the same on every rank.
 
     Formats are settled as the recipe says, from statistics of all `batches`; divergence is over
     `most_tokens` tokens from all over them. Every rank is given the same batches; data-parallel
@@ -154,7 +154,7 @@ def measure(
 
 
 def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """About so many tokens: short rows, as far apart as they can be, longer ones of few."""
+    """Micro batches of about `tokens` tokens: short rows, spread over the data."""
     rows = [(piece, row) for piece in pieces for row in range(piece.batch.shape[0])]
     width = max(piece.batch.shape[1] for piece in pieces)
     if not any(_is_padded_left(p.batch) for p in pieces):

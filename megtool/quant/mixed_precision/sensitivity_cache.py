@@ -56,7 +56,7 @@ class SensitivityCache:
     # ---- layers, and behind them the head, as they would be settled
 
     def record_qparams(self, layer: int, qparams: Mapping[Key, Settlement]) -> None:
-        """Keep what the units of a layer would be settled as.
+        """Store the quantization parameters of a layer's decision units.
 
         Raises:
             StorageError: the disk is full, or refuses otherwise.
@@ -71,7 +71,7 @@ class SensitivityCache:
         calibration_file_io.write(self._qparams_file(layer), arrays, facts, self.work.files)
 
     def read_qparams(self, layer: int) -> dict[Key, Settlement] | None:
-        """What the units of a layer would be settled as; None where it is not known."""
+        """The quantization parameters of a layer's decision units; None if they are not stored."""
         path = self._qparams_file(layer)
         if self.work.files.stat(path) is None:
             return None
@@ -92,7 +92,7 @@ class SensitivityCache:
         return out
 
     def forget_settled(self, layers: Iterable[int]) -> None:
-        """Remove what was settled, for which there is no more use when all losses are known."""
+        """Remove stored quantization parameters, which are not needed once all losses are known."""
         for layer in layers:
             self.work.files.remove(self._qparams_file(layer))
 
@@ -134,5 +134,5 @@ class SensitivityCache:
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As they come back from JSON."""
+    """Values as JSON returns them."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}

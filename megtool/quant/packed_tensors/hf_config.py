@@ -55,7 +55,7 @@ def quantization(
 
 
 def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
-    """What is said of one module."""
+    """The quantization config of one module."""
     algo = SMOOTHED.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
     out: dict[str, Any] = {"quant_algo": SPELLED.get(algo, algo)}
     if layer.group_size:
@@ -69,7 +69,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
 def summarized(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
-    """Names of modules, the experts of a mixture as one glob where all of them are kept.
+    """Names of modules; the experts of a mixture become one glob if all of them are unquantized.
 
     Engines build such experts as one module, called as what is before the star.
     """
@@ -88,14 +88,14 @@ def hf_quant_config(section: Mapping[str, Any]) -> bytes:
 
 
 def with_quantization(config: bytes, section: Mapping[str, Any]) -> bytes:
-    """A config.json that says the same as `hf_quant_config`."""
+    """A config.json with the same quantization config as `hf_quant_config`."""
     value = json.loads(config)
     value["quantization_config"] = inline(section)
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def with_blocks(config: bytes, unquantized: Iterable[str]) -> bytes:
-    """A config.json that says that all experts are MXFP4 blocks, as OpenAI's gpt-oss has it.
+    """A config.json that declares all experts as MXFP4 blocks, as OpenAI's gpt-oss does.
 
     `kept` are the stored names of all that could be taken for a quantized module and is none.
     """
@@ -132,7 +132,7 @@ def inline(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(section: Mapping[str, Any]) -> dict[str, Any]:
-    """`config_groups`, as compressed-tensors has them, for the formats that ModelOpt gives them."""
+    """`config_groups` in compressed-tensors' form, for the formats that ModelOpt writes there."""
     if section["quant_algo"] == MIXED:
         alike: dict[str, list[str]] = defaultdict(list)
         for name, layer in section["quantized_layers"].items():

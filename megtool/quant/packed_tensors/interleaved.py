@@ -56,7 +56,7 @@ class InterleavedWeights(WeightToPack):
 
 
 def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeights:
-    """Weights as one, whose treatment holds all of theirs row by row.
+    """Join interleaved weights into one, with all of their parameters row by row.
 
     Raises:
         CalibrationError: of some scales or codes are settled, and of others not.
@@ -87,7 +87,7 @@ def _rows(
     parts: Sequence[WeightToPack],
     runs: Sequence[int],
 ) -> NDArray[Any] | None:
-    """What is known of rows, in the order of the stored ones; of blocks of rows likewise."""
+    """Per-row values (or per block of rows) in the order of the stored rows."""
     present = [v for v in values if v is not None]
     if not present:
         return None

@@ -48,7 +48,7 @@ class QuantizedTensorSpec:
 
 
 def needs_amax(treatment: Treatment) -> bool:
-    """The largest magnitude of the whole weight (after `columns`) has to be known first."""
+    """Whether the amax of the entire weight (after smoothing) must be known first."""
     algo = treatment.format.algo
     if algo == "FP8":
         return treatment.amax is None
@@ -61,7 +61,7 @@ def has_second(algo: str) -> bool:
 
 
 def second_scale(algo: str, amax: float) -> NDArray[np.float32]:
-    """`weight_scale_2`, by the amax of the whole weight."""
+    """`weight_scale_2`, from the amax of the entire weight."""
     top = np.asarray(amax, np.float32)
     if algo in SECONDS:
         return np.asarray(modelopt_scale(top, SECONDS[algo]), np.float32)

@@ -44,7 +44,7 @@ def blocks_of(name: str, shape: tuple[int, int, int]) -> tuple[GlobalTensor, Glo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFeed:
-    """What fills rows of one expert: `feed` as for a tensor of its own, put into `tensors`."""
+    """A feed that fills the rows of one expert inside the stacked `tensors`."""
 
     feed: PackedRows
     expert: int
@@ -87,7 +87,7 @@ class ExpertFeed:
 def expert_feeds(
     weight: WeightToPack, tensors: tuple[GlobalTensor, GlobalTensor], *, expert: int, first: int
 ) -> list[ExpertFeed]:
-    """The feeds of a weight of one expert, whose rows begin at row `at`."""
+    """The feeds of the weight of one expert."""
     codes, scales = tensors
     rows, width = codes.shape[1], weight.shape[1]
     tensors_of_expert = [

@@ -37,8 +37,9 @@ _LARGEST = {"int8": 127.0, "int4rows": 7.0, "fp8": 448.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightToPack:
-    """A canonical weight `[out, in]` to be packed: where it lies in the source, as what type its
-    elements are taken, and what is to be done to them."""
+    """A canonical weight `[out, in]` to be packed: its placement, dtype and quantization
+    parameters.
+    """
 
     placement: Placement
     shape: tuple[int, int]
@@ -52,12 +53,14 @@ class WeightToPack:
 
     @property
     def turn(self) -> int:
-        """Rows that cannot be read apart."""
+        """The number of rows that must be read together."""
         return 1
 
     @contextmanager
     def reading(self, taking: Taking) -> Iterator[Callable[[int, int], Array]]:
-        """What gives a range of its elements, in memory that the next call may reuse."""
+        """A function that reads a range of its elements, into memory that the next call may
+        reuse.
+        """
         with taking.run(self.placement, self.dtype) as run:
             yield run.read
 
@@ -156,7 +159,7 @@ class PackedRows:
         stop: int,
         tile_bytes: int,
     ) -> dict[str, NDArray[Any]]:
-        """Whole rows, encoded at once or, where they are too many, some columns at a time."""
+        """Full rows, encoded at once or, if there are too many columns, some columns at a time."""
         weight, width = self.weight, self.weight.shape[1]
         if weight.treatment.codes is not None:
             return scales.of_codes(begin, stop)
@@ -185,7 +188,7 @@ class PackedRows:
 
 
 class _KnownScales:
-    """Encodes boxes of one weight by what is known of it as a whole."""
+    """Encodes boxes of one weight with the scales that are known for it as a whole."""
 
     def __init__(self, weight: WeightToPack, parts: dict[str, PackedPart], amax: float) -> None:
         treatment = weight.treatment
@@ -256,7 +259,7 @@ class _KnownScales:
 def scales_of(
     treatment: Treatment, parts: dict[str, PackedPart], amax: float
 ) -> dict[str, NDArray[Any]]:
-    """The scales that are known before a weight is read, as they are stored, by role.
+    """The scales known before a weight is read, as they are stored, by role.
 
     `amax` is that of the whole weight. What is not among them comes of the weight, box by box.
 
@@ -321,19 +324,19 @@ def feeds_of(
 
 
 def grain_of(weight: WeightToPack) -> int:
-    """Rows that cannot be packed apart."""
+    """The number of rows that must be packed together."""
     parts = layout(packing_of(weight.treatment.format), weight.shape)
     return math.lcm(*(_rows_per(p) for p in parts))
 
 
 def rows_of(weight: WeightToPack, tile_bytes: int) -> int:
-    """Rows that are read at once: about a tile, and a whole number of grains and turns."""
+    """The number of rows read at once: about a tile, and a multiple of grains and turns."""
     grain = math.lcm(grain_of(weight), weight.turn)
     return max(grain, tile_bytes // weight.row_bytes // grain * grain)
 
 
 def _columns_of(weight: WeightToPack, rows: int, tile_bytes: int) -> int:
-    """Columns that are encoded at once: all, but where blocks of many rows make too much of it."""
+    """The number of columns encoded at once: all, unless blocks of many rows would be too large."""
     grain, width = grain_of(weight), weight.shape[1]
     if grain <= 2 or rows * weight.row_bytes <= tile_bytes:
         return width
@@ -350,6 +353,6 @@ def _columns_axis(part: PackedPart) -> int:
 
 
 def compute_dtype(dtype: DType) -> DType:
-    """The type in which the elements of a stored weight are taken: its own, if it is encoded."""
+    """The dtype in which a stored weight is computed: its own if it can be encoded."""
     encoded = dtype.name in ("float32", "bfloat16", "float16")
     return dtype if encoded else named_dtype("float32")

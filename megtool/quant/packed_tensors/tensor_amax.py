@@ -34,7 +34,7 @@ def find_amaxes(
     threads: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """The largest magnitude of each weight after its columns' factors; memory of tiles alone.
+    """The amax of each weight after smoothing; uses memory for tiles only.
 
     Raises:
         FormatError: a weight holds NaN or infinity.

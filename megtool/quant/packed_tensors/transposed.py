@@ -24,7 +24,7 @@ TURNED = ("FP8",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedFeed:
-    """What fills columns of a stored tensor with the rows of a weight."""
+    """A feed that fills columns of a stored tensor with the rows of a weight."""
 
     feed: PackedRows
 

@@ -41,7 +41,7 @@ from megtool.quant.verification.verify_folder import Proof, prove
 from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Request
+from megtool.reshard.writers.target_spec import TargetOptions
 
 if TYPE_CHECKING:
     from megtool.quant.mixed_precision.auto_quantize import FormatChoice
@@ -76,7 +76,7 @@ def finalize(
                 tree,
                 job.decisions,
                 solved.settlement,
-                small=make_target(opened, Request(to="hf")).destination.small,
+                small=make_target(opened, TargetOptions(to="hf")).destination.small,
                 threads=usual_threads(job.manner.threads),
                 progress=progress,
             )

@@ -31,7 +31,7 @@ USUAL_EVALUATED = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationOptions:
-    """How scales that depend on inputs are found; see `quantize`."""
+    """Options of calibration; see `quantize`."""
 
     data_options: CalibrationDataOptions
     tokenizer: str | Path | None
@@ -97,7 +97,7 @@ class QuantizeRequest:
 
     @cached_property
     def wants_data(self) -> list[Decision]:
-        """The decisions that no weight alone can settle."""
+        """The decisions that need calibration data."""
         from megtool.quant.requirements import needs
 
         recipe = self.decided.recipe
@@ -110,7 +110,7 @@ class QuantizeRequest:
 
     @property
     def work(self) -> Path:
-        """Where finished layers are kept until the end."""
+        """The folder that keeps finished layers until the end."""
         folder = self.calibrating.work
         return folder or self.destination.parent / f".{self.destination.name}.calibration"
 
@@ -120,7 +120,7 @@ class QuantizeRequest:
         return any(d.choices for d in self.decisions)
 
     def choose(self, sensitivities: Sensitivities) -> None:
-        """Choose formats for what the recipe leaves open; `decisions` are these from now on.
+        """Choose formats for what the recipe leaves open; updates `decisions`.
 
         Raises:
             MegtoolError: see `megtool.quant.mixed_precision.auto_quantize.choose`.
@@ -148,7 +148,7 @@ class QuantizeRequest:
         return self.runnable
 
     def fingerprint(self, samples: CalibrationSamples | None) -> Fingerprint:
-        """What the calibration depends on."""
+        """The fingerprint of everything the calibration depends on."""
         from megtool.quant.calibration.fingerprint import fingerprint_of
 
         opened = self.decided.opened
@@ -171,7 +171,7 @@ class QuantizeRequest:
 
     @cached_property
     def evaluation(self) -> list[TokenDocument]:
-        """What both models are measured on; empty where that is not asked for."""
+        """The texts for evaluating both models; empty if not requested."""
         from megtool.commands.evaluate import read_texts
 
         data, spoken = self.writing.evaluate, self.calibrating.tokenizer
@@ -181,7 +181,7 @@ class QuantizeRequest:
         return read_texts(data, self.runnable.tokenizer(spoken), max_tokens=most)
 
     def check_evaluation(self) -> None:
-        """Read what is to be measured on, before any work.
+        """Read the evaluation texts before any work.
 
         Raises:
             UsageError: there is no text in it, or no tokenizer.
@@ -194,7 +194,7 @@ class QuantizeRequest:
             )
 
     def check_storable(self) -> None:
-        """Refuse before any work what cannot be stored as the recipe says.
+        """Refuse, before any work, a recipe whose result cannot be stored.
 
         Raises:
             MappingError: a weight of this family is stored in a way that no engine loads so.
@@ -204,7 +204,7 @@ class QuantizeRequest:
         check_storable(self.decided.opened, self.decisions)
 
     def planned(self, samples: CalibrationSamples | None) -> QuantizePlan:
-        """What would be done."""
+        """The plan of this run."""
         from megtool.checkpoint.parallel_scan import usual_threads
         from megtool.quant.pipeline.plan import plan_quantize
 

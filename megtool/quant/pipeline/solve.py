@@ -26,7 +26,9 @@ from megtool.quant.pipeline.request import QuantizeRequest
 
 @dataclass(slots=True, kw_only=True)
 class SolvedQParams:
-    """What becomes of the model, and what that was found by (None where weights said all)."""
+    """The quantization parameters of a model, and the calibration they come from (None for
+    weights alone).
+    """
 
     settlement: Settlement
     artefact: Artefact | None
@@ -36,7 +38,7 @@ class SolvedQParams:
 def solve(
     job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> SolvedQParams | None:
-    """Settle all modules; None in every process but the first.
+    """Solve the quantization parameters of all modules; None in every process except the first.
 
     Raises:
         CalibrationError: see `calibrate` and `check_fits`.
@@ -73,7 +75,7 @@ def solve(
 
 
 def _by_weights(job: QuantizeRequest) -> Settlement:
-    """What looking at weights alone finds."""
+    """Quantization parameters from weights alone."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
     from megtool.quant.solve_qparams import settle
 
@@ -84,7 +86,7 @@ def _by_weights(job: QuantizeRequest) -> Settlement:
 
 
 def _from_files(job: QuantizeRequest) -> SolvedQParams:
-    """What calibration files say, settled anew where this recipe is another one."""
+    """Quantization parameters from calibration files, solved again if the recipe differs."""
     from megtool.quant.calibration.calibrate import settled_anew
 
     artefact, fingerprint = job.artefact, job.fingerprint(None)
@@ -105,7 +107,7 @@ def _from_files(job: QuantizeRequest) -> SolvedQParams:
 
 
 def _fits(job: QuantizeRequest, artefact: Artefact, fingerprint: Fingerprint) -> bool:
-    """Whether what the files have settled can be used as it is; see `check_fits`."""
+    """Whether the files' quantization parameters can be used unchanged; see `check_fits`."""
     from megtool.quant.calibration.calibration_file import check_fits
 
     return check_fits(
@@ -120,8 +122,7 @@ def _fits(job: QuantizeRequest, artefact: Artefact, fingerprint: Fingerprint) ->
 
 
 def choose_from_files(job: QuantizeRequest) -> None:
-    """Choose formats by what the calibration files know of their costs, where the recipe leaves
-    them open and files stand for data.
+    """Choose formats by the sensitivities in calibration files, if the recipe leaves formats open.
 
     Raises:
         CalibrationError: the files are of another model, know no costs, or those of other formats.
@@ -147,8 +148,8 @@ def choose_from_files(job: QuantizeRequest) -> None:
 
 
 def check_given(job: QuantizeRequest) -> None:
-    """Refuse calibration files that are none, or of another model, whoever needs them; and those
-    that do not say what this recipe needs.
+    """Refuse calibration files that are invalid, of another model, or that lack what this recipe
+    needs.
 
     Raises:
         CalibrationError: they are; says which.
@@ -164,7 +165,7 @@ def check_given(job: QuantizeRequest) -> None:
 
 
 def check_choosing(job: QuantizeRequest) -> None:
-    """Refuse layouts in which what formats cost cannot be measured, before any work.
+    """Refuse, before any work, layouts in which sensitivities cannot be measured.
 
     Raises:
         UsageError: this is one.
@@ -176,7 +177,7 @@ def check_choosing(job: QuantizeRequest) -> None:
 
 
 def check_modelopt(job: QuantizeRequest) -> None:
-    """Refuse what ModelOpt cannot do, or cannot do here, before any work.
+    """Refuse, before any work, what ModelOpt does not support.
 
     Raises:
         MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and

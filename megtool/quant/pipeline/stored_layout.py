@@ -41,7 +41,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 @dataclass(slots=True, kw_only=True)
 class StoredWeight:
-    """A canonical weight in a stored module: its decision, its treatment, where its rows lie."""
+    """A canonical weight in a stored module: its decision, its parameters, and its rows there."""
 
     decision: Decision
     treatment: Treatment
@@ -52,8 +52,9 @@ class StoredWeight:
 
 @dataclass(slots=True, kw_only=True)
 class StoredModule:
-    """A stored module that is to be quantized: several canonical ones where a family has them in
-    one tensor."""
+    """A stored module to be quantized: several canonical weights if a family fuses them in one
+    tensor.
+    """
 
     name: str
     tensor: GlobalTensor
@@ -61,7 +62,7 @@ class StoredModule:
 
     @property
     def smoothed(self) -> Floats | None:
-        """Factors of columns that are to be stored."""
+        """The per-channel smoothing scales to store."""
         first = self.pieces[0].treatment
         return first.columns if first.stores_columns else None
 
@@ -93,7 +94,7 @@ def stored_modules(
     treatments: Mapping[str, Treatment],
     target: Target,
 ) -> list[StoredModule]:
-    """The stored modules that are to be quantized, in the order of the files.
+    """The stored modules to be quantized, in the order of the files.
 
     Raises:
         MappingError: see `check_storable`.
@@ -136,7 +137,7 @@ def _module_name(stored: str) -> str:
 
 
 def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
-    """Weights that lie in one tensor are quantized as one."""
+    """Check that weights in one stored tensor are quantized as one."""
     first = stored.pieces[0]
     modules = {p.decision.module.name for p in stored.pieces}
     missing = [name for name in names if name.removesuffix(".weight") not in modules]
@@ -180,7 +181,7 @@ def _ones(piece: StoredWeight) -> Floats:
 
 
 def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
-    """The tensors of a module; `checked` asks for what calibration has to know."""
+    """The tensors of a module; `checked` requires that calibration has what they need."""
     first = stored.pieces[0]
     if len(stored.tensor.shape) == 3:
         shape = stored.tensor.shape
@@ -202,7 +203,7 @@ def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedT
 
 
 def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) -> list[Feed]:
-    """What fills the tensors of one module."""
+    """The feeds that fill the tensors of one module."""
     amax = max(p.amax for p in stored.pieces)
     if len(stored.tensor.shape) == 3:
         codes, scales = (h.tensor for h in specs)
@@ -223,7 +224,7 @@ def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) 
 
 
 def _as_stored(stored: StoredModule) -> Iterator[tuple[StoredWeight, WeightToPack]]:
-    """Weights that lie in rows of their own, and as one those whose rows alternate."""
+    """Weights with contiguous rows, and interleaved ones joined into one."""
     among: dict[int, list[StoredWeight]] = defaultdict(list)
     for p in stored.pieces:
         if p.rows.is_interleaved:
@@ -299,7 +300,7 @@ def cache_scales(
 def excluded_from_blocks(
     decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
 ) -> list[str] | None:
-    """What stands beside experts that are MXFP4 blocks; None where none are.
+    """The modules excluded next to experts in MXFP4 blocks; None if there are no such experts.
 
     Attention is named as a whole, as those who load it are used to.
     """
@@ -318,7 +319,7 @@ def excluded_from_blocks(
 def config_of(
     decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
 ) -> dict[str, Any]:
-    """What config files say of all this."""
+    """The quantization config of the folder's config files."""
     caches = {d.format.kv_algo for d in decisions if d.format is not None and d.format.kv_algo}
     if len(caches) > 1:
         raise UsageError(

@@ -20,7 +20,7 @@ _SHADES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotSeries:
-    """Points that belong together: `(x, y, what it is)`."""
+    """Points of one group: `(x, y, label)`."""
 
     name: str
     points: Sequence[tuple[float, float, str]]
@@ -28,7 +28,7 @@ class PlotSeries:
 
 @dataclass(frozen=True, slots=True)
 class PlotAxis:
-    """Values to pixels, evenly or (`log`) by their logarithm."""
+    """Maps values to pixels, linearly or (`log`) logarithmically."""
 
     low: float
     high: float
@@ -49,7 +49,7 @@ class PlotAxis:
         return cls(low - room, high + room, begin, end, log)
 
     def position(self, value: float) -> float:
-        """The pixel of a value; what has none lies on the edge."""
+        """The pixel of a value; NaN and values outside are at the edge."""
         if self.log:
             value = math.log10(value) if value > 0 else self.low
         value = min(max(value, self.low), self.high) if not math.isnan(value) else self.low

@@ -12,7 +12,7 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Request, Target
+from megtool.reshard.writers.target_spec import TargetOptions, Target
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 
@@ -20,7 +20,9 @@ EXPERTS_RECIPE = "mxfp4_experts"
 """The shipped recipe for what is stored in blocks."""
 
 
-def target_of(opened: CheckpointSource, decisions: Sequence[Decision], request: Request) -> Target:
+def target_of(
+    opened: CheckpointSource, decisions: Sequence[Decision], request: TargetOptions
+) -> Target:
     """The Hugging Face folder to be written, experts where loaders look for their codes.
 
     Where no expert becomes codes, they lie as the family has them unquantized.
@@ -46,12 +48,12 @@ class RowLayout:
 
     @property
     def is_interleaved(self) -> bool:
-        """Rows of others stand among them."""
+        """Whether rows of other weights alternate with its rows."""
         return self.run != self.period
 
 
 def row_layout(to: Placement, tensor: GlobalTensor) -> RowLayout | None:
-    """How a weight lies; None if not as whole rows in their order."""
+    """The row layout of a weight; None if its rows are not contiguous and in order."""
     down, across = len(tensor.shape) - 2, len(tensor.shape) - 1
     return _row_layout_along(to, tensor, down, across) or _row_layout_along(
         to, tensor, across, down
@@ -88,7 +90,7 @@ def _row_layout_along(
 
 
 def check_places(decisions: Sequence[Decision], target: Target) -> None:
-    """Refuse weights that no loader takes codes of as they would lie in the folder.
+    """Refuse weights whose stored layout no loader supports for their format.
 
     Raises:
         MappingError: with all of them, and whether any of the family's could be quantized.
@@ -109,7 +111,7 @@ def _algo(d: Decision) -> str:
 
 
 def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
-    """Blocks have a form of their own, which knows nothing but blocks, and all experts in them.
+    """Check that MXFP4 blocks cover all experts, as their layout requires.
 
     Raises:
         MappingError: something else is quantized besides, or an expert is not.
@@ -164,7 +166,7 @@ def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
 
 
 def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
-    """How a weight lies, if not as loaders take codes of its format; else empty."""
+    """Why a weight's layout does not suit loaders of its format; empty if it does."""
     in_blocks = tensor.name.endswith(BLOCKS)
     if len(tensor.shape) != (3 if in_blocks else 2):
         return "stacked with others"

@@ -50,18 +50,18 @@ from megtool.reshard.execute import (
     expected_digests,
     peak_rss_bytes,
     placements_read,
-    places_of,
+    source_paths,
     write_digests,
 )
 from megtool.reshard.source import CheckpointSource
-from megtool.reshard.staged_write import write_staged, written_files
-from megtool.reshard.writers.target_spec import Request, Target
+from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
+from megtool.reshard.writers.target_spec import TargetOptions, Target
 from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteReport:
-    """What was written, or would be.
+    """What was written, or will be.
 
     `num_bytes` are those of all tensors, `source_bytes` of the source's. `files` are relative
     paths. `resumed_units` had been finished by an earlier run, and `repaired_units` of them were
@@ -83,13 +83,13 @@ class WriteReport:
 
 
 class VerificationError(MegtoolError):
-    """What was staged is not what it should be, and would not be another time: it is removed."""
+    """The staged result failed verification; it is removed, and another run would fail too."""
 
     exit_status = 7
 
 
 def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> None:
-    """Refuse what a Hugging Face folder of this family cannot hold; from headers alone.
+    """Refuse what a Hugging Face folder of this family cannot hold; reads headers only.
 
     Raises:
         MappingError: weights are stored transposed, interleaved with others or stacked with them,
@@ -101,7 +101,7 @@ def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> N
         for d in decisions
         if d.format is not None and d.format.algo
     }
-    target = target_of(opened, decisions, Request(to="hf"))
+    target = target_of(opened, decisions, TargetOptions(to="hf"))
     check_places(decisions, target)
     for stored in stored_modules(opened, decisions, plain, target):
         tensors_of(stored, checked=False)
@@ -142,7 +142,7 @@ def write(
     began = time.monotonic()
     count = usual_threads(threads)
     system = files or Files()
-    request = Request(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
+    request = TargetOptions(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
     target = target_of(opened, decisions, request)
     modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
     for stored in modules:
@@ -152,7 +152,7 @@ def write(
         destination,
         files=system,
         overwrite=overwrite,
-        sources=places_of(opened),
+        sources=source_paths(opened),
     )
     first = stage_of(fingerprint="")
     if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
@@ -183,11 +183,8 @@ def write(
     copied = write_staged(
         plan,
         stage,
-        what="quantize",
-        threads=count,
-        memory_bytes=memory_bytes,
-        digest=digest,
-        fsync=fsync,
+        WriteOptions(threads=count, memory_bytes=memory_bytes, digest=digest, fsync=fsync),
+        verb="quantize",
         progress=progress,
         expected=expected_digests(opened),
         finish=finish,
@@ -210,7 +207,7 @@ def _quantization_config(
     target: Target,
     small: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """The files that say what is quantized, in the words of those who load it."""
+    """The config files that describe the quantization to loaders."""
     config = small.get("config.json")
     if (excluded := excluded_from_blocks(decisions, modules, target)) is not None:
         return {} if config is None else {"config.json": with_blocks(config, excluded)}
@@ -227,7 +224,7 @@ def find_shared_amaxes(
     threads: int,
     progress: Progress = silent,
 ) -> None:
-    """Let pieces know the amax of whole weights: what engines run as one has one."""
+    """Set the shared amax of weights that engines run as one."""
     pieces = [p for stored in modules for p in stored.pieces]
     unknown = [p for p in pieces if needs_amax(p.treatment)]
     total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
