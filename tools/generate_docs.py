@@ -4,7 +4,7 @@ A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; eve
 is written by hand. tests/test_docs.py compares the pages with the code.
 
     python tools/generate_docs.py            rewrite the pages
-    python tools/generate_docs.py --check    list the pages that are out of date; exit status 1 if any
+    python tools/generate_docs.py --check    list the pages that are out of date; status 1 if any
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _PART = re.compile(
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in x)} |\n" for x in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in x)} |\n" for x in lines
+    )
 
 
 def code(text: str) -> str:
@@ -67,7 +69,7 @@ def formats() -> str:
                 x.weights,
                 x.inputs,
                 str(x.bits),
-                ", ".join(map(str, x.groups)) or "–",
+                ", ".join(map(str, x.groups)) or "-",
                 "yes" if x.calibrates else "no",
             )
             for x in FORMATS.values()
@@ -84,10 +86,10 @@ def families() -> str:
         (
             (
                 code(x.name),
-                ", ".join(map(code, x.architectures)) or "–",
-                ", ".join(map(code, x.model_types)) or "–",
-                ", ".join(map(code, x.gguf_architectures)) or "–",
-                "; ".join(text for _, text in x.limits) or "–",
+                ", ".join(map(code, x.architectures)) or "-",
+                ", ".join(map(code, x.model_types)) or "-",
+                ", ".join(map(code, x.gguf_architectures)) or "-",
+                "; ".join(text for _, text in x.limits) or "-",
             )
             for x in families()
         ),
@@ -144,7 +146,9 @@ def lint_rules() -> str:
     parts = []
     for rule in RULES:
         sources = ", ".join(
-            f"[{engine}]({source})" if re.fullmatch(r"https?://\S+", source) else f"{engine} ({source})"
+            f"[{engine}]({source})"
+            if re.fullmatch(r"https?://\S+", source)
+            else f"{engine} ({source})"
             for engine, source in rule.sources.items()
         )
         parts.append(

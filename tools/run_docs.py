@@ -6,8 +6,8 @@ run. A `python` block without a title is run as a script. `bash` blocks are for 
 (several nodes, a package index): they are not run, but their options have to exist.
 
 Every page runs in a folder of its own, which holds `work`, the folder that `megtool demo work`
-makes, and this repository's README. A page with `<!-- test: slow -->` needs all of `work`; any
-other page needs `work/hf` and `work/tp3-pp2` alone.
+makes, and this repository's README. A page with the line `<!-- test: slow -->` needs all of
+`work`; any other page needs `work/hf` and `work/tp3-pp2` alone.
 
     python tools/run_docs.py PAGE...           compare
     python tools/run_docs.py --write PAGE...   replace outputs that differ in more than figures
@@ -29,7 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<head>[^`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<head>[^`\n]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
+)
 _TITLE = re.compile(r'title="([^"]+)"')
 _FIGURE = re.compile(
     r"\d+:\d\d(?::\d\d)?|\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?: (?:B|KiB|MiB|GiB|s)\b)?"
@@ -67,6 +69,11 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def is_slow(text: str) -> bool:
+    """Whether a page's commands take long, and need all of `work`."""
+    return SLOW in text.splitlines()
+
+
 def blocks(text: str) -> Iterator[Block]:
     """The fenced blocks of a page."""
     for match in _FENCE.finditer(text):
@@ -84,7 +91,9 @@ def blocks(text: str) -> Iterator[Block]:
 def examples(block: Block) -> Iterator[Example]:
     """The commands of a `console` block; a command goes on behind a backslash."""
     for match in re.finditer(
-        r"^\$ (?P<command>(?:[^\n]*\\\n)*[^\n]*)\n(?P<output>(?:(?!\$ )[^\n]*\n)*)", block.text, re.M
+        r"^\$ (?P<command>(?:[^\n]*\\\n)*[^\n]*)\n(?P<output>(?:(?!\$ )[^\n]*\n)*)",
+        block.text,
+        re.M,
     ):
         command, _, comment = re.sub(r"\\\n\s*", "", match["command"]).partition("  #")
         status = _STATUS.search(comment)
@@ -253,7 +262,7 @@ def main() -> int:
         if prepared is None:
             prepared = Path(temporary) / "prepared"
             prepared.mkdir()
-            whole = any(SLOW in page.read_text() for page in options.pages)
+            whole = any(is_slow(page.read_text()) for page in options.pages)
             prepare(prepared, whole=whole)
         for page in options.pages:
             text, edits = page.read_text(), []

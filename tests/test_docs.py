@@ -1,0 +1,226 @@
+"""The documentation is what the code says: reference pages, commands, options, links."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from megtool.cli.app import app
+from tools import generate_docs, run_docs
+
+PAGES = run_docs.pages()
+FOREIGN = {
+    "--kv-cache-dtype",  # vLLM
+    "--nnodes",  # torchrun
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--gpus-per-node",  # Slurm
+    "--nodes",
+    "--ntasks-per-node",
+    "--requeue",
+    "--signal",
+    "--write",  # tools/run_docs.py
+}
+"""Options of other programs that pages name."""
+
+
+def page_name(page: Path) -> str:
+    return page.relative_to(run_docs.ROOT).as_posix()
+
+
+def with_examples() -> Iterator[Any]:
+    """The pages that show commands; long ones are marked."""
+    for page in PAGES:
+        text = page.read_text()
+        if any(x.language in ("console", "python") for x in run_docs.blocks(text)):
+            marks = [pytest.mark.slow] if run_docs.is_slow(text) else []
+            yield pytest.param(page, marks=marks, id=page_name(page))
+
+
+def prepared(base: Path, *, whole: bool) -> tuple[Path, str]:
+    """The folder `work` that pages use and what the demo printed; made once for all workers."""
+    folder = base / ("docs-whole" if whole else "docs-small")
+    folder.mkdir(exist_ok=True)
+    printed = folder / "printed.txt"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.is_file():
+            printed.write_text(run_docs.prepare(folder, whole=whole))
+    return folder, printed.read_text()
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
+@pytest.mark.parametrize("page", with_examples())
+def test_commands_print_what_the_page_shows(page: Path, shared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source, demo = prepared(shared, whole=run_docs.is_slow(page.read_text()))
+    folder = run_docs.page_folder(tmp_path / "page", source)
+    for example, printed in run_docs.run_page(page, folder, demo):
+        if example.output.strip():
+            assert run_docs.matches(example.output, printed), (
+                f"line {example.line}: {example.command}\nprints\n{printed}\n"
+                f"python tools/run_docs.py --write {page_name(page)}"
+            )
+
+
+def test_the_readmes_python_example_runs(shared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    text = (run_docs.ROOT / "README.md").read_text()
+    (script,) = [x.text for x in run_docs.blocks(text) if x.language == "python"]
+    folder = run_docs.page_folder(tmp_path / "page", prepared(shared, whole=False)[0])
+    (folder / "example.py").write_text(script)
+    done = run_docs.run(run_docs.argv("python example.py"), folder)
+    assert done.returncode == 0, done.stderr
+    num_bytes, kernel_bytes = map(int, done.stdout.split())
+    assert num_bytes == 2 * 134_515_008
+    assert 0 < kernel_bytes <= num_bytes
+
+
+def test_the_console_blocks_are_found() -> None:
+    text = "# A\n\n```console\n$ megtool a \\\n    b  # exit status 7\nx\ny\n$ megtool c\n```\n"
+    (block,) = run_docs.blocks(text)
+    first, second = run_docs.examples(block)
+    assert (first.command, first.output, first.exit_status) == ("megtool a b", "x\ny\n", 7)
+    assert (second.command, second.output, second.exit_status) == ("megtool c", "", 0)
+    assert text[first.start :].startswith("x\n")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "equal"),
+    [
+        ("a 1.5 s\n", "a 2:03\n", True),
+        ("a\nb\n", "a\n", False),
+        ("a\n...\nz\n", "a\nb\nc\nz\n", True),
+        ("a\n...\nz\n", "a\nb\nc\n", False),
+        ("a\n...\nm\n...\nz\n", "a\nb\nm\nz\n", True),
+        ("a\n...\nm\n...\nz\n", "a\nb\nz\n", False),
+        ("a\n...\nb\n", "a\nb\n", True),
+        ("a\n...\na\n", "a\n", False),
+    ],
+)
+def test_outputs_are_compared_without_figures(shown: str, printed: str, equal: bool) -> None:
+    assert run_docs.matches(shown, printed) is equal
+
+
+def test_shortened_outputs_keep_their_ends() -> None:
+    assert run_docs.shortened("1\n2\n...\n9\n", "a\nb\nc\nd\n") == "a\nb\n...\nd\n"
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    assert generate_docs.outdated() == [], "run `make docs`, or python tools/generate_docs.py"
+
+
+def test_every_generated_part_is_on_a_page() -> None:
+    texts = "".join(page.read_text() for page in generate_docs.pages())
+    names = re.findall(r"<!-- generated: ([\w-]+) -->", texts)
+    assert sorted(names) == sorted(generate_docs.PARTS)
+
+
+def bash_commands() -> Iterator[Any]:
+    """The `megtool` commands in blocks that are not run."""
+    for page in PAGES:
+        for block in run_docs.blocks(page.read_text()):
+            if block.language != "bash":
+                continue
+            for line in re.sub(r"\\\n", " ", block.text).splitlines():
+                words = shlex.split(line, comments=True)
+                if "megtool" in words:
+                    yield pytest.param(words[words.index("megtool") + 1 :], id=line.strip())
+
+
+@pytest.mark.parametrize("words", bash_commands())
+def test_commands_that_are_not_run_have_valid_options(words: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words[0]]
+        words = words[1:]
+    command.make_context("megtool", list(words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_option_that_a_page_names_exists(page: Path) -> None:
+    if page.name == "benchmarks.md":
+        pytest.skip("names the options of its own scripts")
+    text = page.read_text()
+    blocks = "".join(x.text for x in run_docs.blocks(text) if x.language in ("bash", "console"))
+    inline = " ".join(re.findall(r"`([^`\n]+)`", text))
+    names = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", inline + blocks))
+    assert names - options() - FOREIGN == set()
+
+
+def options() -> set[str]:
+    """Every option of every command."""
+    found, todo = {"--help"}, [typer.main.get_command(app)]
+    while todo:
+        command: Any = todo.pop()
+        todo += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            found |= {*parameter.opts, *parameter.secondary_opts}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), target
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    } | set(re.findall(r"\{ *#([\w.-]+) *\}", text))
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(checkout: Path, tmp_path: Path) -> None:
+    pytest.importorskip("zensical")
+    config = (checkout / "zensical.toml").read_text()
+    (tmp_path / "zensical.toml").write_text(config)
+    (tmp_path / "docs").symlink_to(checkout / "docs", target_is_directory=True)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "zensical"), "build", "--strict"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
+
+
+def test_every_page_is_in_the_navigation(checkout: Path) -> None:
+    config = (checkout / "zensical.toml").read_text()
+    pages = {x.relative_to(checkout / "docs").as_posix() for x in PAGES if x.name != "README.md"}
+    assert set(re.findall(r'"([\w/-]+\.md)"', config)) == pages
+
+
+def test_the_glossary_is_short(checkout: Path) -> None:
+    rows = (checkout / "docs/development/glossary.md").read_text().count("\n| ") - 2
+    assert 40 <= rows <= 50

@@ -1,0 +1,1 @@
+"""Scripts that write and run the documentation."""
