@@ -48,16 +48,15 @@ def with_examples() -> Iterator[Any]:
             yield pytest.param(page, marks=marks, id=page_name(page))
 
 
-def prepared(base: Path, *, whole: bool) -> tuple[Path, str]:
-    """The folder `work` that pages use and what the demo printed; made once for all workers."""
+def prepared(base: Path, *, whole: bool) -> Path:
+    """The folder with `work` that pages use; made once for all workers."""
     folder = base / ("docs-whole" if whole else "docs-small")
     folder.mkdir(exist_ok=True)
-    printed = folder / "printed.txt"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not printed.is_file():
-            printed.write_text(run_docs.prepare(folder, whole=whole))
-    return folder, printed.read_text()
+        if not (folder / run_docs.DEMO).is_file():
+            run_docs.prepare(folder, whole=whole)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -70,9 +69,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.mark.parametrize("page", with_examples())
 def test_commands_print_what_the_page_shows(page: Path, shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    source, demo = prepared(shared, whole=run_docs.is_slow(page.read_text()))
+    source = prepared(shared, whole=run_docs.is_slow(page.read_text()))
     folder = run_docs.page_folder(tmp_path / "page", source)
-    for example, printed in run_docs.run_page(page, folder, demo):
+    for example, printed in run_docs.run_page(page, folder):
         if example.output.strip():
             assert run_docs.matches(example.output, printed), (
                 f"line {example.line}: {example.command}\nprints\n{printed}\n"
@@ -84,7 +83,7 @@ def test_the_readmes_python_example_runs(shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     text = (run_docs.ROOT / "README.md").read_text()
     (script,) = [x.text for x in run_docs.blocks(text) if x.language == "python"]
-    folder = run_docs.page_folder(tmp_path / "page", prepared(shared, whole=False)[0])
+    folder = run_docs.page_folder(tmp_path / "page", prepared(shared, whole=False))
     (folder / "example.py").write_text(script)
     done = run_docs.run(run_docs.argv("python example.py"), folder)
     assert done.returncode == 0, done.stderr

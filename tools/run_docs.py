@@ -37,7 +37,8 @@ _FIGURE = re.compile(
     r"\d+:\d\d(?::\d\d)?|\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?(?: (?:B|KiB|MiB|GiB|s)\b)?"
 )
 _STATUS = re.compile(r"exit status (\d+)")
-_NOT_RUN = ("make demo", "make docs", ". .venv/bin/activate")
+_NOT_RUN = ("make demo", "megtool demo work", ". .venv/bin/activate")
+DEMO = "demo.txt"
 ELISION = "..."
 SLOW = "<!-- test: slow -->"
 
@@ -179,35 +180,36 @@ def run(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[s
     )
 
 
-def prepare(folder: Path, *, whole: bool) -> str:
-    """Make `folder`/work as the pages expect it, and return what `megtool demo` printed."""
-    if whole:
-        done = run(argv("megtool demo work"), folder)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        return done.stdout
+def prepare(folder: Path, *, whole: bool) -> None:
+    """Make `folder`/work as the pages expect it, and `folder`/demo.txt, what the demo printed.
+
+    Raises:
+        RuntimeError: a command failed.
+    """
     from megtool.commands.demo import demo_weights
 
-    (folder / "work").mkdir(parents=True)
-    source = shlex.quote(str(demo_weights()))
-    for command in (
-        f"megtool reshard {source} work/hf --no-fsync",
+    commands = [
+        f"megtool reshard {shlex.quote(str(demo_weights()))} work/hf --no-fsync",
         "megtool reshard work/hf work/tp3-pp2 --to torch_dist --tp 3 --pp 2 --no-fsync",
-    ):
+    ]
+    printed = ""
+    for command in ["megtool demo work"] if whole else commands:
         done = run(argv(command), folder)
         if done.returncode:
             raise RuntimeError(done.stderr)
-    return ""
+        printed = done.stdout
+    (folder / DEMO).write_text(printed if whole else "")
 
 
 def page_folder(folder: Path, prepared: Path) -> Path:
     """A folder to run one page in: links to the files of `prepared`/work, and the README."""
     shutil.copytree(prepared / "work", folder / "work", copy_function=os.link)
+    shutil.copy(prepared / DEMO, folder)
     shutil.copy(ROOT / "README.md", folder)
     return folder
 
 
-def run_page(page: Path, folder: Path, demo: str = "") -> Iterator[tuple[Example, str]]:
+def run_page(page: Path, folder: Path) -> Iterator[tuple[Example, str]]:
     """Run a page's commands in order; yield each with what it printed.
 
     A command ends with the exit status in the comment after it (`# exit status 7`), with 2 if the
@@ -227,11 +229,9 @@ def run_page(page: Path, folder: Path, demo: str = "") -> Iterator[tuple[Example
                 raise RuntimeError(f"{page.name}:{block.line}: {done.stderr}")
         elif block.language == "console":
             for example in examples(block):
-                if example.command == "make demo":
-                    yield example, _without_folder(demo) if demo else example.output
+                if example.command == "make demo" and (demo := (folder / DEMO).read_text()):
+                    yield example, _without_folder(demo)
                 if example.command in _NOT_RUN:
-                    continue
-                if example.command == "megtool demo work":  # what made `work`
                     continue
                 done = run(argv(example.command), folder)
                 if done.returncode != example.exit_status:
