@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megtool.errors import MappingError, UsageError
-from megtool.optim.param_groups import Facts
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Span
 from megtool.parallel.process_groups import Group
 from megtool.tensors.buckets import lay_out, padded
@@ -25,7 +25,7 @@ from megtool.tensors.registration_order import ORDERS, Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class BufferKey:
     """What the parameters of a buffer have in common."""
 
     chunk: int
@@ -35,13 +35,13 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Member:
+class BucketParam:
     """A parameter of a bucket, from element `start` of the bucket on.
 
     `param` and `grad` are its places in the buffer, of the parameter's shape.
     """
 
-    facts: Facts
+    param_info: ParamInfo
     start: int
     param: Tensor
     grad: Tensor
@@ -53,24 +53,24 @@ class Member:
 
     def adopt(self) -> None:
         """Take the parameter's values into the buffer, if it is no view of it (any more)."""
-        parameter = self.facts.parameter
+        parameter = self.param_info.parameter
         if parameter.data_ptr() != self.param.data_ptr():
             self.param.copy_(parameter.data)
             parameter.data = self.param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bucket:
+class ParamAndGradBucket:
     """A part of a buffer that is communicated at once, of which each replica owns an equal shard.
 
     `params` and `grads` are views of the buffer, padding included; `numel` is without the padding
     at the end. Members come in the order of the buffer.
     """
 
-    kind: Kind
+    kind: BufferKey
     index: int
     numel: int
-    members: tuple[Member, ...]
+    members: tuple[BucketParam, ...]
     params: Tensor
     grads: Tensor
     group: Group
@@ -78,7 +78,7 @@ class Bucket:
     @property
     def label(self) -> str:
         """For people: which bucket it is, by its first and last parameter."""
-        first, last = self.members[0].facts.name, self.members[-1].facts.name
+        first, last = self.members[0].param_info.name, self.members[-1].param_info.name
         return f"bucket {self.index} ({first} ... {last})"
 
     @property
@@ -100,24 +100,26 @@ class Bucket:
             begin, end = max(member.start, low), min(member.stop, high)
             if begin < end:
                 start, stop = begin - member.start, end - member.start
-                out.append(Span(facts=member.facts, start=start, stop=stop, at=begin - low))
+                out.append(
+                    Span(param_info=member.param_info, start=start, stop=stop, offset=begin - low)
+                )
         return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Buffer:
+class ParamAndGradBuffer:
     """Parameters and gradients of one kind, one after the other; `buckets` are parts of them."""
 
-    kind: Kind
+    kind: BufferKey
     params: Tensor
     grads: Tensor
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ParamAndGradBucket, ...]
 
 
 @torch.no_grad()
 def make_buffer(
-    kind: Kind, facts: Sequence[Facts], group: Group, bucket_size: int | None
-) -> Buffer:
+    kind: BufferKey, facts: Sequence[ParamInfo], group: Group, bucket_size: int | None
+) -> ParamAndGradBuffer:
     """Lay parameters, given in registration order, into a new buffer, of which they become views.
 
     Their values stay. `bucket_size` is in elements; None makes one bucket, beside those that tied
@@ -139,16 +141,16 @@ def make_buffer(
     device = facts[0].parameter.device
     params = torch.zeros(offsets[-1], dtype=kind.dtype, device=device)
     grads = torch.zeros(offsets[-1], dtype=kind.grad_dtype, device=device)
-    members: list[list[Member]] = [[] for _ in sizes]
+    members: list[list[BucketParam]] = [[] for _ in sizes]
     for f, slot in zip(reversed(facts), reversed(slots), strict=True):
         begin, parameter = offsets[slot.bucket] + slot.start, f.parameter
         param = params[begin : begin + slot.numel].view(parameter.shape)
         grad = grads[begin : begin + slot.numel].view(parameter.shape)
-        member = Member(facts=f, start=slot.start, param=param, grad=grad)
+        member = BucketParam(param_info=f, start=slot.start, param=param, grad=grad)
         member.adopt()
         members[slot.bucket].append(member)
     buckets = tuple(
-        Bucket(
+        ParamAndGradBucket(
             kind=kind,
             index=i,
             numel=size,
@@ -159,10 +161,10 @@ def make_buffer(
         )
         for i, size in enumerate(sizes)
     )
-    return Buffer(kind=kind, params=params, grads=grads, buckets=buckets)
+    return ParamAndGradBuffer(kind=kind, params=params, grads=grads, buckets=buckets)
 
 
-def in_registration_order(facts: Sequence[Facts], order: Order = ORDERS[0]) -> list[Facts]:
+def in_registration_order(facts: Sequence[ParamInfo], order: Order = ORDERS[0]) -> list[ParamInfo]:
     """Parameters as Megatron's modules register them.
 
     Where a name is none of Megatron's (an adapter's, another model's) they stay as they are given.

@@ -38,8 +38,8 @@ class ChainedOptimizer(Optimizer):
         self.members = tuple(members)
         self.settings = first.settings
         self.groups = first.groups
-        self.facts = [f for m in members for f in m.facts]
-        names = [f.name for f in self.facts]
+        self.param_infos = [f for m in members for f in m.param_infos]
+        names = [f.name for f in self.param_infos]
         twice = next((n for n, times in Counter(names).items() if times > 1), None)
         if twice is not None:
             raise MappingError(
@@ -47,7 +47,7 @@ class ChainedOptimizer(Optimizer):
                 tensor=twice,
                 hint="each parameter is updated by one",
             )
-        group_parameters(self.facts, self.settings, self.groups.world)  # refuses idle rules
+        group_parameters(self.param_infos, self.settings, self.groups.world)  # refuses idle rules
         self.param_groups = [g for m in members for g in m.param_groups]
         self.group_of = {name: g for m in members for name, g in m.group_of.items()}
         self.updates = {kind: u for m in members for kind, u in m.updates.items()}
@@ -61,7 +61,7 @@ class ChainedOptimizer(Optimizer):
     @property
     def stored(self) -> list[Segment]:
         """All members' segments, as they lie."""
-        return [s for m in self.members for s in m.stored]
+        return [s for m in self.members for s in m.state_segments]
 
     @property
     def bucket_size(self) -> int | None:

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.optim.distributed import DistributedOptimizer, Shard
+from megtool.optim.distributed import DistributedOptimizer, BucketShard
 from megtool.optim.offload_streams import (
     ALIGNED,
-    Lanes,
-    SharedSegment,
-    cut,
+    OffloadStreams,
+    OffloadedSegment,
+    slice_segment,
     stored_values,
     write_parameters,
 )
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.replicated import PlainOptimizer
+from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.segments import Segment
-from megtool.optim.update_rules import Muon, Update, update_segments
+from megtool.optim.update_rules import Muon, UpdateRule, update_segments
 
 CHUNK_BYTES = 32 * 2**20
 
 
-class HybridOptimizer(Optimizer):
+class HybridDeviceOptimizer(Optimizer):
     """An optimizer that keeps and updates `settings.offload_fraction` of its state on the CPU.
 
     Takes the `inner` optimizer over: from then on, this one is used instead. Of a
@@ -50,57 +50,61 @@ class HybridOptimizer(Optimizer):
     """
 
     def __init__(
-        self, inner: PlainOptimizer | DistributedOptimizer, *, chunk_bytes: int = CHUNK_BYTES
+        self, inner: ReplicatedOptimizer | DistributedOptimizer, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        if not isinstance(inner, PlainOptimizer | DistributedOptimizer):
+        if not isinstance(inner, ReplicatedOptimizer | DistributedOptimizer):
             raise UsageError(
                 f"the state of a {type(inner).__name__} cannot be offloaded",
                 hint="wrap each plain or distributed optimizer, and chain those",
             )
-        if any(isinstance(s, SharedSegment) for s in inner.segments):
+        if any(isinstance(s, OffloadedSegment) for s in inner.segments):
             raise UsageError("the state of this optimizer is offloaded already")
         self.inner = inner
-        self.settings, self.groups, self.facts = inner.settings, inner.groups, inner.facts
+        self.settings, self.groups, self.param_infos = (
+            inner.settings,
+            inner.groups,
+            inner.param_infos,
+        )
         self.param_groups, self.group_of = inner.param_groups, inner.group_of
         self._facts_by_name = inner._facts_by_name
         self.updates, self.scaler, self.num_steps = inner.updates, inner.scaler, inner.num_steps
         self._num_labels, self._rates = None, {}
         movable = sum(s.numel for s in inner.segments if self._may_move(s))
-        self._left = round(self.settings.offload_fraction * movable)
+        self._num_unplaced = round(self.settings.offload_fraction * movable)
         if isinstance(inner, DistributedOptimizer):
             inner.shards = [self._place_shard(shard) for shard in inner.shards]
             inner.segments = [s for shard in inner.shards for _, s in shard.segments]
         else:
             inner.segments = [self._place_whole(s) for s in inner.segments]
         self.segments = inner.segments
-        self._lanes = Lanes(self.shared_segments, chunk_bytes // 4)
+        self._streams = OffloadStreams(self.offloaded_segments, chunk_bytes // 4)
         self._is_written = True
 
     @property
-    def shared_segments(self) -> list[SharedSegment]:
+    def offloaded_segments(self) -> list[OffloadedSegment]:
         """What is kept on the host, wholly or in part."""
-        return [s for s in self.segments if isinstance(s, SharedSegment)]
+        return [s for s in self.segments if isinstance(s, OffloadedSegment)]
 
     @property
     def stored(self) -> list[Segment]:
         """The parts that main parameters and states lie in."""
         out: list[Segment] = []
         for s in self.segments:
-            parts = (s.host, s.rest) if isinstance(s, SharedSegment) else (s,)
+            parts = (s.host_part, s.device_part) if isinstance(s, OffloadedSegment) else (s,)
             out += [part for part in parts if part is not None]
         return out
 
     @property
     def device_bytes(self) -> int:
         """Memory of main parameters (that are not parameters) and states on the device."""
-        on_host = {id(s.host) for s in self.shared_segments}
-        parameters = {f.parameter.untyped_storage().data_ptr() for f in self.facts}
-        return _bytes([s for s in self.stored if id(s) not in on_host], parameters)
+        on_host = {id(s.host_part) for s in self.offloaded_segments}
+        parameters = {f.parameter.untyped_storage().data_ptr() for f in self.param_infos}
+        return _storage_bytes([s for s in self.stored if id(s) not in on_host], parameters)
 
     @property
     def host_bytes(self) -> int:
         """Memory of main parameters and states on the host."""
-        return _bytes([s.host for s in self.shared_segments], set())
+        return _storage_bytes([s.host_part for s in self.offloaded_segments], set())
 
     @property
     def bucket_size(self) -> int | None:
@@ -133,24 +137,24 @@ class HybridOptimizer(Optimizer):
 
         The device's part goes first: on CUDA it runs while the host works.
         """
-        inner, shared = self.inner, [s for s in segments if isinstance(s, SharedSegment)]
+        inner, shared = self.inner, [s for s in segments if isinstance(s, OffloadedSegment)]
         inner.num_steps, inner._rates = self.num_steps, self._rates
-        self._lanes.open(shared)
-        inner.update_segments([s for s in segments if not isinstance(s, SharedSegment)])
+        self._streams.open(shared)
+        inner.update_segments([s for s in segments if not isinstance(s, OffloadedSegment)])
         for segment in shared:
-            if segment.rest is not None and segment.grad is not None:
-                segment.rest.grad = segment.grad[segment.host.numel :]
-                self._update(segment.rest)
-                write_parameters(segment.rest, stored_values(segment.rest))
-                segment.rest.grad = None
-        self._lanes.run(shared, self._update)
+            if segment.device_part is not None and segment.grad is not None:
+                segment.device_part.grad = segment.grad[segment.host_part.numel :]
+                self._update(segment.device_part)
+                write_parameters(segment.device_part, stored_values(segment.device_part))
+                segment.device_part.grad = None
+        self._streams.run(shared, self._update)
         self._is_written = True
 
     def publish(self) -> None:
         """See `Optimizer.publish`."""
         if not self._is_written:
-            for segment in self.shared_segments:
-                for part in (segment.host, segment.rest):
+            for segment in self.offloaded_segments:
+                for part in (segment.host_part, segment.device_part):
                     if part is not None:
                         write_parameters(part, stored_values(part))
             self._is_written = True
@@ -183,7 +187,7 @@ class HybridOptimizer(Optimizer):
     def _update(self, part: Segment) -> None:
         """Update a part of a segment, whose gradient lies where it does."""
         lr, weight_decay = self.rates(part.group)
-        update: Update = self.updates[part.group.update]
+        update: UpdateRule = self.updates[part.group.update]
         update_segments(update, [part], lr=lr, weight_decay=weight_decay, step=self.num_steps)
 
     # Placement.
@@ -191,21 +195,23 @@ class HybridOptimizer(Optimizer):
     def _may_move(self, segment: Segment) -> bool:
         return not isinstance(self.updates[segment.group.update], Muon)
 
-    def _place_shard(self, shard: Shard) -> Shard:
+    def _place_shard(self, shard: BucketShard) -> BucketShard:
         placed = []
-        for at, segment in shard.segments:
-            count = min(self._left, segment.numel)
+        for offset, segment in shard.segments:
+            count = min(self._num_unplaced, segment.numel)
             if count < segment.numel:
                 count -= count % ALIGNED
-            placed.append((at, self._place(segment, count)))
+            placed.append((offset, self._place(segment, count)))
         # Segments of a bucket share a storage: what stays is copied, to let go of the rest.
-        if any(isinstance(s, SharedSegment) for _, s in placed):
+        if any(isinstance(s, OffloadedSegment) for _, s in placed):
             for _, segment in placed:
-                _own(segment.rest if isinstance(segment, SharedSegment) else segment)
+                _own_storage(
+                    segment.device_part if isinstance(segment, OffloadedSegment) else segment
+                )
         return replace(shard, segments=tuple(placed))
 
     def _place_whole(self, segment: Segment) -> Segment:
-        return self._place(segment, segment.numel if segment.numel <= self._left else 0)
+        return self._place(segment, segment.numel if segment.numel <= self._num_unplaced else 0)
 
     def _place(self, segment: Segment, count: int) -> Segment:
         """A segment with its first `count` elements on the host."""
@@ -213,58 +219,62 @@ class HybridOptimizer(Optimizer):
         if not count or not self._may_move(segment):
             _make_states(segment)
             return segment
-        self._left -= count
-        rest = cut(segment, count, segment.numel) if count < segment.numel else None
-        if rest is not None:
-            _make_states(rest)
-        return SharedSegment(
+        self._num_unplaced -= count
+        device_part = (
+            slice_segment(segment, count, segment.numel) if count < segment.numel else None
+        )
+        if device_part is not None:
+            _make_states(device_part)
+        return OffloadedSegment(
             group=segment.group,
             spans=segment.spans,
             replicated=segment.replicated,
-            host=_on_host(cut(segment, 0, count)),
-            rest=rest,
-            where=device,
+            host_part=_copy_to_host(slice_segment(segment, 0, count)),
+            device_part=device_part,
+            grad_device=device,
         )
 
 
 def _make_states(segment: Segment) -> None:
     """Give a segment the states (zeros) that were only announced."""
-    for name, held in segment.states.items():
-        if held.is_meta:
-            segment.states[name] = torch.zeros_like(held, device=segment.device)
+    for name, tensor in segment.states.items():
+        if tensor.is_meta:
+            segment.states[name] = torch.zeros_like(tensor, device=segment.device)
 
 
-def _own(segment: Segment | None) -> None:
+def _own_storage(segment: Segment | None) -> None:
     """Copy what shares its storage with other segments, and is not the parameter itself."""
     if segment is None or not segment.spans:
         return
-    if segment.main is not None and segment.spans[0].facts.parameter.dtype != torch.float32:
+    if segment.main is not None and segment.spans[0].param_info.parameter.dtype != torch.float32:
         segment.main = segment.main.clone()
     if segment.low is not None:
         segment.low = segment.low.clone()
 
 
-def _on_host(part: Segment) -> Segment:
+def _copy_to_host(part: Segment) -> Segment:
     """A copy of a part of a segment in host memory, pinned where the device is CUDA."""
     is_pinned = part.device.type == "cuda"
 
-    def copied(held: Tensor) -> Tensor:
-        kept = torch.empty(held.shape, dtype=held.dtype, pin_memory=is_pinned)
-        return kept.zero_() if held.is_meta else kept.copy_(held)
+    def to_host(tensor: Tensor) -> Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+        return copy.zero_() if tensor.is_meta else copy.copy_(tensor)
 
     return Segment(
         group=part.group,
         spans=part.spans,
-        main=None if part.main is None else copied(part.main),
-        high=None if part.high is None else copied(part.high),
-        low=None if part.low is None else copied(part.low),
+        main=None if part.main is None else to_host(part.main),
+        high=None if part.high is None else to_host(part.high),
+        low=None if part.low is None else to_host(part.low),
         replicated=part.replicated,
-        states={name: copied(held) for name, held in part.states.items()},
+        states={name: to_host(tensor) for name, tensor in part.states.items()},
     )
 
 
-def _bytes(segments: list[Segment], without: set[int]) -> int:
+def _storage_bytes(segments: list[Segment], without: set[int]) -> int:
     """Bytes of the storages that segments hold, each once."""
-    held = [t for s in segments for t in (s.main, s.high, s.low, *s.states.values())]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in held if t is not None}
-    return sum(s.nbytes() for at, s in storages.items() if at not in without)
+    tensors = [t for s in segments for t in (s.main, s.high, s.low, *s.states.values())]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None
+    }
+    return sum(s.nbytes() for address, s in storages.items() if address not in without)

@@ -14,24 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import UsageError
-from megtool.optim.buffers import Bucket, Buffer, Kind, in_registration_order, make_buffer
+from megtool.optim.buffers import (
+    ParamAndGradBucket,
+    ParamAndGradBuffer,
+    BufferKey,
+    in_registration_order,
+    make_buffer,
+)
 from megtool.optim.flat_shards import Pending
 from megtool.optim.fp8.fp8_param_gather import forget, gather_quantized, is_marked
-from megtool.optim.grad_reduce import Reduction
+from megtool.optim.grad_reduce import GradReduce
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.param_gather import Gathering
-from megtool.optim.param_groups import Facts
+from megtool.optim.param_gather import ParamGather
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment, Span
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.buckets import default_bucket_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shard:
+class BucketShard:
     """What this process updates of a bucket: segments, from so many elements of its shard on."""
 
-    bucket: Bucket
+    bucket: ParamAndGradBucket
     segments: tuple[tuple[int, Segment], ...]
 
 
@@ -54,7 +60,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         groups: ProcessGroups,
         *,
         chunks: Sequence[nn.Module] = (),
@@ -62,15 +68,15 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         super().__init__(named_parameters, settings, groups, part=part)
         if settings.fp8_param_gather:
-            _check_fp8(self.facts, settings)
+            _check_fp8(self.param_infos, settings)
         self.buffers = self._make_buffers(chunks)
         # Backward passes fill the last chunk first, forward passes need the first one first.
         backwards = sorted(self.buffers, key=lambda b: -b.kind.chunk)
         buckets = [bucket for buffer in backwards for bucket in buffer.buckets]
-        self.reduction = Reduction(
+        self.grad_reduce = GradReduce(
             buckets, overlap=settings.overlap_grad_reduce, in_fp32=settings.reduce_in_fp32
         )
-        self.gathering = Gathering(
+        self.param_gather = ParamGather(
             buckets[::-1],
             chunks,
             overlap=settings.overlap_param_gather,
@@ -79,7 +85,7 @@ class DistributedOptimizer(Optimizer):
         self.shards = [
             self._make_shard(bucket) for buffer in self.buffers for bucket in buffer.buckets
         ]
-        self.hold([segment for shard in self.shards for _, segment in shard.segments])
+        self.set_segments([segment for shard in self.shards for _, segment in shard.segments])
 
     @property
     def bucket_size(self) -> int | None:
@@ -95,14 +101,14 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self) -> None:
         """See `Optimizer.zero_grad`."""
-        self.reduction.clear()
+        self.grad_reduce.clear()
         for segment in self.segments:
             segment.grad = None
 
     def begin(self, num_microbatches: int) -> None:
         """See `Optimizer.begin`."""
-        self.reduction.begin(num_microbatches)
-        self.gathering.forget_calls()
+        self.grad_reduce.begin(num_microbatches)
+        self.param_gather.forget_calls()
 
     def sum_in_place(self) -> None:
         """See `Optimizer.sum_in_place`.
@@ -110,41 +116,41 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: settings ask for what a pass would have to begin or wait for.
         """
-        if self.gathering.overlap:
+        if self.param_gather.overlap:
             raise UsageError("parameters that passes wait for cannot be part of a graph")
-        self.reduction.sum_in_place()
+        self.grad_reduce.sum_in_place()
 
     def reduce_gradients(self) -> None:
         """See `Optimizer.reduce_gradients`."""
-        self.gathering.learn()
-        self.gathering.wait()
-        totals = self.reduction.finish()
+        self.param_gather.learn()
+        self.param_gather.wait()
+        totals = self.grad_reduce.finish()
         for shard in self.shards:
-            for at, segment in shard.segments:
-                segment.grad = totals[shard.bucket][at : at + segment.numel]
+            for offset, segment in shard.segments:
+                segment.grad = totals[shard.bucket][offset : offset + segment.numel]
 
     def publish(self) -> None:
         """See `Optimizer.publish`."""
         into, mains = [], []
         for shard in self.shards:
-            held = shard.bucket.param_shard
-            for at, segment in shard.segments:
-                place = held[at : at + segment.numel]
+            params = shard.bucket.param_shard
+            for offset, segment in shard.segments:
+                place = params[offset : offset + segment.numel]
                 # fp32 parameters are their own main ones, but where an update keeps those elsewhere
                 if segment.main is not None and segment.main.data_ptr() != place.data_ptr():
                     into.append(place)
                     mains.append(segment.main)
         if into:
             torch._foreach_copy_(into, mains)
-        self.gathering.start()
+        self.param_gather.start()
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters are those of the last step."""
-        self.gathering.wait()
+        self.param_gather.wait()
 
     def load(self, read: Callable[[str, str], Tensor]) -> None:
         """See `Optimizer.load`."""
-        self.gathering.wait()
+        self.param_gather.wait()
         super().load(read)
 
     def reload_parameters(self) -> None:
@@ -155,29 +161,29 @@ class DistributedOptimizer(Optimizer):
     @torch.no_grad()
     def adopt_parameters(self) -> None:
         """Take parameters that are no views of the buffers (any more) into them."""
-        self.gathering.wait()
+        self.param_gather.wait()
         for shard in self.shards:
             for member in shard.bucket.members:
                 member.adopt()
-                forget(member.facts.parameter)
+                forget(member.param_info.parameter)
 
     def close(self) -> None:
         """Take the hooks off parameters and modules; parameters stay in their buffers."""
-        self.gathering.close()
-        self.reduction.close()
+        self.param_gather.close()
+        self.grad_reduce.close()
 
-    def _gather_as_fp8(self, bucket: Bucket, tag: int) -> Pending:
+    def _gather_as_fp8(self, bucket: ParamAndGradBucket, tag: int) -> Pending:
         shard = next(s for s in self.shards if s.bucket is bucket)
-        mains = [(at, s.main) for at, s in shard.segments if s.main is not None]
+        mains = [(offset, s.main) for offset, s in shard.segments if s.main is not None]
         return gather_quantized(bucket, mains, tag=tag)
 
-    def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[Buffer]:
+    def _make_buffers(self, chunks: Sequence[nn.Module]) -> list[ParamAndGradBuffer]:
         """Chunk by chunk, dense before experts, and by dtypes in the order they come in."""
         chunk_of = {id(p): i for i, module in enumerate(chunks) for p in module.parameters()}
-        kinds: dict[Kind, list[Facts]] = {}
-        for f in in_registration_order(self.facts):
+        kinds: dict[BufferKey, list[ParamInfo]] = {}
+        for f in in_registration_order(self.param_infos):
             dtype = f.parameter.dtype
-            kind = Kind(
+            kind = BufferKey(
                 chunk=chunk_of.get(id(f.parameter), 0),
                 is_expert=f.is_expert,
                 dtype=dtype,
@@ -190,56 +196,59 @@ class DistributedOptimizer(Optimizer):
             for kind in order
         ]
 
-    def _replicas(self, kind: Kind) -> Group:
+    def _replicas(self, kind: BufferKey) -> Group:
         return self.groups.expert_dp if kind.is_expert else self.groups.replicas
 
-    def _bucket_size(self, kind: Kind) -> int | None:
+    def _bucket_size(self, kind: BufferKey) -> int | None:
         """Elements of a bucket, as Megatron chooses: None is one bucket for all.
 
         Later stages and chunks have one too: their communication is hidden behind the first ones'.
         """
         return None if self.groups.pp.rank or kind.chunk else self.bucket_size
 
-    def _make_shard(self, bucket: Bucket) -> Shard:
+    def _make_shard(self, bucket: ParamAndGradBucket) -> BucketShard:
         """Segments of a bucket: what lies one after the other and is updated alike."""
         spans = bucket.spans()
-        held = bucket.param_shard
+        params = bucket.param_shard
         used = spans[-1].end if spans else 0
         main: Tensor | None = None
         low: Tensor | None = None
-        if held.dtype != torch.float32:
+        if params.dtype != torch.float32:
             if self.settings.main_params == "remainder":
-                low = torch.zeros(used, dtype=torch.int16, device=held.device)
+                low = torch.zeros(used, dtype=torch.int16, device=params.device)
             else:
-                main = held[:used].float()
+                main = params[:used].float()
         segments = []
         for run in self._runs(spans):
-            at, end = run[0].at, run[-1].end
-            where = slice(at, end)
+            start, end = run[0].offset, run[-1].end
+            extent = slice(start, end)
             segment = Segment(
-                group=self.group_of[run[0].facts.name],
+                group=self.group_of[run[0].param_info.name],
                 spans=tuple(
-                    Span(facts=s.facts, start=s.start, stop=s.stop, at=s.at - at) for s in run
+                    Span(
+                        param_info=s.param_info, start=s.start, stop=s.stop, offset=s.offset - start
+                    )
+                    for s in run
                 ),
             )
             if low is not None:
-                segment.high, segment.low = held[where], low[where]
+                segment.high, segment.low = params[extent], low[extent]
             else:
-                segment.main = (held if main is None else main)[where]
-            segments.append((at, segment))
-        return Shard(bucket=bucket, segments=tuple(segments))
+                segment.main = (params if main is None else main)[extent]
+            segments.append((start, segment))
+        return BucketShard(bucket=bucket, segments=tuple(segments))
 
     def _runs(self, spans: Sequence[Span]) -> list[list[Span]]:
         runs: list[list[Span]] = []
         for span in spans:
-            group = self.group_of[span.facts.name]
-            if not runs or self.group_of[runs[-1][-1].facts.name] is not group:
+            group = self.group_of[span.param_info.name]
+            if not runs or self.group_of[runs[-1][-1].param_info.name] is not group:
                 runs.append([])
             runs[-1].append(span)
         return runs
 
 
-def _check_fp8(facts: Sequence[Facts], settings: OptimizerSettings) -> None:
+def _check_fp8(facts: Sequence[ParamInfo], settings: OptimizerConfig) -> None:
     """Refuse FP8 gathers that nothing is gained by, or that would lose main parameters."""
     marked = [f for f in facts if is_marked(f.parameter)]
     if not marked:
@@ -247,16 +256,16 @@ def _check_fp8(facts: Sequence[Facts], settings: OptimizerSettings) -> None:
             "parameters are to be gathered as FP8, and none of them is used so",
             hint="--fp8-param-gather goes with --fp8-recipe delayed or tensorwise",
         )
-    own = next((f for f in marked if f.parameter.dtype == torch.float32), None)
-    if own is not None or settings.main_params == "remainder" or settings.offload_fraction:
-        what = (
+    fp32_param = next((f for f in marked if f.parameter.dtype == torch.float32), None)
+    if fp32_param is not None or settings.main_params == "remainder" or settings.offload_fraction:
+        obstacle = (
             "main parameters on the host"
             if settings.offload_fraction
             else "parameters that are their own main parameters"
         )
         raise UsageError(
-            f"{what} cannot be gathered as FP8",
-            tensor=None if own is None else own.name,
+            f"{obstacle} cannot be gathered as FP8",
+            tensor=None if fp32_param is None else fp32_param.name,
             hint="--fp8-param-gather needs --bf16, without --store-param-remainders and "
             "--optimizer-cpu-offload",
         )

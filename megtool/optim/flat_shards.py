@@ -45,7 +45,7 @@ class Pending:
         return self.done
 
 
-def start_sum(
+def start_reduce_scatter(
     flat: Tensor, group: Group, *, in_fp32: bool, tag: int, by_messages: bool | None = None
 ) -> Pending:
     """The sum of this rank's part over all ranks, in place of it, under way.
@@ -58,12 +58,12 @@ def start_sum(
     owner, which adds them up in the order of ranks: the sum is the one that a single process would
     come to. Otherwise, without `in_fp32`, the order is the backend's.
     """
-    own = part(flat, group)
+    local_part = rank_part(flat, group)
     wide = in_fp32 and flat.dtype != torch.float32
     if group.handle is None:
-        return Pending([], lambda: own.float() if wide else own)
+        return Pending([], lambda: local_part.float() if wide else local_part)
     if _sends_messages(group, by_messages):
-        received = flat.new_empty((group.size - 1) * own.numel())
+        received = flat.new_empty((group.size - 1) * local_part.numel())
         rows = list(received.chunk(group.size - 1))
         works: list[dist.Work] = []
         for step in range(1, group.size):
@@ -71,20 +71,20 @@ def start_sum(
             row = rows[behind - (behind > group.rank)]
             works += (
                 _receive(row, behind, group, tag),
-                _send(part(flat, group, ahead), ahead, group, tag),
+                _send(rank_part(flat, group, ahead), ahead, group, tag),
             )
-        parts = [*rows[: group.rank], own, *rows[group.rank :]]
-        return Pending(works, lambda: _add_up(parts, group.rank, wide=wide))
+        parts = [*rows[: group.rank], local_part, *rows[group.rank :]]
+        return Pending(works, lambda: _sum_in_rank_order(parts, group.rank, wide=wide))
     if wide:
         gathered = torch.empty_like(flat)
         work = dist.all_to_all_single(gathered, flat, group=group.handle, async_op=True)
         parts = list(gathered.chunk(group.size))
-        return Pending([work], lambda: _add_up(parts, group.rank, wide=True))
-    work = _reduce_scatter(own, flat, group=group.handle, async_op=True)
-    return Pending([work], lambda: own)
+        return Pending([work], lambda: _sum_in_rank_order(parts, group.rank, wide=True))
+    work = _reduce_scatter(local_part, flat, group=group.handle, async_op=True)
+    return Pending([work], lambda: local_part)
 
 
-def start_gather(
+def start_all_gather(
     flat: Tensor, group: Group, *, tag: int, by_messages: bool | None = None
 ) -> Pending:
     """All ranks' parts, in place of `flat`, of which this rank has its own; under way.
@@ -96,45 +96,45 @@ def start_gather(
     if group.handle is None:
         return Pending([], lambda: flat)
     if not _sends_messages(group, by_messages):
-        work = _gather(flat, part(flat, group), group=group.handle, async_op=True)
+        work = _gather(flat, rank_part(flat, group), group=group.handle, async_op=True)
         return Pending([work], lambda: flat)
     works: list[dist.Work] = []
-    own = part(flat, group)
+    local_part = rank_part(flat, group)
     for step in range(1, group.size):
         ahead, behind = (group.rank + step) % group.size, (group.rank - step) % group.size
         works += (
-            _receive(part(flat, group, behind), behind, group, tag),
-            _send(own, ahead, group, tag),
+            _receive(rank_part(flat, group, behind), behind, group, tag),
+            _send(local_part, ahead, group, tag),
         )
     return Pending(works, lambda: flat)
 
 
-def part(flat: Tensor, group: Group, rank: int | None = None) -> Tensor:
+def rank_part(flat: Tensor, group: Group, rank: int | None = None) -> Tensor:
     """A rank's part of a flat tensor, this one's without `rank`; a view."""
     each = flat.numel() // group.size
     first = (group.rank if rank is None else rank) * each
     return flat[first : first + each]
 
 
-def _add_up(parts: list[Tensor], rank: int, *, wide: bool) -> Tensor:
+def _sum_in_rank_order(parts: list[Tensor], rank: int, *, wide: bool) -> Tensor:
     """The sum in the order of ranks; in place of this rank's own part where it is not `wide`."""
     if wide:
         total = parts[0].float()
-        for other in parts[1:]:
-            total.add_(other)
+        for addend in parts[1:]:
+            total.add_(addend)
         return total
     # What is added up so far lies in a part that came, until this rank's own is among it.
     total = parts[rank] if rank < 2 else parts[0]
     torch.add(parts[0], parts[1], out=total)
-    for i, other in enumerate(parts[2:], 2):
+    for i, addend in enumerate(parts[2:], 2):
         into = parts[rank] if i == rank else total
-        torch.add(total, other, out=into)
+        torch.add(total, addend, out=into)
         total = into
     return total
 
 
-def _sends_messages(group: Group, asked: bool | None) -> bool:
-    return dist.get_backend(group.handle) == "gloo" if asked is None else asked
+def _sends_messages(group: Group, by_messages: bool | None) -> bool:
+    return dist.get_backend(group.handle) == "gloo" if by_messages is None else by_messages
 
 
 def _receive(into: Tensor, behind: int, group: Group, tag: int) -> dist.Work:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.optim.param_groups import Facts
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment
 from megtool.parallel.process_groups import ProcessGroups
 
 
-def counts_here(facts: Facts, groups: ProcessGroups, *, replicated: bool) -> bool:
+def is_counted_on_rank(facts: ParamInfo, groups: ProcessGroups, *, replicated: bool) -> bool:
     """Is this process the one that counts what it holds of a parameter?"""
     if facts.is_shared_copy:
         return False
@@ -37,18 +37,18 @@ def local_statistics(
     (0 unless asked for).
     """
     counted: list[Tensor] = []
-    others: list[Tensor] = []
+    uncounted: list[Tensor] = []
     zeros: list[Tensor] = []
     for segment in segments:
         if segment.grad is None:
             continue
-        for start, stop, here in _runs(segment, groups):
-            (counted if here else others).append(segment.grad[start:stop])
+        for start, stop, is_counted in _runs(segment, groups):
+            (counted if is_counted else uncounted).append(segment.grad[start:stop])
         if count_zeros:
             zeros += [
-                span.stop - span.start - torch.count_nonzero(segment.grad[span.at : span.end])
+                span.stop - span.start - torch.count_nonzero(segment.grad[span.offset : span.end])
                 for span in segment.spans
-                if counts_here(span.facts, groups, replicated=segment.replicated)
+                if is_counted_on_rank(span.param_info, groups, replicated=segment.replicated)
             ]
     device = groups.device
     out = torch.zeros(3, dtype=torch.float64, device=device)
@@ -56,9 +56,9 @@ def local_statistics(
     if norm is not None:
         out[0] += ~norm.isfinite()
         out[1] = norm.to(device).double().square()
-    rest = _norm(others)
-    if rest is not None:
-        out[0] += ~rest.isfinite()
+    uncounted_norm = _norm(uncounted)
+    if uncounted_norm is not None:
+        out[0] += ~uncounted_norm.isfinite()
     if zeros:
         out[2] = torch.stack([z.to(device) for z in zeros]).sum()
     return out
@@ -69,32 +69,38 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return float((max_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0))
 
 
-def first_bad(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
+def find_nonfinite(segments: Sequence[Segment], names: Sequence[str]) -> str | None:
     """Of `names` (in the order of the forward pass) the last whose gradient has no finite norm: the
     first that the backward pass came to. None if there is none."""
     bad = {
-        span.facts.name
+        span.param_info.name
         for s in segments
         if s.grad is not None
         for span in s.spans
-        if not torch.linalg.vector_norm(s.grad[span.at : span.end]).isfinite()
+        if not torch.linalg.vector_norm(s.grad[span.offset : span.end]).isfinite()
     }
     return next((name for name in reversed(names) if name in bad), None)
 
 
-def first_of_ranks(mine: str | None, names: Sequence[str], groups: ProcessGroups) -> str | None:
+def first_nonfinite_of_ranks(
+    local_name: str | None, names: Sequence[str], groups: ProcessGroups
+) -> str | None:
     """Of what each rank found among its `names`, what the backward pass came to first, with its
     rank: that of the last stage. Every rank calls it."""
     world = groups.world
     if world.handle is None:
-        return mine
-    told = None if mine is None else (groups.pp.rank, names.index(mine), mine)
+        return local_name
+    entry = None if local_name is None else (groups.pp.rank, names.index(local_name), local_name)
     all_ranks: list[tuple[int, int, str] | None] = [None] * world.size
-    dist.all_gather_object(all_ranks, told, group=world.handle)
-    found = [(at[:2], -rank, at[2]) for rank, at in enumerate(all_ranks) if at is not None]
-    if not found:
+    dist.all_gather_object(all_ranks, entry, group=world.handle)
+    entries = [
+        (entry_of_rank[:2], -rank, entry_of_rank[2])
+        for rank, entry_of_rank in enumerate(all_ranks)
+        if entry_of_rank is not None
+    ]
+    if not entries:
         return None
-    _, rank, name = max(found)
+    _, rank, name = max(entries)
     return f"{name} (rank {-rank})"
 
 
@@ -102,11 +108,11 @@ def _runs(segment: Segment, groups: ProcessGroups) -> list[tuple[int, int, bool]
     """Neighboring spans that are counted here, or are not, as one; padding is zeros."""
     runs: list[tuple[int, int, bool]] = []
     for span in segment.spans:
-        here = counts_here(span.facts, groups, replicated=segment.replicated)
-        if runs and runs[-1][2] == here and span.at >= runs[-1][1]:
-            runs[-1] = (runs[-1][0], span.end, here)
+        is_counted = is_counted_on_rank(span.param_info, groups, replicated=segment.replicated)
+        if runs and runs[-1][2] == is_counted and span.offset >= runs[-1][1]:
+            runs[-1] = (runs[-1][0], span.end, is_counted)
         else:
-            runs.append((span.at, span.end, here))
+            runs.append((span.offset, span.end, is_counted))
     return runs
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megtool.errors import UsageError
-from megtool.optim.buffers import Bucket, Member
-from megtool.optim.flat_shards import Pending, new_tag, start_sum
+from megtool.optim.buffers import ParamAndGradBucket, BucketParam
+from megtool.optim.flat_shards import Pending, new_tag, start_reduce_scatter
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,19 +24,19 @@ class _Arrival:
     it came in a backward pass of the first step, 1 but where a pass is made of several.
     """
 
-    member: Member
+    member: BucketParam
     of: _Progress
     empty: bool = True
     count: int = 0
     per_pass: int | None = None
-    wanted: int | None = None
+    expected: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Progress:
     """A bucket in this step: its parameters, how many are still to come, and its sum."""
 
-    bucket: Bucket
+    bucket: ParamAndGradBucket
     queue: list[_Progress]
     tag: int
     arrivals: list[_Arrival] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Progress:
     pending: Pending | None = None
 
 
-class Reduction:
+class GradReduce:
     """Adds gradients up over microbatches, in the buffers, and over replicas, bucket by bucket.
 
     A hook takes every gradient as soon as autograd has it, and `parameter.grad` stays None. With
@@ -60,9 +60,11 @@ class Reduction:
     `buckets` come in the order in which backward passes fill them.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, overlap: bool, in_fp32: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[ParamAndGradBucket], *, overlap: bool, in_fp32: bool
+    ) -> None:
         self.overlap, self.in_fp32 = overlap, in_fp32
-        self.sent: list[Bucket] = []
+        self.sent: list[ParamAndGradBucket] = []
         """What is on its way or has come in this step, in the order of sending."""
         self._passes = 1
         self._in_place = False
@@ -100,21 +102,21 @@ class Reduction:
                 progress.bucket.grads.zero_()
             for arrival in progress.arrivals:
                 arrival.empty, arrival.count = not self._in_place, 0
-                arrival.member.facts.parameter.grad = None
+                arrival.member.param_info.parameter.grad = None
 
     def begin(self, num_passes: int) -> None:
         """A step of so many backward passes."""
         self._passes = num_passes
         for progress in self._all:
             for arrival in progress.arrivals:
-                known = self.overlap and arrival.per_pass is not None
-                arrival.wanted = num_passes * (arrival.per_pass or 1) if known else None
+                is_counted = self.overlap and arrival.per_pass is not None
+                arrival.expected = num_passes * (arrival.per_pass or 1) if is_counted else None
             progress.missing = len(progress.arrivals)
 
     @torch.no_grad()
-    def finish(self) -> dict[Bucket, Tensor]:
+    def finish(self) -> dict[ParamAndGradBucket, Tensor]:
         """Each bucket's shard of the sum (fp32), after the last backward pass."""
-        under_way: list[tuple[Bucket, Pending]] = []
+        under_way: list[tuple[ParamAndGradBucket, Pending]] = []
         for progress in self._all:
             under_way.append((progress.bucket, progress.pending or self._send(progress)))
             for arrival in progress.arrivals:
@@ -136,7 +138,7 @@ class Reduction:
             if (alive := reduction()) is not None:
                 alive._take(arrival, parameter)
 
-        parameter = arrival.member.facts.parameter
+        parameter = arrival.member.param_info.parameter
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
         return handle
 
@@ -148,7 +150,7 @@ class Reduction:
             return
         if progress.pending is not None:
             raise UsageError(
-                f"a gradient of {arrival.member.facts.name} came after its bucket was sent",
+                f"a gradient of {arrival.member.param_info.name} came after its bucket was sent",
                 hint="zero_grad and begin come before the first backward pass of a step, and begin "
                 f"says how many there are; this step began with {self._passes}",
             )
@@ -158,7 +160,7 @@ class Reduction:
             arrival.member.grad.add_(grad)
         arrival.empty = False
         arrival.count += 1
-        if arrival.count == arrival.wanted:
+        if arrival.count == arrival.expected:
             progress.missing -= 1
             if not progress.missing:
                 self._send_ready(progress.queue)
@@ -176,7 +178,7 @@ class Reduction:
             if arrival.empty:
                 arrival.member.grad.zero_()
         bucket = progress.bucket
-        progress.pending = start_sum(
+        progress.pending = start_reduce_scatter(
             bucket.grads, bucket.group, in_fp32=self.in_fp32, tag=progress.tag
         )
         self.sent.append(bucket)

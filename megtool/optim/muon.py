@@ -7,15 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megtool.optim.param_groups import Facts
+from megtool.optim.param_groups import ParamInfo
 from megtool.optim.segments import Segment
 from megtool.optim.update_rules import Muon
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 
 
-def turn_matrices(
-    update: Muon, facts: Sequence[Facts], segments: Sequence[Segment], groups: ProcessGroups, *, lr: float
+def orthogonalize_matrices(
+    update: Muon,
+    facts: Sequence[ParamInfo],
+    segments: Sequence[Segment],
+    groups: ProcessGroups,
+    *,
+    lr: float,
 ) -> None:
     """Take the Newton-Schulz step of every matrix of a group, after `Muon.apply`.
 
@@ -26,53 +31,55 @@ def turn_matrices(
     and takes its part. So results do not depend on the layout but for the order of sums.
     """
     for f in facts:
-        held = [(s, span) for s in segments for span in s.spans if span.facts is f]
+        local_spans = [(s, span) for s in segments for span in s.spans if span.param_info is f]
         shape = f.parameter.shape
         local = torch.zeros(f.parameter.numel(), dtype=torch.bfloat16, device=f.parameter.device)
-        for s, span in held:
+        for s, span in local_spans:
             if s.grad is not None:
-                local[span.start : span.stop].copy_(s.grad[span.at : span.end])
-        if not any(s.replicated for s, _ in held):
+                local[span.start : span.stop].copy_(s.grad[span.offset : span.end])
+        if not any(s.replicated for s, _ in local_spans):
             local = all_sum(local, groups.expert_dp if f.is_expert else groups.replicas)
-        if not held:
+        if not local_spans:
             continue
         tp = groups.etp if f.is_expert else groups.tp
         if f.is_tp_duplicate or tp.size == 1:
-            direction, factor = _turned(update, local.view(shape), f.row_parts)
+            direction, factor = _muon_direction(update, local.view(shape), f.row_parts)
         else:
             dim = int(f.parameter.partition_dim)  # type: ignore[attr-defined]
-            whole, factor = _turned(update, _gather(local.view(shape), tp, dim), f.row_parts)
-            direction = whole.chunk(tp.size, dim)[tp.rank]
+            full_direction, factor = _muon_direction(
+                update, _gather(local.view(shape), tp, dim), f.row_parts
+            )
+            direction = full_direction.chunk(tp.size, dim)[tp.rank]
         flat = direction.float().flatten()
-        for s, span in held:
-            main = s.read_main(span.at, span.end)
+        for s, span in local_spans:
+            main = s.read_main(span.offset, span.end)
             main.add_(flat[span.start : span.stop].to(main.device), alpha=-lr * factor)
             if s.main is None:
-                s.write_main(span.at, span.end, main)
+                s.write_main(span.offset, span.end, main)
 
 
-def _turned(update: Muon, whole: Tensor, row_parts: Sequence[int]) -> tuple[Tensor, float]:
+def _muon_direction(update: Muon, weight: Tensor, row_parts: Sequence[int]) -> tuple[Tensor, float]:
     """What to go against for one matrix, a stack of them, or several in one; and a factor for all.
 
     Parts are in groups of `row_parts` rows of each: `[g1 of q, g1 of k, g1 of v, g2 of q, ...]`.
     """
-    if whole.dim() == 3:
-        turned = [update.direction(matrix) for matrix in whole]
+    if weight.dim() == 3:
+        turned = [update.direction(matrix) for matrix in weight]
         return torch.stack([direction for direction, _ in turned]), turned[0][1]
     if not row_parts:
-        return update.direction(whole)
-    width = whole.shape[1]
+        return update.direction(weight)
+    width = weight.shape[1]
     out = []
-    for part in whole.view(-1, sum(row_parts), width).split_with_sizes(list(row_parts), 1):
+    for part in weight.view(-1, sum(row_parts), width).split_with_sizes(list(row_parts), 1):
         direction, factor = update.direction(part.reshape(-1, width))
         out.append(direction.float().mul_(factor).view(part.shape))
-    return torch.cat(out, 1).view(whole.shape), 1.0
+    return torch.cat(out, 1).view(weight.shape), 1.0
 
 
 def _gather(part: Tensor, group: Group, dim: int) -> Tensor:
     """All ranks' parts along a dim, by a sum of what each has, with zeros elsewhere."""
     shape = list(part.shape)
     shape[dim] *= group.size
-    whole = part.new_zeros(shape)
-    whole.chunk(group.size, dim)[group.rank].copy_(part)
-    return all_sum(whole, group)
+    gathered = part.new_zeros(shape)
+    gathered.chunk(group.size, dim)[group.rank].copy_(part)
+    return all_sum(gathered, group)

@@ -15,41 +15,46 @@ ALIGNED = 64  # elements: whole vectors, and whole lines of the cache, of any CP
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class SharedSegment(Segment):
+class OffloadedSegment(Segment):
     """A segment that is kept on the host up to some element, and on the device from there on.
 
     What is updated at once stays one segment to norms and reductions, whose sums so do not depend
     on where it is cut; it has the gradient, and its two parts have all else.
     """
 
-    host: Segment
-    rest: Segment | None
-    where: torch.device
+    host_part: Segment
+    device_part: Segment | None
+    grad_device: torch.device
 
     @property
     def numel(self) -> int:
         """Elements, padding included."""
-        return self.host.numel + (0 if self.rest is None else self.rest.numel)
+        return self.host_part.numel + (0 if self.device_part is None else self.device_part.numel)
 
     @property
     def device(self) -> torch.device:
         """Where the gradient is."""
-        return self.where
+        return self.grad_device
 
 
-def cut(segment: Segment, start: int, stop: int) -> Segment:
+def slice_segment(segment: Segment, start: int, stop: int) -> Segment:
     """A part of a segment, of the same storage; its spans are those that lie in it."""
 
-    def part(held: Tensor | None) -> Tensor | None:
-        return None if held is None else held[start:stop]
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[start:stop]
 
     spans = []
     for span in segment.spans:
-        low, high = max(span.at, start), min(span.end, stop)
+        low, high = max(span.offset, start), min(span.end, stop)
         if low < high:
-            first = span.start + low - span.at
+            first = span.start + low - span.offset
             spans.append(
-                Span(facts=span.facts, start=first, stop=first + high - low, at=low - start)
+                Span(
+                    param_info=span.param_info,
+                    start=first,
+                    stop=first + high - low,
+                    offset=low - start,
+                )
             )
     return Segment(
         group=segment.group,
@@ -59,12 +64,12 @@ def cut(segment: Segment, start: int, stop: int) -> Segment:
         low=part(segment.low),
         grad=part(segment.grad),
         replicated=segment.replicated,
-        states={name: held[start:stop] for name, held in segment.states.items()},
+        states={name: tensor[start:stop] for name, tensor in segment.states.items()},
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Lane:
+class _StagingBuffer:
     """One of two buffers each way, and (on CUDA) what tells that each has been read."""
 
     grad: Tensor
@@ -80,24 +85,24 @@ class _Lane:
         return self.out[values.dtype][: values.numel()].copy_(values)
 
 
-class Lanes:
+class OffloadStreams:
     """Gradients to the host, the update there, and parameters back: three things at a time.
 
     On a device that is the CPU the same runs one after the other.
     """
 
-    def __init__(self, segments: list[SharedSegment], numel: int) -> None:
-        largest = max((s.host.numel for s in segments), default=0)
-        whole = -(-largest // ALIGNED)
-        self.numel = ALIGNED * max(1, min(numel // ALIGNED, whole))
-        self._lanes: list[_Lane] = []
+    def __init__(self, segments: list[OffloadedSegment], numel: int) -> None:
+        largest = max((s.host_part.numel for s in segments), default=0)
+        num_blocks = -(-largest // ALIGNED)
+        self.numel = ALIGNED * max(1, min(numel // ALIGNED, num_blocks))
+        self._lanes: list[_StagingBuffer] = []
         self._is_cuda = False
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
 
-    def open(self, segments: list[SharedSegment]) -> None:
+    def open(self, segments: list[OffloadedSegment]) -> None:
         """Let copies wait for what the device has been told so far: gradients that are whole."""
-        device = segments[0].where if segments else torch.device("cpu")
+        device = segments[0].grad_device if segments else torch.device("cpu")
         if device.type != "cuda":
             return
         if self._down is None:
@@ -110,14 +115,15 @@ class Lanes:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(device))
 
-    def run(self, segments: list[SharedSegment], update: Callable[[Segment], None]) -> None:
+    def run(self, segments: list[OffloadedSegment], update: Callable[[Segment], None]) -> None:
         """Update all segments, and write their parameters."""
-        work = [(s, *ends) for s in segments for ends in _chunks(s.host, self.numel)]
+        work = [(s, *ends) for s in segments for ends in _chunks(s.host_part, self.numel)]
         if not work:
             return
         if not self._lanes:
             self._lanes = [
-                _Lane(grad=torch.empty(self.numel, pin_memory=self._is_cuda)) for _ in range(2)
+                _StagingBuffer(grad=torch.empty(self.numel, pin_memory=self._is_cuda))
+                for _ in range(2)
             ]
         self._fetch(self._lanes[0], *work[0])
         for i, (segment, start, stop) in enumerate(work):
@@ -126,14 +132,16 @@ class Lanes:
                 self._fetch(self._lanes[(i + 1) % 2], *work[i + 1])
             if lane.has_grad is not None:
                 lane.has_grad.synchronize()
-            part = cut(segment.host, start, stop)
+            part = slice_segment(segment.host_part, start, stop)
             part.grad = lane.grad[: stop - start]
             update(part)
             self._send(lane, part)
         if self._up is not None:
             torch.cuda.current_stream(self._up.device).wait_stream(self._up)
 
-    def _fetch(self, lane: _Lane, segment: SharedSegment, start: int, stop: int) -> None:
+    def _fetch(
+        self, lane: _StagingBuffer, segment: OffloadedSegment, start: int, stop: int
+    ) -> None:
         if segment.grad is None:
             raise RuntimeError("an update before gradients were reduced")
         with _on(self._down):
@@ -141,7 +149,7 @@ class Lanes:
             if self._down is not None:
                 lane.has_grad = self._down.record_event()
 
-    def _send(self, lane: _Lane, part: Segment) -> None:
+    def _send(self, lane: _StagingBuffer, part: Segment) -> None:
         values = stored_values(part)
         if self._up is None:
             write_parameters(part, values)
@@ -167,13 +175,13 @@ def stored_values(part: Segment) -> Tensor:
     """What parameters become of a part of a segment, in their type (all are of one)."""
     if part.main is None:
         return part.halves[0]
-    return part.main.to(part.spans[0].facts.parameter.dtype) if part.spans else part.main
+    return part.main.to(part.spans[0].param_info.parameter.dtype) if part.spans else part.main
 
 
 def write_parameters(part: Segment, values: Tensor) -> None:
     """Copy values of a part of a segment into its parameters, where they are not those already."""
     for span in part.spans:
-        place = span.facts.parameter.detach().view(-1)[span.start : span.stop]
-        new = values[span.at : span.end]
+        place = span.param_info.parameter.detach().view(-1)[span.start : span.stop]
+        new = values[span.offset : span.end]
         if place.data_ptr() != new.data_ptr():
             place.copy_(new, non_blocking=True)

@@ -21,13 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from megtool.errors import CheckpointError, MappingError, UsageError
-from megtool.optim.grad_norm import clip_coefficient, first_bad, first_of_ranks, local_statistics
-from megtool.optim.muon import turn_matrices
-from megtool.optim.param_groups import Facts, ParamGroup, facts_of, group_parameters
-from megtool.optim.scaler import Scaler, make_scaler
+from megtool.optim.grad_norm import (
+    clip_coefficient,
+    find_nonfinite,
+    first_nonfinite_of_ranks,
+    local_statistics,
+)
+from megtool.optim.muon import orthogonalize_matrices
+from megtool.optim.param_groups import ParamInfo, ParamGroup, collect_param_infos, group_parameters
+from megtool.optim.scaler import GradScaler, make_grad_scaler
 from megtool.optim.segments import Segment, Span, StatePiece, copy_parts
-from megtool.optim.settings import OptimizerSettings
-from megtool.optim.update_rules import Muon, Update, make_update, update_segments
+from megtool.optim.settings import OptimizerConfig
+from megtool.optim.update_rules import Muon, UpdateRule, make_update_rule, update_segments
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 
@@ -49,7 +54,7 @@ class StepResult:
     grad_norm: float
     num_zeros: int | None
     loss_scale: float
-    first_bad: str | None = None
+    first_nonfinite: str | None = None
 
 
 class Optimizer(ABC):
@@ -68,15 +73,15 @@ class Optimizer(ABC):
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         groups: ProcessGroups,
         *,
         part: bool = False,
     ) -> None:
         self.settings = settings
         self.groups = groups
-        self.facts: list[Facts] = facts_of(named_parameters)
-        for f in self.facts:
+        self.param_infos: list[ParamInfo] = collect_param_infos(named_parameters)
+        for f in self.param_infos:
             if f.parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise MappingError(
                     f"parameter {f.name!r} is {f.parameter.dtype}, which is not trained",
@@ -89,21 +94,21 @@ class Optimizer(ABC):
                     hint="train in bfloat16, or keep main parameters as float32",
                 )
         self.param_groups: list[ParamGroup] = group_parameters(
-            self.facts, settings, groups.world, part=part
+            self.param_infos, settings, groups.world, part=part
         )
         self.group_of: dict[str, ParamGroup] = {
             name: group for group in self.param_groups for name in group.names
         }
-        self._facts_by_name = {f.name: f for f in self.facts}
-        self.updates: dict[str, Update] = {
-            kind: make_update(kind, settings) for kind in {g.update for g in self.param_groups}
+        self._facts_by_name = {f.name: f for f in self.param_infos}
+        self.updates: dict[str, UpdateRule] = {
+            kind: make_update_rule(kind, settings) for kind in {g.update for g in self.param_groups}
         }
         self.segments: list[Segment] = []
         self.num_steps = 0
         # The same on every rank, though only some may hold fp16 parameters.
-        has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in self.facts))
-        found = all_max(torch.tensor(has_fp16, device=groups.device), groups.world)
-        self.scaler: Scaler = make_scaler(settings, has_fp16=bool(found))
+        has_fp16 = float(any(f.parameter.dtype == torch.float16 for f in self.param_infos))
+        any_fp16 = all_max(torch.tensor(has_fp16, device=groups.device), groups.world)
+        self.scaler: GradScaler = make_grad_scaler(settings, has_fp16=bool(any_fp16))
         self._num_labels: Tensor | None = None
         self._rates: dict[int, tuple[float, float]] = {}
 
@@ -143,16 +148,18 @@ class Optimizer(ABC):
         """
         for group in self.param_groups:
             update = self.updates[group.update]
-            mine = [s for s in segments if s.group is group and s.numel]
+            group_segments = [s for s in segments if s.group is group and s.numel]
             lr, weight_decay = self.rates(group)
-            update_segments(update, mine, lr=lr, weight_decay=weight_decay, step=self.num_steps)
+            update_segments(
+                update, group_segments, lr=lr, weight_decay=weight_decay, step=self.num_steps
+            )
             if isinstance(update, Muon):
                 facts = [self._facts_by_name[name] for name in group.names]
-                turn_matrices(update, facts, mine, self.groups, lr=lr)
+                orthogonalize_matrices(update, facts, group_segments, self.groups, lr=lr)
 
     # What a subclass calls.
 
-    def hold(self, segments: list[Segment]) -> None:
+    def set_segments(self, segments: list[Segment]) -> None:
         """Take the segments, and make the states (zeros) that they do not have yet.
 
         With an `offload_fraction` they are without memory, until a HybridOptimizer places them.
@@ -161,9 +168,9 @@ class Optimizer(ABC):
         for segment in segments:
             for state in self.updates[segment.group.update].states:
                 if state not in segment.states:
-                    where = torch.device("meta") if is_later else segment.device
+                    device = torch.device("meta") if is_later else segment.device
                     segment.states[state] = torch.zeros(
-                        segment.numel, dtype=self.settings.moment_dtype, device=where
+                        segment.numel, dtype=self.settings.moment_dtype, device=device
                     )
         self.segments = segments
 
@@ -231,7 +238,7 @@ class Optimizer(ABC):
                 grad_norm=norm,
                 num_zeros=num_zeros,
                 loss_scale=scale,
-                first_bad=self._first_bad(),
+                first_nonfinite=self._first_nonfinite(),
             )
         if self.settings.clip_grad > 0:
             factor *= clip_coefficient(norm, self.settings.clip_grad)
@@ -250,19 +257,19 @@ class Optimizer(ABC):
     # State.
 
     @property
-    def stored(self) -> list[Segment]:
+    def state_segments(self) -> list[Segment]:
         """The segments that main parameters and states lie in: all, or what they are cut into."""
         return self.segments
 
     def pieces(self) -> Iterator[StatePiece]:
         """All state that this process holds: main parameters first, then the update's states."""
-        for segment in self.stored:
+        for segment in self.state_segments:
             for span in segment.spans:
-                yield _piece("main", span, segment.read_main(span.at, span.end))
-        for segment in self.stored:
+                yield _piece("main", span, segment.read_main(span.offset, span.end))
+        for segment in self.state_segments:
             for state, tensor in segment.states.items():
                 for span in segment.spans:
-                    yield _piece(state, span, tensor[span.at : span.end])
+                    yield _piece(state, span, tensor[span.offset : span.end])
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str], Tensor]) -> None:
@@ -273,23 +280,23 @@ class Optimizer(ABC):
         Raises:
             CheckpointError: a tensor has another number of elements than its parameter.
         """
-        for segment in self.stored:
+        for segment in self.state_segments:
             for span in segment.spans:
-                values = _own_part(read("main", span.facts.name), "main", span)
-                segment.write_main(span.at, span.end, values.to(segment.device, torch.float32))
+                values = _slice_for_span(read("main", span.param_info.name), "main", span)
+                segment.write_main(span.offset, span.end, values.to(segment.device, torch.float32))
             for state, tensor in segment.states.items():
                 for span in segment.spans:
-                    values = _own_part(read(state, span.facts.name), state, span)
-                    tensor[span.at : span.end].copy_(values)
+                    values = _slice_for_span(read(state, span.param_info.name), state, span)
+                    tensor[span.offset : span.end].copy_(values)
         self.publish()
 
     @torch.no_grad()
     def reload_parameters(self) -> None:
         """Take the main parameters from the parameters, after weights were loaded into them."""
-        for segment in self.stored:
+        for segment in self.state_segments:
             for span in segment.spans:
-                held = span.facts.parameter.detach().flatten()[span.start : span.stop]
-                segment.write_main(span.at, span.end, held.to(segment.device, torch.float32))
+                values = span.param_info.parameter.detach().flatten()[span.start : span.stop]
+                segment.write_main(span.offset, span.end, values.to(segment.device, torch.float32))
 
     def small_state(self) -> dict[str, Any]:
         """What Megatron saves beside the tensors: `optimizer.param_groups`, and `grad_scaler`."""
@@ -315,8 +322,8 @@ class Optimizer(ABC):
         for member in members:
             inner = member.get("optimizer", member)
             common = (inner.get("state") or {}).get("common_step")
-            found = [common, *(g.get("step") for g in inner["param_groups"])]
-            steps += [int(step) for step in found if step is not None]
+            stored_steps = [common, *(g.get("step") for g in inner["param_groups"])]
+            steps += [int(step) for step in stored_steps if step is not None]
             if member.get("grad_scaler"):
                 self.scaler.load_state_dict(member["grad_scaler"])
         if not members:
@@ -329,15 +336,15 @@ class Optimizer(ABC):
 
     # Parts of the above.
 
-    def _sum_spans(self, wanted: Callable[[Facts], bool], group: Group) -> None:
+    def _sum_spans(self, is_summed: Callable[[ParamInfo], bool], group: Group) -> None:
         """Add up over a group the gradients of the spans whose parameters are `wanted`."""
         if group.size == 1:
             return
         parts = [
-            s.grad[span.at : span.end]
+            s.grad[span.offset : span.end]
             for s in self.segments
             for span in s.spans
-            if s.grad is not None and wanted(span.facts)
+            if s.grad is not None and is_summed(span.param_info)
         ]
         # Both ends, or all tp ranks, hold the same parameters, so all have something or nothing.
         if not parts:
@@ -345,10 +352,10 @@ class Optimizer(ABC):
         total = all_sum(torch.cat(parts), group)
         copy_parts(total, parts)
 
-    def _first_bad(self) -> str | None:
+    def _first_nonfinite(self) -> str | None:
         """The parameter, over all ranks, whose gradient was the first that is not finite."""
-        names = [f.name for f in self.facts]
-        return first_of_ranks(first_bad(self.segments, names), names, self.groups)
+        names = [f.name for f in self.param_infos]
+        return first_nonfinite_of_ranks(find_nonfinite(self.segments, names), names, self.groups)
 
     def _group_state(self, group: ParamGroup) -> dict[str, Any]:
         settings = self.settings
@@ -365,7 +372,7 @@ class Optimizer(ABC):
             "lr": lr,
             "weight_decay": weight_decay,
             "step": self.num_steps,
-            **self.updates[group.update].facts,
+            **self.updates[group.update].hyperparameters,
         }
 
 
@@ -384,16 +391,16 @@ def _members(state: Any) -> list[dict[str, Any]]:
 
 def _piece(state: str, span: Span, tensor: Tensor) -> StatePiece:
     return StatePiece(
-        state=state, parameter=span.facts.name, start=span.start, stop=span.stop, tensor=tensor
+        state=state, parameter=span.param_info.name, start=span.start, stop=span.stop, tensor=tensor
     )
 
 
-def _own_part(whole: Tensor, state: str, span: Span) -> Tensor:
-    wanted = span.facts.parameter.numel()
-    if whole.numel() != wanted:
+def _slice_for_span(tensor: Tensor, state: str, span: Span) -> Tensor:
+    expected = span.param_info.parameter.numel()
+    if tensor.numel() != expected:
         raise CheckpointError(
-            f"state {state!r} has {whole.numel()} elements, and its parameter {wanted}",
-            tensor=span.facts.name,
+            f"state {state!r} has {tensor.numel()} elements, and its parameter {expected}",
+            tensor=span.param_info.name,
             hint="the state is of another model, or of another layout than the parameters",
         )
-    return whole.detach().flatten()[span.start : span.stop]
+    return tensor.detach().flatten()[span.start : span.stop]

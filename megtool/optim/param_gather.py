@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megtool.optim.buffers import Bucket
-from megtool.optim.flat_shards import Pending, new_tag, start_gather
+from megtool.optim.buffers import ParamAndGradBucket
+from megtool.optim.flat_shards import Pending, new_tag, start_all_gather
 
 
-class Gathering:
+class ParamGather:
     """Gathers buckets of parameters in place, in the order given: that of the forward pass.
 
     With `overlap` they are on their way while the next forward pass runs, and a module waits for
@@ -29,11 +29,11 @@ class Gathering:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParamAndGradBucket],
         modules: Sequence[nn.Module],
         *,
         overlap: bool,
-        begin: Callable[[Bucket, int], Pending] | None = None,
+        begin: Callable[[ParamAndGradBucket, int], Pending] | None = None,
     ) -> None:
         self.overlap = overlap
         self._begin = begin
@@ -41,7 +41,7 @@ class Gathering:
         self._tags = [new_tag() for _ in buckets]
         self._pending: dict[int, Pending] = {}  # by place in the order
         self._of = {
-            id(member.facts.parameter): i
+            id(member.param_info.parameter): i
             for i, bucket in enumerate(self._buckets)
             for member in bucket.members
         }
@@ -49,8 +49,8 @@ class Gathering:
         self._path = _paths(modules)
         self._called: set[int] = set()
         self._learning = overlap
-        self._at_once: set[int] = set()
-        self._wanted_by: dict[int, set[int]] = {}
+        self._unhooked: set[int] = set()
+        self._buckets_of_module: dict[int, set[int]] = {}
         self._handles: list[RemovableHandle] = []
         if overlap:
             gathering = weakref.ref(self)  # a model does not keep its optimizer alive
@@ -62,22 +62,22 @@ class Gathering:
             self._handles = [m.register_forward_pre_hook(before) for m in self._modules]
 
     @property
-    def under_way(self) -> list[Bucket]:
+    def under_way(self) -> list[ParamAndGradBucket]:
         """What is not waited for yet."""
         return [self._buckets[i] for i in self._pending]
 
     def start(self) -> None:
         """Gather what the shards hold now."""
         self.wait()
-        for i in sorted(range(len(self._buckets)), key=lambda i: i not in self._at_once):
+        for i in sorted(range(len(self._buckets)), key=lambda i: i not in self._unhooked):
             bucket = self._buckets[i]
             if self._begin is not None:
                 self._pending[i] = self._begin(bucket, self._tags[i])
             elif bucket.group.size > 1:
-                self._pending[i] = start_gather(bucket.params, bucket.group, tag=self._tags[i])
+                self._pending[i] = start_all_gather(bucket.params, bucket.group, tag=self._tags[i])
         if not self.overlap or self._learning:
             self.wait()
-        for i in self._at_once & self._pending.keys():
+        for i in self._unhooked & self._pending.keys():
             self._pending.pop(i).wait()
 
     def wait(self) -> None:
@@ -108,12 +108,12 @@ class Gathering:
                     path = path[: path.index(readers[id(parameter)]) + 1]
                 asks = [m for m in path if m in self._called]
                 if asks:
-                    self._wanted_by.setdefault(asks[-1], set()).add(place)
+                    self._buckets_of_module.setdefault(asks[-1], set()).add(place)
                 else:
-                    self._at_once.add(place)
+                    self._unhooked.add(place)
         # A parameter of no module is one that nobody waits for.
-        held = {id(p) for module in self._modules for p in module.parameters(recurse=False)}
-        self._at_once |= {place for p, place in self._of.items() if p not in held}
+        registered = {id(p) for module in self._modules for p in module.parameters(recurse=False)}
+        self._unhooked |= {place for p, place in self._of.items() if p not in registered}
 
     def close(self) -> None:
         """Leave the modules alone."""
@@ -125,7 +125,7 @@ class Gathering:
         if self._learning:
             self._called.add(id(module))
         elif self._pending:
-            for i in self._wanted_by.get(id(module), set()) & self._pending.keys():
+            for i in self._buckets_of_module.get(id(module), set()) & self._pending.keys():
                 self._pending.pop(i).wait()
 
 

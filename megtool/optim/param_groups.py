@@ -14,7 +14,7 @@ from megtool.errors import MappingError, UsageError
 from megtool.parallel.process_groups import ALONE, Group
 
 if TYPE_CHECKING:
-    from megtool.optim.settings import OptimizerSettings
+    from megtool.optim.settings import OptimizerConfig
 
 _Kind = Literal["adam", "sgd", "muon"]
 
@@ -39,7 +39,7 @@ class GroupRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Facts:
+class ParamInfo:
     """A parameter that is trained, and what makes its gradient whole.
 
     `is_expert`: its replicas are those of `expert_dp`. `is_tp_duplicate`: every tp rank holds the
@@ -79,7 +79,7 @@ class ParamGroup:
 _Key = tuple[bool, float, float, float | None, float | None, _Kind]
 
 
-def facts_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Facts]:
+def collect_param_infos(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[ParamInfo]:
     """Facts of the parameters that are trained (`requires_grad`), from their marks.
 
     A parameter without marks is one that every tp rank holds alike.
@@ -87,23 +87,23 @@ def facts_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Facts
     Raises:
         MappingError: a name or a parameter comes twice.
     """
-    out: list[Facts] = []
+    out: list[ParamInfo] = []
     names: set[str] = set()
-    seen: dict[int, str] = {}
+    name_of_param: dict[int, str] = {}
     for name, p in named_parameters:
-        if name in names or id(p) in seen:
+        if name in names or id(p) in name_of_param:
             raise MappingError(
                 f"parameter {name!r} comes twice in the optimizer"
-                + (f", as {seen[id(p)]!r} too" if id(p) in seen else ""),
+                + (f", as {name_of_param[id(p)]!r} too" if id(p) in name_of_param else ""),
                 tensor=name,
                 hint="one name for each parameter, with the stage in it where there are several",
             )
         names.add(name)
-        seen[id(p)] = name
+        name_of_param[id(p)] = name
         if not p.requires_grad:
             continue
         out.append(
-            Facts(
+            ParamInfo(
                 name=name,
                 parameter=p,
                 is_expert=not getattr(p, "allreduce", True),
@@ -118,8 +118,8 @@ def facts_of(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Facts
 
 
 def group_parameters(
-    facts: Sequence[Facts],
-    settings: OptimizerSettings,
+    facts: Sequence[ParamInfo],
+    settings: OptimizerConfig,
     world: Group = ALONE,
     *,
     part: bool = False,
@@ -133,19 +133,21 @@ def group_parameters(
     Raises:
         UsageError: a rule's glob matches no parameter of any rank.
     """
-    mine: dict[_Key, list[str]] = {}
+    local_names: dict[_Key, list[str]] = {}
     used: set[int] = set()
     for f in facts:
-        which = next((i for i, r in enumerate(settings.rules) if fnmatchcase(f.name, r.glob)), None)
-        if which is not None:
-            used.add(which)
-        rule = GroupRule("*") if which is None else settings.rules[which]
-        mine.setdefault(_key(f, rule, settings), []).append(f.name)
-    everyone: list[Any] = [(list(mine), used)]
+        rule_index = next(
+            (i for i, r in enumerate(settings.rules) if fnmatchcase(f.name, r.glob)), None
+        )
+        if rule_index is not None:
+            used.add(rule_index)
+        rule = GroupRule("*") if rule_index is None else settings.rules[rule_index]
+        local_names.setdefault(_key(f, rule, settings), []).append(f.name)
+    all_ranks: list[Any] = [(list(local_names), used)]
     if world.handle is not None:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, (list(mine), used), group=world.handle)
-    matched = {i for _, seen in everyone for i in seen}
+        all_ranks = [None] * world.size
+        dist.all_gather_object(all_ranks, (list(local_names), used), group=world.handle)
+    matched = {i for _, used_rules in all_ranks for i in used_rules}
     idle = [rule.glob for i, rule in enumerate(settings.rules) if i not in matched]
     if idle and not part:
         raise UsageError(
@@ -153,7 +155,7 @@ def group_parameters(
             hint="names are Megatron's, as decoder.layers.0.mlp.linear_fc1.weight; an earlier rule "
             "may have taken them",
         )
-    keys = {key for keys, _ in everyone for key in keys}
+    keys = {key for keys, _ in all_ranks for key in keys}
     return [
         ParamGroup(
             is_expert=key[0],
@@ -162,13 +164,13 @@ def group_parameters(
             max_lr=key[3],
             min_lr=key[4],
             update=key[5],
-            names=tuple(mine.get(key, ())),
+            names=tuple(local_names.get(key, ())),
         )
         for key in sorted(keys, key=_order)
     ]
 
 
-def _key(facts: Facts, rule: GroupRule, settings: OptimizerSettings) -> _Key:
+def _key(facts: ParamInfo, rule: GroupRule, settings: OptimizerConfig) -> _Key:
     shape = facts.parameter.shape
     plain = 0.0 if len(shape) == 1 or facts.name.endswith("bias") else 1.0
     decay = plain if rule.wd_mult is None else rule.wd_mult

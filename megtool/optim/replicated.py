@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from megtool.errors import MappingError
 from megtool.optim.optimizer import Optimizer
 from megtool.optim.segments import Segment, Span, copy_parts
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import Group, ProcessGroups
 
@@ -20,7 +20,7 @@ from megtool.parallel.process_groups import Group, ProcessGroups
 _REDUCED_NUMEL = 16 * 2**20
 
 
-class PlainOptimizer(Optimizer):
+class ReplicatedOptimizer(Optimizer):
     """Gradients are added up over replicas, and each replica does the same update.
 
     fp32 parameters are their own main parameters, and their `grad` is used as it is. Gradients of
@@ -30,7 +30,7 @@ class PlainOptimizer(Optimizer):
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         groups: ProcessGroups,
         *,
         part: bool = False,
@@ -42,7 +42,7 @@ class PlainOptimizer(Optimizer):
         self._in_place = False
         handles: list[RemovableHandle] = []
         segments = []
-        for f in self.facts:
+        for f in self.param_infos:
             if not f.parameter.is_contiguous():
                 raise MappingError(
                     f"parameter {f.name!r} is not contiguous",
@@ -50,7 +50,7 @@ class PlainOptimizer(Optimizer):
                     hint="replace it by parameter.contiguous() before making the optimizer",
                 )
             flat = f.parameter.detach().view(-1)
-            span = Span(facts=f, start=0, stop=flat.numel(), at=0)
+            span = Span(param_info=f, start=0, stop=flat.numel(), offset=0)
             segment = Segment(group=self.group_of[f.name], spans=(span,), replicated=True)
             if flat.dtype == torch.bfloat16 and settings.main_params == "remainder":
                 segment.high = flat
@@ -62,7 +62,7 @@ class PlainOptimizer(Optimizer):
                 handles.append(_register(f.parameter, hook))
             self._flat.append(flat)
             segments.append(segment)
-        self.hold(segments)
+        self.set_segments(segments)
         # Hooks of an optimizer that is gone would take the gradients from the next one.
         weakref.finalize(self, _remove, handles)
 
@@ -72,18 +72,18 @@ class PlainOptimizer(Optimizer):
         for segment in self.segments:
             segment.grad = None
         if self._in_place:
-            if self.facts:
+            if self.param_infos:
                 torch._foreach_zero_(self._places())
             return
         self._begun.clear()
-        for f in self.facts:
+        for f in self.param_infos:
             f.parameter.grad = None
 
     @torch.no_grad()
     def sum_in_place(self) -> None:
         """See `Optimizer.sum_in_place`."""
         self._in_place = True
-        for f in self.facts:
+        for f in self.param_infos:
             p = f.parameter
             if p.dtype == torch.float32:
                 p.grad = torch.zeros_like(p)
@@ -94,7 +94,7 @@ class PlainOptimizer(Optimizer):
 
     def _places(self) -> list[Tensor]:
         """What gradients are added to in place."""
-        grads = [p.grad for p in (f.parameter for f in self.facts) if p.grad is not None]
+        grads = [p.grad for p in (f.parameter for f in self.param_infos) if p.grad is not None]
         return [*grads, *self._sums.values()]
 
     def begin(self, num_microbatches: int) -> None:
@@ -103,7 +103,7 @@ class PlainOptimizer(Optimizer):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Add up over replicas, dense parameters and experts each over their own."""
-        for f, segment in zip(self.facts, self.segments, strict=True):
+        for f, segment in zip(self.param_infos, self.segments, strict=True):
             p = f.parameter
             if p.dtype == torch.float32:
                 if p.grad is None:
@@ -115,8 +115,10 @@ class PlainOptimizer(Optimizer):
                 segment.grad = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
         for is_expert, group in ((False, self.groups.replicas), (True, self.groups.expert_dp)):
             grads = [s.grad for s in self.segments if s.grad is not None]
-            same = [g.is_expert is is_expert for g in (s.group for s in self.segments)]
-            _sum_in_place([g for g, mine in zip(grads, same, strict=True) if mine], group)
+            is_in_group = [g.is_expert is is_expert for g in (s.group for s in self.segments)]
+            _sum_in_place(
+                [g for g, is_member in zip(grads, is_in_group, strict=True) if is_member], group
+            )
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 
 
-class Scaler(Protocol):
+class GradScaler(Protocol):
     """A loss scale that is told after each step whether gradients were finite."""
 
     @property
@@ -28,7 +28,7 @@ class Scaler(Protocol):
         """Take what `state_dict` or Megatron has given."""
 
 
-class ConstantScaler:
+class ConstantGradScaler:
     """A scale that stays as it is. It has no state."""
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -45,7 +45,7 @@ class ConstantScaler:
         """Nothing."""
 
 
-class DynamicScaler:
+class DynamicGradScaler:
     """A scale that halves after overflows and doubles after `window` steps without one.
 
     As in Megatron: `hysteresis` overflows are let pass, counted over steps that need not be in a
@@ -109,13 +109,13 @@ class DynamicScaler:
         self._left = int(state["hysteresis_tracker"])
 
 
-def make_scaler(settings: OptimizerSettings, *, has_fp16: bool) -> Scaler:
+def make_grad_scaler(settings: OptimizerConfig, *, has_fp16: bool) -> GradScaler:
     """The loss scale of a model of which some parameters, on any rank, are fp16, or none."""
     if settings.loss_scale is not None:
-        return ConstantScaler(settings.loss_scale)
+        return ConstantGradScaler(settings.loss_scale)
     if not has_fp16:
-        return ConstantScaler()
-    return DynamicScaler(
+        return ConstantGradScaler()
+    return DynamicGradScaler(
         initial=settings.initial_loss_scale,
         minimum=settings.min_loss_scale,
         window=settings.loss_scale_window,

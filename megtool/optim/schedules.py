@@ -15,7 +15,7 @@ DecayStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LRSchedule:
     """Learning rate: from `init_lr` up to `max_lr` in warm-up, then down to `min_lr`.
 
     Steps are counted as Megatron's scheduler does, in samples: one iteration is as many steps as
@@ -49,9 +49,9 @@ class Schedule:
         ):
             if value not in options:
                 raise UsageError(f"no schedule {value!r}", hint=f"--{option}: {', '.join(options)}")
-        for wrong, said, hint in self._faults():
+        for wrong, message, hint in self._faults():
             if wrong:
-                raise UsageError(said, hint=hint)
+                raise UsageError(message, hint=hint)
 
     def _faults(self) -> list[tuple[bool, str, str]]:
         ends = f"the learning rate goes from {self.max_lr:g} to {self.min_lr:g}"
@@ -152,7 +152,7 @@ class Schedule:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], **others: Any) -> tuple[Schedule, int]:
+    def from_state(cls, state: Mapping[str, Any], **others: Any) -> tuple[LRSchedule, int]:
         """A schedule and its step from Megatron's `opt_param_scheduler`, of any age.
 
         `others` are the fields that the state does not have: `init_lr`, `wsd_decay_steps`,

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from megtool.optim.bf16_remainder import join, split
-from megtool.optim.param_groups import Facts, ParamGroup
+from megtool.optim.param_groups import ParamInfo, ParamGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Elements `start` to `stop` of a flattened local parameter, from element `at` of a segment."""
 
-    facts: Facts
+    param_info: ParamInfo
     start: int
     stop: int
-    at: int
+    offset: int
 
     @property
     def end(self) -> int:
         """The segment's element after the last one."""
-        return self.at + self.stop - self.start
+        return self.offset + self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,14 @@ class Segment:
     @property
     def numel(self) -> int:
         """Elements, padding included."""
-        held = self.high if self.main is None else self.main
-        return 0 if held is None else held.numel()
+        stored = self.high if self.main is None else self.main
+        return 0 if stored is None else stored.numel()
 
     @property
     def device(self) -> torch.device:
         """Where the main parameter lies."""
-        held = self.high if self.main is None else self.main
-        return torch.device("cpu") if held is None else held.device
+        stored = self.high if self.main is None else self.main
+        return torch.device("cpu") if stored is None else stored.device
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from megtool.optim.param_groups import GroupRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerConfig:
     """How parameters are updated; names and defaults are Megatron's where it has them.
 
     `lr`, `min_lr` and `weight_decay` are what a schedule starts from: `Optimizer.step` is told the
@@ -108,10 +108,10 @@ _OPTIONS = {
 }
 
 
-def _refuse(settings: OptimizerSettings, field: str, wanted: str) -> None:
+def _refuse(settings: OptimizerConfig, field: str, expected: str) -> None:
     option = _OPTIONS.get(field, field.replace("_", "-"))
     raise UsageError(
-        f"{field} is {getattr(settings, field)!r}", hint=f"--{option} has to be {wanted}"
+        f"{field} is {getattr(settings, field)!r}", hint=f"--{option} has to be {expected}"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megtool.optim.segments import Segment
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 
 # Elements at a time where states or main parameters have to be turned to fp32 and back: on a CPU
 # what its caches hold, on a GPU what keeps it busy.
@@ -17,7 +17,7 @@ _STAGED_NUMEL_CPU = 2**17
 _STAGED_NUMEL = 2**24
 
 
-class Update(Protocol):
+class UpdateRule(Protocol):
     """A rule for fp32 main parameters, each element by itself.
 
     `states` are the names of what it remembers; all start as zeros. `facts` is what Megatron saves
@@ -29,7 +29,7 @@ class Update(Protocol):
         """Names of the states."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint's parameter groups say of the update."""
 
     def apply(
@@ -56,7 +56,7 @@ class Adam:
         self.eps = eps
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint's parameter groups say of the update."""
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "bias_correction": True}
 
@@ -99,7 +99,7 @@ class Sgd:
         self.states: tuple[str, ...] = ("momentum_buffer",) if momentum else ()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint's parameter groups say of the update."""
         return {"momentum": self.momentum, "dampening": 0, "nesterov": False}
 
@@ -146,7 +146,7 @@ class Muon:
         self.steps = steps
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def hyperparameters(self) -> dict[str, Any]:
         """What a checkpoint's parameter groups say of the update."""
         return {"momentum": self.momentum, "nesterov": True, "ns_steps": self.steps}
 
@@ -186,7 +186,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def make_update(kind: str, settings: OptimizerSettings) -> Update:
+def make_update_rule(kind: str, settings: OptimizerConfig) -> UpdateRule:
     """The update called `kind`: adam, sgd or muon."""
     if kind == "muon":
         return Muon(momentum=settings.muon_momentum, steps=settings.muon_steps)
@@ -196,7 +196,7 @@ def make_update(kind: str, settings: OptimizerSettings) -> Update:
 
 
 def update_segments(
-    update: Update, segments: list[Segment], *, lr: float, weight_decay: float, step: int
+    update: UpdateRule, segments: list[Segment], *, lr: float, weight_decay: float, step: int
 ) -> None:
     """Update segments of one group, in fp32 whatever their states are stored in.
 
@@ -232,5 +232,5 @@ def update_segments(
 
 
 def _is_float32(segment: Segment) -> bool:
-    held = [*segment.states.values()]
-    return segment.main is not None and all(t.dtype == torch.float32 for t in held)
+    states = [*segment.states.values()]
+    return segment.main is not None and all(t.dtype == torch.float32 for t in states)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megtool.number_formats.delayed_scaling import KINDS
-from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.fp8.settings import Fp8Config
 from megtool.optim.segments import copy_parts
 from megtool.parallel.collectives import all_max
 from megtool.parallel.process_groups import ProcessGroups
@@ -20,7 +20,7 @@ from megtool.parallel.process_groups import ProcessGroups
 _MOST = torch.finfo(torch.float32).max
 
 
-class Histories:
+class AmaxHistories:
     """The delayed scaling state of `num_modules` linear layers, updated once for each step.
 
     A module has columns for input, weight and output (`fwd`), and for two gradients (`bwd`); the
@@ -32,7 +32,7 @@ class Histories:
     """
 
     def __init__(
-        self, num_modules: int, settings: Fp8Settings, device: torch.device | str = "cpu"
+        self, num_modules: int, settings: Fp8Config, device: torch.device | str = "cpu"
     ) -> None:
         self.settings, length = settings, settings.amax_history_len
         self.is_fresh = [True] * num_modules
@@ -43,8 +43,8 @@ class Histories:
 
     def record(self, module: int, direction: str, column: int, amax: Tensor) -> None:
         """Note the largest magnitude of a tensor in the step under way."""
-        seen = self.history[direction][0, module, column]
-        torch.maximum(seen, amax, out=seen)
+        largest = self.history[direction][0, module, column]
+        torch.maximum(largest, amax, out=largest)
 
     def end_step(self, groups: ProcessGroups) -> None:
         """The step is over: magnitudes of all ranks become scales, and histories move on.
@@ -59,7 +59,7 @@ class Histories:
             history = self.history[d]
             is_max = self.settings.amax_compute_algo == "max"
             amax = history.amax(0) if is_max else history[0].clone()
-            self.scale[d].copy_(scales(amax, self.scale[d], fp8_max, self.settings.margin))
+            self.scale[d].copy_(update_scales(amax, self.scale[d], fp8_max, self.settings.margin))
             if len(history) > 1:
                 history.copy_(history.roll(-1, 0))
             history[0].zero_()
@@ -71,7 +71,7 @@ class Histories:
         for d in KINDS:
             out[f"scale_{d}"] = self.scale[d][module].cpu()
             out[f"amax_history_{d}"] = self.history[d][:, module].cpu()
-        return {name: held.clone() for name, held in out.items()}
+        return {name: tensor.clone() for name, tensor in out.items()}
 
     def load(self, module: int, state: Mapping[str, Tensor]) -> None:
         """Take a module's state, whose histories have this one's length."""
@@ -81,12 +81,12 @@ class Histories:
         self.is_fresh[module] = not any(state[f"amax_history_{d}"].any() for d in KINDS)
 
 
-def scales(amax: Tensor, previous: Tensor, fp8_max: float, margin: int) -> Tensor:
+def update_scales(amax: Tensor, previous: Tensor, fp8_max: float, margin: int) -> Tensor:
     """Scales of magnitudes; `previous` ones where a magnitude is 0, NaN or infinite.
 
     Source: `_default_sf_compute` in Transformer Engine 2.20, `pytorch/quantization.py`.
     """
     # A number over a tensor would be its reciprocal times the number, rounded twice.
-    found = (torch.full_like(amax, fp8_max) / amax) / 2.0**margin
-    found = torch.where((amax > 0) & amax.isfinite(), found, previous)
-    return torch.where(found.isinf(), torch.full_like(found, _MOST), found)
+    updated = (torch.full_like(amax, fp8_max) / amax) / 2.0**margin
+    updated = torch.where((amax > 0) & amax.isfinite(), updated, previous)
+    return torch.where(updated.isinf(), torch.full_like(updated, _MOST), updated)

@@ -22,8 +22,8 @@ from megtool.kernels.fp8 import (
     dequantize,
     scale_from_amax,
 )
-from megtool.optim.buffers import Bucket, Member
-from megtool.optim.flat_shards import Pending, part, start_gather
+from megtool.optim.buffers import BucketParam, ParamAndGradBucket
+from megtool.optim.flat_shards import Pending, rank_part, start_all_gather
 from megtool.parallel.collectives import all_max
 
 _KIND: Kind = "e4m3"
@@ -32,7 +32,7 @@ _HELD = "held_as_fp8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
+class Fp8GatheredWeight:
     """A weight as it was gathered: in FP8, with the largest magnitude of its main parameter."""
 
     values: Quantized
@@ -49,10 +49,10 @@ def is_marked(weight: Tensor) -> bool:
     return getattr(weight, _MARK, False)
 
 
-def gathered(weight: Tensor) -> Gathered | None:
+def gathered_fp8_weight(weight: Tensor) -> Fp8GatheredWeight | None:
     """What was gathered of a weight, if it was and is still what the weight holds."""
-    held: Gathered | None = getattr(weight, _HELD, None)
-    return held
+    stored: Fp8GatheredWeight | None = getattr(weight, _HELD, None)
+    return stored
 
 
 def forget(weight: Tensor) -> None:
@@ -65,32 +65,34 @@ def forget(weight: Tensor) -> None:
 class _Run:
     """Elements of a bucket that one rank sends of one member; `at` counts bytes of its message."""
 
-    member: Member
+    member: BucketParam
     start: int  # in the bucket
     stop: int
-    at: int
+    offset: int
     nbytes: int
 
     @property
     def is_fp8(self) -> bool:
-        return is_marked(self.member.facts.parameter)
+        return is_marked(self.member.param_info.parameter)
 
 
-def _runs(bucket: Bucket, rank: int) -> Iterator[_Run]:
+def _runs(bucket: ParamAndGradBucket, rank: int) -> Iterator[_Run]:
     """What a rank sends, one after the other; FP8's bytes first, so that all lie aligned."""
     each = bucket.params.numel() // bucket.group.size
-    at, width = 0, bucket.params.element_size()
+    offset, width = 0, bucket.params.element_size()
     for fp8 in (True, False):
-        at = -(-at // width) * width
+        offset = -(-offset // width) * width
         for member in bucket.members:
             start, stop = max(member.start, rank * each), min(member.stop, (rank + 1) * each)
-            if start < stop and is_marked(member.facts.parameter) is fp8:
+            if start < stop and is_marked(member.param_info.parameter) is fp8:
                 nbytes = (stop - start) * (1 if fp8 else width)
-                yield _Run(member, start, stop, at, nbytes)
-                at += nbytes
+                yield _Run(member, start, stop, offset, nbytes)
+                offset += nbytes
 
 
-def gather_quantized(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag: int) -> Pending:
+def gather_quantized(
+    bucket: ParamAndGradBucket, mains: Sequence[tuple[int, Tensor]], *, tag: int
+) -> Pending:
     """Give every replica the parameters of a bucket, marked weights as FP8, under way.
 
     `mains` are runs of this rank's shard as fp32, each with the element of the shard it begins at;
@@ -99,52 +101,54 @@ def gather_quantized(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag
     """
     group = bucket.group
     runs = [list(_runs(bucket, rank)) for rank in range(group.size)]
-    marked = [m for m in bucket.members if is_marked(m.facts.parameter)]
+    marked = [m for m in bucket.members if is_marked(m.param_info.parameter)]
     places = {id(m): i for i, m in enumerate(marked)}
     low = bucket.shard_range[0]
-    mine: dict[int, Tensor] = {
+    local_values: dict[int, Tensor] = {
         i: _values(mains, run.start - low, run.stop - low)
         for i, run in enumerate(runs[group.rank])
         if run.is_fp8
     }
     amaxes = torch.zeros(len(marked), device=bucket.params.device)
-    for i, values in mine.items():
+    for i, values in local_values.items():
         amaxes[places[id(runs[group.rank][i].member)]] = amax(values)
     amaxes = all_max(amaxes, group)
     scales = scale_from_amax(amaxes, _KIND)
     width = bucket.params.element_size()
-    size = max((r[-1].at + r[-1].nbytes for r in runs if r), default=0)
+    size = max((r[-1].offset + r[-1].nbytes for r in runs if r), default=0)
     size = -(-size // width) * width
     message = torch.zeros(group.size * size, dtype=torch.uint8, device=bucket.params.device)
-    own = part(message, group)
+    local_part = rank_part(message, group)
     for i, run in enumerate(runs[group.rank]):
         if run.is_fp8:
-            data, _ = cast_fp8(mine[i], scales[places[id(run.member)]], _KIND)
-            own[run.at : run.at + run.nbytes].copy_(data.view(torch.uint8))
+            data, _ = cast_fp8(local_values[i], scales[places[id(run.member)]], _KIND)
+            local_part[run.offset : run.offset + run.nbytes].copy_(data.view(torch.uint8))
         else:
             values = bucket.params[run.start : run.stop].view(torch.uint8)
-            own[run.at : run.at + run.nbytes].copy_(values)
-    pending = start_gather(message, group, tag=tag) if group.size > 1 and size else None
+            local_part[run.offset : run.offset + run.nbytes].copy_(values)
+    pending = start_all_gather(message, group, tag=tag) if group.size > 1 and size else None
 
     @torch.no_grad()
     def unpack() -> Tensor:
         if pending is not None:
             pending.wait()
-        whole = [torch.empty_like(m.param, dtype=DTYPES[_KIND]) for m in marked]
+        weights = [torch.empty_like(m.param, dtype=DTYPES[_KIND]) for m in marked]
         for rank, sent in enumerate(runs):
-            bytes_ = part(message, group, rank)
+            bytes_ = rank_part(message, group, rank)
             for run in sent:
-                data = bytes_[run.at : run.at + run.nbytes]
+                data = bytes_[run.offset : run.offset + run.nbytes]
                 first = run.start - run.member.start
                 if run.is_fp8:
-                    flat = whole[places[id(run.member)]].view(-1).view(torch.uint8)
+                    flat = weights[places[id(run.member)]].view(-1).view(torch.uint8)
                     flat[first : first + run.nbytes].copy_(data)
                 elif rank != group.rank:
                     bucket.params[run.start : run.stop].copy_(data.view(bucket.params.dtype))
         for i, member in enumerate(marked):
-            values = Quantized(data=whole[i], scale_inv=scales[i].reciprocal())
+            values = Quantized(data=weights[i], scale_inv=scales[i].reciprocal())
             member.param.copy_(dequantize(values, member.param.dtype))
-            setattr(member.facts.parameter, _HELD, Gathered(values=values, amax=amaxes[i]))
+            setattr(
+                member.param_info.parameter, _HELD, Fp8GatheredWeight(values=values, amax=amaxes[i])
+            )
         return bucket.params
 
     return Pending([], unpack)
@@ -153,8 +157,8 @@ def gather_quantized(bucket: Bucket, mains: Sequence[tuple[int, Tensor]], *, tag
 def _values(mains: Sequence[tuple[int, Tensor]], start: int, stop: int) -> Tensor:
     """Elements of the shard out of the runs of it; they may go over several."""
     parts = []
-    for at, main in mains:
-        first, last = max(start, at), min(stop, at + main.numel())
+    for offset, main in mains:
+        first, last = max(start, offset), min(stop, offset + main.numel())
         if first < last:
-            parts.append(main[first - at : last - at])
+            parts.append(main[first - offset : last - offset])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

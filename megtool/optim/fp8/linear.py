@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from megtool.errors import UsageError
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8 import Quantized, dequantize
-from megtool.optim.fp8.scaling import Scaling
+from megtool.optim.fp8.scaling import Fp8Scaling
 
 _MULTIPLE = 16  # what FP8 products on CUDA need rows, columns and sums to be
 _LEAST = (8, 9)
@@ -37,7 +37,7 @@ def require_products(device: torch.device) -> None:
         )
 
 
-def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
+def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling) -> Tensor:
     """`x W^T` for `x` `[..., I]`, in x's type, by FP8 operands; so are both gradients."""
     args = (x, weight_OI, scaling, torch.is_grad_enabled())
     out: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
@@ -47,19 +47,19 @@ def fp8_product(x: Tensor, weight_OI: Tensor, scaling: Scaling) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, scaling: Scaling, is_training: bool
+        ctx: Any, x: Tensor, weight_OI: Tensor, scaling: Fp8Scaling, is_training: bool
     ) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])
         rows = scaling.input(x_TI, is_training=is_training)
         weight = scaling.weight(weight_OI, is_training=is_training)
         # What backward needs of them is one byte an element; nothing else is kept.
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        kept: list[Tensor | None] = [None] * 4
+        saved: list[Tensor | None] = [None] * 4
         if wants_x:
-            kept[:2] = weight.columns.data, weight.columns.scale_inv
+            saved[:2] = weight.columns.data, weight.columns.scale_inv
         if wants_weight:
-            kept[2:] = rows.columns.data, rows.columns.scale_inv
-        ctx.save_for_backward(*kept)
+            saved[2:] = rows.columns.data, rows.columns.scale_inv
+        ctx.save_for_backward(*saved)
         ctx.blocks = weight.columns.block, rows.columns.block
         ctx.scaling, ctx.dtype, ctx.asked = scaling, weight_OI.dtype, requested_implementation()
         y = multiply(rows.rows, weight.rows, x.dtype, fast=True)

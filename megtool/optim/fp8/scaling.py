@@ -22,9 +22,9 @@ from megtool.kernels.fp8 import (
     scale_from_amax,
 )
 from megtool.number_formats.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
-from megtool.optim.fp8.amax_history import Histories
-from megtool.optim.fp8.fp8_param_gather import gathered
-from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.fp8.amax_history import AmaxHistories
+from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
+from megtool.optim.fp8.settings import Fp8Config
 
 BLOCK = 128
 
@@ -37,7 +37,7 @@ class Operand:
     columns: Quantized
 
 
-class Scaling(ABC):
+class Fp8Scaling(ABC):
     """What turns the tensors of one linear layer into FP8.
 
     `is_training` says that the magnitudes are to be remembered, where that is done.
@@ -56,10 +56,10 @@ class Scaling(ABC):
         """The gradient of the result."""
 
 
-class Tensorwise(Scaling):
+class TensorwiseScaling(Fp8Scaling):
     """Current scaling: each tensor by its own largest magnitude."""
 
-    def __init__(self, settings: Fp8Settings) -> None:
+    def __init__(self, settings: Fp8Config) -> None:
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -68,9 +68,9 @@ class Tensorwise(Scaling):
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
         """See `Scaling.weight`."""
-        held = gathered(w_OI)
-        if held is not None:
-            return _same_both_ways(held.values)
+        gathered = gathered_fp8_weight(w_OI)
+        if gathered is not None:
+            return _same_both_ways(gathered.values)
         return _same_both_ways(quantize_tensor(w_OI, self.settings.forward))
 
     def gradient(self, g_TO: Tensor) -> Operand:
@@ -78,14 +78,14 @@ class Tensorwise(Scaling):
         return _same_both_ways(quantize_tensor(g_TO, self.settings.backward))
 
 
-class Blockwise(Scaling):
+class BlockwiseScaling(Fp8Scaling):
     """Powers of two: for 128 elements along the sum, for weights for 128 x 128.
 
     Inputs and gradients are summed over in both directions, and quantized once for each from the
     values as they are.
     """
 
-    def __init__(self, settings: Fp8Settings) -> None:
+    def __init__(self, settings: Fp8Config) -> None:
         self.settings = settings
 
     def input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -110,14 +110,14 @@ class Blockwise(Scaling):
         return Operand(rows=rows, columns=columns)
 
 
-class Delayed(Scaling):
+class DelayedScaling(Fp8Scaling):
     """One scale for each tensor, from the steps before; until there are any, from its own values.
 
     Transformer Engine begins with scales of 1, with which small weights lose most of their bits in
     the first step; a layer that has seen nothing yet is here scaled as `tensorwise` does it.
     """
 
-    def __init__(self, histories: Histories, module: int) -> None:
+    def __init__(self, histories: AmaxHistories, module: int) -> None:
         self.histories, self.module = histories, module
         self.settings = histories.settings
 
@@ -127,12 +127,12 @@ class Delayed(Scaling):
 
     def weight(self, w_OI: Tensor, *, is_training: bool) -> Operand:
         """See `Scaling.weight`."""
-        held = gathered(w_OI)
-        if held is None:
+        gathered = gathered_fp8_weight(w_OI)
+        if gathered is None:
             return self._cast(w_OI, "fwd", WEIGHT, self.settings.forward, is_training)
         if is_training:
-            self.histories.record(self.module, "fwd", WEIGHT, held.amax)
-        return _same_both_ways(held.values)
+            self.histories.record(self.module, "fwd", WEIGHT, gathered.amax)
+        return _same_both_ways(gathered.values)
 
     def gradient(self, g_TO: Tensor) -> Operand:
         """See `Scaling.gradient`."""
@@ -154,8 +154,8 @@ class Delayed(Scaling):
 
 
 def make_scalings(
-    num_modules: int, settings: Fp8Settings, device: torch.device | str
-) -> tuple[list[Scaling], Histories | None]:
+    num_modules: int, settings: Fp8Config, device: torch.device | str
+) -> tuple[list[Fp8Scaling], AmaxHistories | None]:
     """The scaling of each of so many linear layers, and their histories where there are any.
 
     Raises:
@@ -167,9 +167,9 @@ def make_scalings(
             hint="--kernels te, or --fp8-recipe blockwise",
         )
     if settings.recipe == "delayed":
-        histories = Histories(num_modules, settings, device)
-        return [Delayed(histories, i) for i in range(num_modules)], histories
-    kind = Tensorwise if settings.recipe == "tensorwise" else Blockwise
+        histories = AmaxHistories(num_modules, settings, device)
+        return [DelayedScaling(histories, i) for i in range(num_modules)], histories
+    kind = TensorwiseScaling if settings.recipe == "tensorwise" else BlockwiseScaling
     return [kind(settings) for _ in range(num_modules)], None
 
 

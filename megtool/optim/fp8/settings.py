@@ -14,7 +14,7 @@ Algorithm = Literal["max", "most_recent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Settings:
+class Fp8Config:
     """How operands of products are scaled; Megatron's names, and Transformer Engine's meaning.
 
     `delayed`: a scale for each tensor, from the largest magnitudes of the steps before

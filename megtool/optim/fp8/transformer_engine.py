@@ -14,7 +14,7 @@ from megtool.kernels.fp8 import amax, scale_from_amax
 from megtool.kernels.te_linear import TeLinear, TERegion
 from megtool.kernels.transformer_engine import load
 from megtool.number_formats.delayed_scaling import KINDS, WEIGHT
-from megtool.optim.fp8.settings import Fp8Settings, Recipe
+from megtool.optim.fp8.settings import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups
 
 _CLASSES: dict[Recipe, str] = {
@@ -31,7 +31,7 @@ _PROBES: dict[Recipe, str] = {
 }
 
 
-def recipe_of(settings: Fp8Settings, recipes: Any, *, reduce_amax: bool = True) -> Any:
+def make_te_recipe(settings: Fp8Config, recipes: Any, *, reduce_amax: bool = True) -> Any:
     """The recipe that `settings` are in `recipes`, the module `transformer_engine.common.recipe`.
 
     `reduce_amax`: the ranks of the region's group share magnitudes; of delayed scaling alone.
@@ -47,7 +47,7 @@ def recipe_of(settings: Fp8Settings, recipes: Any, *, reduce_amax: bool = True) 
     return getattr(recipes, _CLASSES[settings.recipe])(**facts)
 
 
-def multiple_of(recipe: Recipe) -> int:
+def required_multiple(recipe: Recipe) -> int:
     """What rows and both sides of weights have to be multiples of (for all three products)."""
     return 32 if recipe == "mxfp8" else 16
 
@@ -59,15 +59,15 @@ def require_recipe(recipe: Recipe) -> None:
         MissingPackageError: Transformer Engine cannot be loaded.
         UsageError: the GPU, or its CUDA, has not.
     """
-    can, why = getattr(load().pytorch, _PROBES[recipe])(return_reason=True)
+    can, reason = getattr(load().pytorch, _PROBES[recipe])(return_reason=True)
     if not can:
         raise UsageError(
-            f"--fp8-recipe {recipe} by Transformer Engine: {why}",
+            f"--fp8-recipe {recipe} by Transformer Engine: {reason}",
             hint="another --fp8-recipe, or without --kernels te",
         )
 
 
-class TeHistories:
+class TeAmaxHistories:
     """The delayed scaling state of linear layers, where Transformer Engine keeps and changes it.
 
     It has the form of `optim.fp8.history.Histories`. A step of it is a pass of a micro batch: it
@@ -76,7 +76,7 @@ class TeHistories:
     what the weights themselves say.
     """
 
-    def __init__(self, linears: Sequence[TeLinear], settings: Fp8Settings) -> None:
+    def __init__(self, linears: Sequence[TeLinear], settings: Fp8Config) -> None:
         self.linears = linears
         self.is_fresh = [True] * len(linears)  # no pass has the scales of the one before
         with torch.no_grad():
@@ -110,7 +110,7 @@ class TeHistories:
             linear.history(d).copy_(state[f"amax_history_{d}"])
 
 
-Run = Callable[..., Tensor]
+StageRun = Callable[..., Tensor]
 
 
 class TeTraining:
@@ -124,7 +124,7 @@ class TeTraining:
     """
 
     def __init__(
-        self, weights: Sequence[nn.Parameter], settings: Fp8Settings, groups: ProcessGroups
+        self, weights: Sequence[nn.Parameter], settings: Fp8Config, groups: ProcessGroups
     ) -> None:
         load()
         require_recipe(settings.recipe)
@@ -133,16 +133,16 @@ class TeTraining:
         # What an earlier run in this process has left there would share in groups that are gone.
         import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
         # Without a group Transformer Engine would take the whole world, all stages of it.
-        recipe = recipe_of(settings, recipes, reduce_amax=stage.size > 1)
+        recipe = make_te_recipe(settings, recipes, reduce_amax=stage.size > 1)
         self.region = TERegion(recipe, stage.handle)
-        self.products = [TeLinear(weight, multiple_of(settings.recipe)) for weight in weights]
+        self.products = [TeLinear(weight, required_multiple(settings.recipe)) for weight in weights]
         with torch.no_grad(), self.region.entered():
             for linear in self.products:
                 linear.prepare()
         is_delayed = settings.recipe == "delayed"
-        self.histories = TeHistories(self.products, settings) if is_delayed else None
+        self.histories = TeAmaxHistories(self.products, settings) if is_delayed else None
 
-    def around(self, run: Run) -> Run:
+    def around(self, run: StageRun) -> StageRun:
         """A stage's `run` as it computes in FP8."""
 
         def inside(*args: Any) -> Tensor:
