@@ -44,17 +44,24 @@ def cli() -> str:
 
 
 def python_api() -> str:
-    """The functions of the package with their signatures and first paragraphs."""
-    import megtool
+    """The functions of the package, each with the command whose options it takes."""
+    from megtool.commands.api import positional_names
+    from megtool.commands.verbs import VERBS
+    from megtool.options.field import option_fields
 
-    parts = []
-    for name in sorted(megtool.__all__):
-        function = getattr(megtool, name)
-        if not inspect.isfunction(function):
-            continue
-        text = inspect.getdoc(function) or ""
-        parts.append(f"## `{name}`\n\n{text.partition(chr(10) * 2)[0]}\n")
-    return "\n".join(parts)
+    rows = []
+    for verb in VERBS:
+        names = ", ".join(positional_names(option_fields(verb.options)))
+        anchor = f"megtool-{verb.command.replace(' ', '-')}"
+        text = (inspect.getdoc(verb.options) or "").partition("\n\n")[0]
+        rows.append(
+            (
+                code(f"megtool.{verb.api}({names}, ...)" if names else f"megtool.{verb.api}()"),
+                f"[{code(verb.command)}](cli.md#{anchor})",
+                " ".join(text.split()),
+            )
+        )
+    return table(("Function", "Options", "What it does"), rows)
 
 
 def formats() -> str:
@@ -73,6 +80,20 @@ def formats() -> str:
                 "yes" if x.calibrates else "no",
             )
             for x in FORMATS.values()
+        ),
+    )
+
+
+def algorithm_options() -> str:
+    """The options of calibration methods with their ranges."""
+    from megtool.quant.recipes.algorithm import METHODS
+
+    return table(
+        ("Method", "Option", "Value"),
+        (
+            (code(method), code(name), option.describe())
+            for method, options in METHODS.items()
+            for name, option in options.items()
         ),
     )
 
@@ -130,7 +151,7 @@ def engine_support() -> str:
             (
                 code(x.engine),
                 x.since,
-                kinds.get(x.what, x.what) + (" (no experts)" if x.dense else ""),
+                kinds.get(x.part, x.part) + (" (no experts)" if x.dense else ""),
                 ", ".join(map(code, x.algos)),
                 x.source,
             )
@@ -141,21 +162,19 @@ def engine_support() -> str:
 
 def lint_rules() -> str:
     """The rules of `megtool lint`, with the engines that have them."""
-    from megtool.lint.registry import RULES
+    from megtool.lint.rules import load_rules
 
     parts = []
-    for rule in RULES:
+    for rule in load_rules():
         sources = ", ".join(
-            f"[{engine}]({source})"
-            if re.fullmatch(r"https?://\S+", source)
-            else f"{engine} ({source})"
-            for engine, source in rule.sources.items()
+            f"[{engine}]({url})" if re.fullmatch(r"https?://\S+", url) else f"{engine} ({url})"
+            for engine, url in rule.text.sources.items()
         )
         parts.append(
             f"## {rule.id}\n\n"
-            f"{_sentence(rule.meaning)}\n\n"
-            f"- Severity: {rule.severity}\n"
-            f"- Fix: {rule.hint}\n"
+            f"{_sentence(rule.text.effect)}\n\n"
+            f"- Severity: {rule.text.severity}\n"
+            f"- Fix: {rule.text.hint}\n"
             f"- Engines: {sources}\n\n"
         )
     return "".join(parts)
@@ -187,6 +206,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "cli": cli,
     "python-api": python_api,
     "number-formats": formats,
+    "algorithm-options": algorithm_options,
     "families": families,
     "recipes": recipes,
     "engine-support": engine_support,
