@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megtool.console import Bar, Lines, format_bytes, printable, say, set_up, silent
+from megtool.console import Bar, Lines, format_bytes, log_line, printable, set_up, silent
 
 WORK = """
 import logging, time
@@ -168,7 +168,7 @@ def test_sizes_read_well(num_bytes: int, text: str) -> None:
 def test_hostile_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     name = "layer\x1b]0;owned\x07\u202e\ud800é\n\tend"
     assert printable(name) == "layer\\x1b]0;owned\\x07\\u202e\\ud800é\n\tend"
-    say("error", f"unknown tensor {name}")
+    log_line("error", f"unknown tensor {name}")
     assert "\x1b" not in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from tests.support.models import tiny_llama, tiny_text, tiny_tokenizer
 
 ARGUMENTS = {
     "evaluate_perplexity.py": (["text", "out", "text.txt"], "agreement   100.00%"),
-    "export_for_engines.py": (["text", "scratch"], "nothing against it"),
+    "export_for_engines.py": (["text", "scratch"], "no findings"),
     "export_fp8_trained.py": (["fp8/ranks", "scratch"], "on no data"),
     "finetune.py": (["text", "tuned", "text.txt"], "4 of 4"),
     "generate_text.py": (["text", "Once"], "--- seed 2"),

@@ -13,8 +13,8 @@ from megtool.checkpoint.catalogue import (
     Catalogue,
     Destination,
     Extents,
-    Located,
     Replica,
+    ShardOffsets,
     StoredFile,
 )
 from megtool.dtypes import dtype
@@ -158,7 +158,7 @@ def test_a_selection_keeps_places_and_renumbers_the_rest():
         sizes=(100, 100),
         replicas=[Replica(shard=1, file=1, offset=0, length=6),
                   Replica(shard=4, file=0, offset=50, length=3)],
-        locate_contained=lambda ids: Located(offset=ids * 10),
+        locate_contained=lambda ids: ShardOffsets(offset=ids * 10),
         contained=True,
         metadata={"iteration": 3},
     )  # fmt: skip
@@ -223,6 +223,6 @@ def test_only_regular_files_can_be_stored(tmp_path):
 
 def test_commit_markers_come_after_all_other_small_files():
     laid = Destination(
-        catalogue=catalogue([], []), fragments=[], small={"b": b"1"}, last={"a": b"2"}
+        catalogue=catalogue([], []), fragments=[], small_files={"b": b"1"}, final_files={"a": b"2"}
     )
-    assert list(laid.all_small()) == [("b", b"1"), ("a", b"2")]
+    assert list(laid.iter_small_files()) == [("b", b"1"), ("a", b"2")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, FormatError, MegtoolError, StorageError
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
@@ -39,10 +39,10 @@ def load(folder: Path) -> dict[str, bytes] | None:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in found}
 
 
-def reshard(files: Files, root: Path, *, overwrite: bool = False) -> Stage:
+def reshard(files: Files, root: Path, *, overwrite: bool = False) -> StagingFolder:
     """A job in units: copies `root/source` to `root/out`, two files by size, one at once."""
     source = root / "source"
-    stage = Stage(
+    stage = StagingFolder(
         root / "out",
         files=files,
         fingerprint="f",
@@ -146,8 +146,8 @@ def test_a_real_kill(root: Path, share: float) -> None:
 # ---- resuming
 
 
-def stop_after(root: Path, units: int, **changes: str) -> Stage:
-    stage = Stage(root / "out", files=Files(), fingerprint=changes.get("fingerprint", "f"))
+def stop_after(root: Path, units: int, **changes: str) -> StagingFolder:
+    stage = StagingFolder(root / "out", files=Files(), fingerprint=changes.get("fingerprint", "f"))
 
     def work() -> None:
         with stage:
@@ -164,14 +164,14 @@ def stop_after(root: Path, units: int, **changes: str) -> Stage:
 def test_a_stopped_run_says_how_to_resume(root: Path) -> None:
     stage = stop_after(root, 3)
     assert f"3 finished parts are kept in {root / '.out.megtool'}" in stage.messages[-1]
-    with Stage(root / "out", files=Files(), fingerprint="f") as again:
+    with StagingFolder(root / "out", files=Files(), fingerprint="f") as again:
         assert again.resumed == {0, 1, 2}
         assert again.notes[2] == "note 2"
         assert again.messages == ["resuming: 3 parts are finished already"]
 
 
 def test_a_run_that_finished_nothing_leaves_nothing(root: Path) -> None:
-    stage = Stage(root / "new" / "er" / "out", files=Files(), fingerprint="f")
+    stage = StagingFolder(root / "new" / "er" / "out", files=Files(), fingerprint="f")
     with pytest.raises(StorageError, match="not enough space"), stage:
         stage.require_space(1 << 60)
     assert os.listdir(root) == ["source"]
@@ -179,7 +179,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(root: Path) -> None:
 
 def test_another_job_starts_anew(root: Path) -> None:
     stop_after(root, 3, fingerprint="another")
-    with Stage(root / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
         assert not stage.resumed
         assert "discarded 3 finished parts" in stage.messages[0]
         assert load(stage.tree) == {}
@@ -188,20 +188,20 @@ def test_another_job_starts_anew(root: Path) -> None:
 def test_what_a_restart_of_the_machine_may_have_lost_is_done_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Stage(root / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a.bin", b"a")
         stage.finish(0)
         stage.flush(threads=2)
         stage.finish(1)
     monkeypatch.setattr("megtool.checkpoint.journal.boot_id", lambda _: "another")
-    with Stage(root / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
         assert stage.resumed == {0}
         assert "1 parts that may not have reached the disk" in stage.messages[0]
 
 
 def test_discard_leaves_nothing(root: Path) -> None:
     stop_after(root, 3)
-    with Stage(root / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(root / "out", files=Files(), fingerprint="f") as stage:
         stage.discard()
     assert os.listdir(root) == ["source"]
 
@@ -232,7 +232,7 @@ def test_everything_is_flushed_before_and_after_the_rename(root: Path) -> None:
 
 def test_without_fsync_nothing_is_flushed(root: Path) -> None:
     files = FaultyFiles()
-    with Stage(root / "out", files=files, fingerprint="f") as stage:
+    with StagingFolder(root / "out", files=files, fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.commit(fsync=False)
     assert "fsync" not in files.calls
@@ -241,7 +241,7 @@ def test_without_fsync_nothing_is_flushed(root: Path) -> None:
 
 def test_new_folders_above_are_flushed_as_well(root: Path) -> None:
     files = FaultyFiles()
-    with Stage(root / "x" / "y" / "out", files=files, fingerprint="f") as stage:
+    with StagingFolder(root / "x" / "y" / "out", files=files, fingerprint="f") as stage:
         stage.commit()
     assert files.calls.count("fsync") == 1 + 2 + 3 + 1  # tree; journal, stage; y, x, root; stage
     assert load(root / "x" / "y" / "out") == {}
@@ -288,7 +288,7 @@ class Quiet:
 def test_a_single_file_is_a_checkpoint_too(root: Path) -> None:
     out = root / "out.safetensors"
     for text in (b"first", b"second"):
-        stage = Stage(out, files=Files(), fingerprint="f", is_file=True, overwrite=True)
+        stage = StagingFolder(out, files=Files(), fingerprint="f", is_file=True, overwrite=True)
         with stage:
             stage.create("", 10)
             stage.write("", text)
@@ -300,7 +300,7 @@ def test_a_single_file_is_a_checkpoint_too(root: Path) -> None:
 
 def test_what_appears_meanwhile_is_not_replaced(root: Path) -> None:
     out = root / "out"
-    with Stage(out, files=Files(), fingerprint="f") as stage:
+    with StagingFolder(out, files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.finish(0)
         save(out, OLD)
@@ -338,7 +338,7 @@ def test_a_linked_destination_is_followed(root: Path) -> None:
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/../../x", "/etc/x", "a\0b"])
 def test_no_path_leads_out(root: Path, name: str) -> None:
     with (
-        Stage(root / "out", files=Files(), fingerprint="f") as stage,
+        StagingFolder(root / "out", files=Files(), fingerprint="f") as stage,
         pytest.raises(FormatError, match="no path inside"),
     ):
         stage.path(name)

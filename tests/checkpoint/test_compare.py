@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint import parallel_scan
 from megtool.checkpoint.catalogue import Replica, StoredFile
-from megtool.checkpoint.compare import Half, Pair, compare, num_bytes
+from megtool.checkpoint.compare import ComparedSource, TensorPair, compare, count_pair_bytes
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.replicas import pair_replicas
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.tensors.placement import Placement
@@ -54,9 +54,13 @@ def test_what_differs_is_found_however_the_two_are_cut(
             grid = raw.random_grid(rng, shape, 2)
             catalogue = raw.lay_out(root / name, [tensor], [grid])
             raw.write(catalogue, {"x": array})
-            halves.append(Half(reader=Reader(catalogue, Files()), sizes={"x": array.nbytes}))
+            halves.append(
+                ComparedSource(
+                    reader=CheckpointReader(catalogue, Files()), sizes={"x": array.nbytes}
+                )
+            )
         place = Placement.identity("x", shape)
-        pair = Pair(name="x", a=place, b=place)
+        pair = TensorPair(name="x", a=place, b=place)
         seen = []
         found = compare([pair], *halves, threads=threads, progress=seen.append)
     for half, array in zip(halves, (x, y), strict=True):
@@ -64,7 +68,7 @@ def test_what_differs_is_found_however_the_two_are_cut(
         from awscrt.checksums import crc32c
 
         assert half.digests.get("x") == crc32c(array.tobytes())
-    assert sum(seen) == num_bytes(pair, *halves) == x.nbytes
+    assert sum(seen) == count_pair_bytes(pair, *halves) == x.nbytes
     differs = x.view(np.uint32) != y.view(np.uint32)
     assert set(found) == ({"x"} if differs.any() else set())
     if not differs.any():
@@ -76,7 +80,7 @@ def test_what_differs_is_found_however_the_two_are_cut(
     assert delta.first == np.flatnonzero(differs.reshape(-1))[0]
     if not np.isnan(apart[differs.reshape(-1)]).all():
         assert delta.largest_abs == np.nanmax(apart)
-        assert delta.abs_at == np.nanargmax(apart)
+        assert delta.abs_index == np.nanargmax(apart)
 
 
 def test_views_that_do_not_nest_are_read_whole(raw, tmp_path):
@@ -88,9 +92,9 @@ def test_views_that_do_not_nest_are_read_whole(raw, tmp_path):
     raw.write(other, {"x": array})
     twos = Placement(canonical="x", stored="x", shape=(3, 2), dims=(0, 0), mults=(2, 1), base=(0,))
     threes = replace(twos, shape=(2, 3), mults=(3, 1))
-    with Reader(one, Files()) as a, Reader(other, Files()) as b:
-        pairs = [Pair(name="x", a=twos, b=threes)]
-        assert compare(pairs, Half(reader=a), Half(reader=b)) == {}
+    with CheckpointReader(one, Files()) as a, CheckpointReader(other, Files()) as b:
+        pairs = [TensorPair(name="x", a=twos, b=threes)]
+        assert compare(pairs, ComparedSource(reader=a), ComparedSource(reader=b)) == {}
 
 
 def test_the_first_error_of_a_thread_is_raised():
@@ -99,7 +103,7 @@ def test_the_first_error_of_a_thread_is_raised():
             raise ValueError(job)
 
     with pytest.raises(ValueError, match="5"):
-        parallel_scan.each(range(100), work, threads=3)
+        parallel_scan.run_jobs(range(100), work, threads=3)
 
 
 @pytest.mark.parametrize("change", [None, 2])
@@ -117,10 +121,14 @@ def test_a_replica_inside_a_container_is_compared(tmp_path, change):
     catalogue.replicas.append(
         Replica(shard=row, file=len(catalogue.files) - 1, offset=0, length=size)
     )
-    one, other = as_pair(catalogue)
+    one, other = pair_replicas(catalogue)
     (name,) = (t.name for t in one.tensors)
     assert name.startswith("x [0:3, 0:4] in copy")
     place = Placement.identity(name, (3, 4))
-    with Reader(one, Files()) as a, Reader(other, Files()) as b:
-        found = compare([Pair(name=name, a=place, b=place)], Half(reader=a), Half(reader=b))
-    assert {n: d.abs_at for n, d in found.items()} == ({} if change is None else {name: 6})
+    with CheckpointReader(one, Files()) as a, CheckpointReader(other, Files()) as b:
+        found = compare(
+            [TensorPair(name=name, a=place, b=place)],
+            ComparedSource(reader=a),
+            ComparedSource(reader=b),
+        )
+    assert {n: d.abs_index for n, d in found.items()} == ({} if change is None else {name: 6})

@@ -13,17 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.computed_tensors import Region, Taking, boxes_of, region_bytes
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.computed_tensors import (
+    RegionReader,
+    TargetRegion,
+    count_region_bytes,
+    iter_boxes,
+)
 from megtool.checkpoint.copy import execute
-from megtool.checkpoint.formats.safetensors import lay_out, open_checkpoint
-from megtool.checkpoint.plan import Op, Plan, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.formats.safetensors import open_checkpoint, plan_safetensors_layout
+from megtool.checkpoint.plan import Op, PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
-from megtool.checkpoint.transport.work_units import Fed
-from megtool.checkpoint.transport.work_units import units as units_of
+from megtool.checkpoint.transport.work_units import FeedUnit
+from megtool.checkpoint.transport.work_units import plan_units as units_of
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError
 from megtool.tensors.box import numel, strides
@@ -49,19 +54,19 @@ class Doubled:
         return (self.placement,)
 
     @property
-    def writes(self) -> tuple[Region, ...]:
-        return (Region(stored=self.stored, lo=(self.first, 0), hi=(self.end, COLUMNS)),)
+    def writes(self) -> tuple[TargetRegion, ...]:
+        return (TargetRegion(stored=self.stored, lo=(self.first, 0), hi=(self.end, COLUMNS)),)
 
     @property
     def num_bytes(self) -> int:
-        return region_bytes(self.writes[0], 4)
+        return count_region_bytes(self.writes[0], 4)
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         return repr(self.factor).encode()
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
-        with taking.run(self.placement, dtype("float32")) as run:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
+        with taking.open(self.placement, dtype("float32")) as run:
             for row in range(self.first, self.end, 3):
                 stop = min(row + 3, self.end)
                 made = run.read(row * COLUMNS, stop * COLUMNS) * np.float32(self.factor)
@@ -98,22 +103,28 @@ def source(folder: Path) -> tuple[Catalogue, dict[str, Placement]]:
 
 def planned(
     found: tuple[Catalogue, dict[str, Placement]], cuts: tuple[int, ...], factor: float = 2.0
-) -> Plan:
+) -> ReshardPlan:
     catalogue, places = found
     shape, kind = (ROWS, COLUMNS), dtype("float32")
-    target = lay_out([GlobalTensor(name=n, shape=shape, dtype=kind) for n in ("x", "y", "z")])
+    target = plan_safetensors_layout(
+        [GlobalTensor(name=n, shape=shape, dtype=kind) for n in ("x", "y", "z")]
+    )
     feeds = [
         Doubled(placement=places["x"], stored="x", first=a, end=b, factor=factor)
         for a, b in pairwise(cuts)
     ]
     copied = {n: Placement.identity(n, shape) for n in ("y", "z")}
-    return build([Source(catalogue=catalogue, placements=places)], target, copied, feeds=feeds)
+    return build_plan(
+        [PlanSource(catalogue=catalogue, placements=places)], target, copied, feeds=feeds
+    )
 
 
-def carried_out(plan: Plan, folder: Path, files: Files | None = None) -> dict[str, np.ndarray]:
+def carried_out(
+    plan: ReshardPlan, folder: Path, files: Files | None = None
+) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
-    stage = Stage(folder, files=files or Files(), fingerprint=plan.fingerprint)
+    stage = StagingFolder(folder, files=files or Files(), fingerprint=plan.fingerprint)
     with stage:
         report = execute(plan, stage, files=stage.files, threads=2)
         stage.commit(fsync=False)
@@ -141,7 +152,7 @@ def test_a_hole_or_an_overlap_is_found_before_any_byte(
             planned(found, cuts)
         return
     catalogue, places = found
-    target = lay_out(
+    target = plan_safetensors_layout(
         [GlobalTensor(name=n, shape=(ROWS, COLUMNS), dtype=dtype("float32")) for n in "xyz"]
     )
     feeds = [
@@ -149,17 +160,19 @@ def test_a_hole_or_an_overlap_is_found_before_any_byte(
     ]
     copied = {n: Placement.identity(n, (ROWS, COLUMNS)) for n in "yz"}
     with pytest.raises(CoverageError, match=said):
-        build([Source(catalogue=catalogue, placements=places)], target, copied, feeds=feeds)
+        build_plan(
+            [PlanSource(catalogue=catalogue, placements=places)], target, copied, feeds=feeds
+        )
 
 
 def test_a_source_tensor_that_no_feed_reads_is_missed(tmp_path: Path) -> None:
     catalogue, places = source(tmp_path / "in")
-    target = lay_out(
+    target = plan_safetensors_layout(
         [GlobalTensor(name=n, shape=(ROWS, COLUMNS), dtype=dtype("float32")) for n in "yz"]
     )
     copied = {n: Placement.identity(n, (ROWS, COLUMNS)) for n in "yz"}
     with pytest.raises(CoverageError, match="'x' is neither used"):
-        build([Source(catalogue=catalogue, placements=places)], target, copied)
+        build_plan([PlanSource(catalogue=catalogue, placements=places)], target, copied)
 
 
 def test_facts_make_another_fingerprint(tmp_path: Path) -> None:
@@ -174,10 +187,12 @@ def test_facts_make_another_fingerprint(tmp_path: Path) -> None:
 
 
 def test_small_feeds_of_a_file_are_one_unit(tmp_path: Path) -> None:
-    from megtool.checkpoint.transport.shard_locator import Locator
+    from megtool.checkpoint.transport.shard_locator import ShardLocator
 
     plan = planned(source(tmp_path / "in"), tuple(range(0, ROWS + 1, 2)))
-    found = [u for u in units_of(plan, Locator(plan.target.catalogue)) if isinstance(u, Fed)]
+    found = [
+        u for u in units_of(plan, ShardLocator(plan.target.catalogue)) if isinstance(u, FeedUnit)
+    ]
     assert [u.feeds for u in found] == [tuple(range(12))]
     assert found[0].num_bytes == ROWS * COLUMNS * 4
 
@@ -201,7 +216,7 @@ def test_any_range_is_cut_into_boxes_in_order(shape: list[int], data: st.DataObj
     end = data.draw(st.integers(first, total))
     seen: list[int] = []
     step = strides(tuple(shape))
-    for lo, hi in boxes_of(tuple(shape), first, end):
+    for lo, hi in iter_boxes(tuple(shape), first, end):
         grid = np.meshgrid(*(np.arange(a, b) for a, b in zip(lo, hi, strict=True)), indexing="ij")
         flat = sum((g * s for g, s in zip(grid, step, strict=True)), np.zeros((), int))
         seen += np.asarray(flat).reshape(-1).tolist()

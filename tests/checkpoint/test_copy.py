@@ -6,8 +6,6 @@ import os
 import random
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,68 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint import copy
-from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.catalogue import Catalogue, Extents, ShardOffsets, StoredFile
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.plan import Fill, Op, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.plan import Fill, Op, PlanSource
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport import work_units
 from megtool.dtypes import dtype
 from megtool.errors import DigestError, SourceChangedError, StorageError
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor, Shards
-
-LAYOUTS = ("apart", "stacked", "rows", "columns", "woven rows", "woven columns", "turned", "mixed")
-
-
-def place(layout: str, names: list[str], rows: int, cols: int) -> dict[str, Placement]:
-    """Tensors `[rows, cols]` (rows even), laid into one stored tensor or one each."""
-    n, out = len(names), {}
-    for i, name in enumerate(names):
-        shape, dims, mults, base, stored = (rows, cols), (0, 1), (1, 1), (0, 0), "s"
-        if layout == "apart":
-            stored = name
-        elif layout == "stacked":
-            dims, base = (1, 2), (i, 0, 0)
-        elif layout == "rows":
-            base = (i * rows, 0)
-        elif layout == "columns":
-            base = (0, i * cols)
-        elif layout == "woven rows":
-            mults, base = (n, 1), (i, 0)
-        elif layout == "woven columns":
-            mults, base = (1, n), (0, i)
-        elif layout == "turned":
-            dims, base = (1, 0), (0, i * rows)
-        elif layout == "mixed":
-            shape, dims, mults = (2, rows // 2, cols), (0, 0, 1), (1, 2, 1)
-            base = (i * rows, 0)
-        out[name] = Placement(
-            canonical=name, stored=stored, shape=shape, dims=dims, mults=mults, base=base
-        )
-    return out
-
-
-def tensors(placements: dict[str, Placement], kind: str) -> list[GlobalTensor]:
-    """The stored tensors, just large enough."""
-    shapes: dict[str, list[int]] = {}
-    for p in placements.values():
-        shape = shapes.setdefault(p.stored, [0] * len(p.base))
-        for d, b in enumerate(p.base):
-            pairs = zip(p.shape, p.dims, p.mults, strict=True)
-            reach = b + 1 + sum((n - 1) * m for n, e, m in pairs if e == d)
-            shape[d] = max(shape[d], reach)
-    return [GlobalTensor(name=n, shape=tuple(s), dtype=dtype(kind)) for n, s in shapes.items()]
-
-
-def laid_out(
-    raw: Any, folder: Path, rng: random.Random, placements: dict[str, Placement], kind: str
-) -> Catalogue:
-    """Those tensors in raw files, cut at random."""
-    found = tensors(placements, kind)
-    grids = [raw.random_grid(rng, t.shape, 3) for t in found]
-    return raw.lay_out(folder, found, grids, align=rng.choice([1, 8]))
+from tests.support.checkpoints.plan_layouts import LAYOUTS, in_kind, laid_out, place
 
 
 class Job:
@@ -101,14 +49,14 @@ class Job:
         self.reference = {t.name: np.zeros(t.shape, t.dtype.view) for t in target.tensors}
         for name, p in to.items():
             raw.put(p, self.wanted[name], self.reference[p.stored])
-        self.plan = build(
-            [Source(catalogue=self.source, placements=at)],
+        self.plan = build_plan(
+            [PlanSource(catalogue=self.source, placements=at)],
             raw.destination(target, small={"a/b.json": b"{}"}, last={"done": b"1"}),
             to,
         )
 
     def stage(self, name="out"):
-        return Stage(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)
+        return StagingFolder(self.folder / name, files=Files(), fingerprint=self.plan.fingerprint)
 
     def check(self, root):
         found = self.raw.read(self.plan.target.catalogue, root)
@@ -124,15 +72,6 @@ class Job:
         for name, array in self.wanted.items():
             found = report.digests.get(name)
             assert found == crc32c(array.tobytes()) or (found is None and not all_of_them)
-
-
-def in_kind(array, kind, source="float32"):
-    """What torch makes of elements cast from one type to another, as the bits numpy can carry."""
-    import torch
-
-    tensor = torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
-    tensor = tensor.view(getattr(torch, source)).to(getattr(torch, kind))
-    return tensor.view(torch.uint8).numpy().view(dtype(kind).view).reshape(array.shape)
 
 
 @pytest.fixture(scope="module")
@@ -323,13 +262,13 @@ def test_empty_scalar_and_filled_tensors(raw, tmp_path):
         ],
     )
     at = {n: Placement.identity(n, s) for n, s in zip(names, shapes, strict=True)}
-    plan = build(
-        [Source(catalogue=source, placements=at)],
+    plan = build_plan(
+        [PlanSource(catalogue=source, placements=at)],
         raw.destination(target),
         at,
         fills=[Fill(stored="vocab", lo=(5, 0), hi=(8, 3), value=1.5)],
     )
-    with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
         report = copy.execute(plan, stage, files=Files(), digest=DigestMode.ALL)
         found = raw.read(target, stage.tree)
     assert found["one"] == 7
@@ -353,14 +292,14 @@ def test_a_source_shard_saved_as_a_transposed_view(raw, tmp_path, mode):
     source.files[1] = StoredFile.stat(source.root, "part-1.bin")
     offset = source.extents.offset
     source.extents = replace(source.extents, contained=True)
-    source.locate_contained = lambda shards: Located(
+    source.locate_contained = lambda shards: ShardOffsets(
         offset=offset[shards], strides={i: (1, 200) for i, s in enumerate(shards) if s == 1}
     )
     at = {"x": Placement.identity("x", tensor.shape)}
     target = raw.lay_out(tmp_path / "tree", [tensor], [[((0, 0), (300, 200), 0)]])
-    plan = build([Source(catalogue=source, placements=at)], raw.destination(target), at)
+    plan = build_plan([PlanSource(catalogue=source, placements=at)], raw.destination(target), at)
     for verified in (0, 1):
-        with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+        with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
             report = copy.execute(plan, stage, files=Files(), digest=mode)
             np.testing.assert_array_equal(raw.read(target, stage.tree)["x"], array)
         assert (report.verified, report.repaired) == (verified, 0)
@@ -396,12 +335,12 @@ def test_packed_rows_are_decoded_and_cast(raw, tmp_path):
     target = raw.lay_out(
         tmp_path / "tree", [tensor], [[((0, 0), (48, 100), 0), ((0, 100), (48, 256), 1)]]
     )
-    plan = build(
-        [Source(catalogue=source, placements={"x": rope})],
+    plan = build_plan(
+        [PlanSource(catalogue=source, placements={"x": rope})],
         raw.destination(target),
         {"x": Placement.identity("x", (48, 256))},
     )
-    with Stage(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=plan.fingerprint) as stage:
         report = copy.execute(plan, stage, files=Files(), memory_bytes=1 << 16)
         found = raw.read(target, stage.tree)["x"]
     plain = gguf.quants.dequantize(packed, kind).reshape(4, 6, 2, 256).transpose(0, 2, 1, 3)

@@ -40,7 +40,7 @@ def claims(shape, placements) -> np.ndarray | None:
 
 def fault(shape, placements, whole) -> str:
     try:
-        check_placements([tensor(*shape)], placements, whole=whole)
+        check_placements([tensor(*shape)], placements, complete=whole)
     except CoverageError as e:
         return e.message
     return ""
@@ -114,13 +114,13 @@ def test_placements_without_elements_claim_nothing():
 )
 def test_impossible_claims_are_named(p, says):
     with pytest.raises(CoverageError, match=says) as e:
-        check_placements([tensor(4)], [p], whole=False)
+        check_placements([tensor(4)], [p], complete=False)
     assert e.value.tensor == "s"
 
 
 def test_a_placement_of_other_dimensions_is_refused():
     with pytest.raises(MappingError, match="shape \\[4, 1\\]"):
-        check_placements([tensor(4, 1)], [Placement.identity("c", (4,), stored="s")], whole=True)
+        check_placements([tensor(4, 1)], [Placement.identity("c", (4,), stored="s")], complete=True)
 
 
 def test_an_identity_smaller_than_its_tensor_leaves_a_hole():
@@ -146,6 +146,6 @@ def test_layers_placed_alike_are_proved_once(monkeypatch):
     check_placements(
         [tensor(4, 3, name=n) for n in names],
         [place((2, 3), (0, 1), (1, 1), (b, 0), n) for n in names for b in (0, 2)],
-        whole=True,
+        complete=True,
     )
     assert checked == ["layer0"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError
 
 
 def refuse(words: str, destination: Path, *sources: Path, **options: bool) -> DestinationError:
-    stage = Stage(destination, files=Files(), fingerprint="f", sources=sources, **options)
+    stage = StagingFolder(destination, files=Files(), fingerprint="f", sources=sources, **options)
     with pytest.raises(DestinationError, match=words) as caught:
         stage.check()
     with pytest.raises(DestinationError, match=words), stage:
@@ -48,7 +48,7 @@ def test_source_and_destination_lie_apart(source: Path, overwrite: bool) -> None
     ]:
         refuse("inside the other", destination, origin, overwrite=overwrite)
     refuse("inside the other", file, file, is_file=True, overwrite=overwrite)
-    stage = Stage(source / "inner" / "out", files=Files(), fingerprint="f", sources=[file])
+    stage = StagingFolder(source / "inner" / "out", files=Files(), fingerprint="f", sources=[file])
     stage.check()
 
 
@@ -72,7 +72,7 @@ def test_what_exists_is_kept_unless_told(tmp_path: Path) -> None:
 
 def test_an_empty_folder_counts_as_absent(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with Stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         stage.commit()
     assert os.listdir(tmp_path / "out") == ["a"]

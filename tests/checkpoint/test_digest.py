@@ -19,9 +19,9 @@ from megtool.checkpoint.digest import (
     Digests,
     Sidecar,
     TensorDigest,
+    encode_sidecar,
     parse_sidecar,
     read_sidecar,
-    write_sidecar,
 )
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError
@@ -143,20 +143,20 @@ EXAMPLE = Sidecar(
 )
 def test_a_sidecar_comes_back(tensors: dict[str, TensorDigest]) -> None:
     sidecar = Sidecar(names="stored", tool="megtool 0.1", tensors=tensors)
-    assert parse_sidecar(write_sidecar(sidecar), Path(SIDECAR)) == sidecar
+    assert parse_sidecar(encode_sidecar(sidecar), Path(SIDECAR)) == sidecar
 
 
 def test_a_sidecar_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / SIDECAR
     assert read_sidecar(path) is None
-    path.write_bytes(write_sidecar(EXAMPLE))
+    path.write_bytes(encode_sidecar(EXAMPLE))
     assert read_sidecar(path) == EXAMPLE
-    path.write_bytes(write_sidecar(Sidecar(names="stored", tool="t", tensors={})))
+    path.write_bytes(encode_sidecar(Sidecar(names="stored", tool="t", tensors={})))
     assert read_sidecar(path) == Sidecar(names="stored", tool="t", tensors={})
 
 
 def with_changes(**changes: Any) -> bytes:
-    return json.dumps(json.loads(write_sidecar(EXAMPLE)) | changes).encode()
+    return json.dumps(json.loads(encode_sidecar(EXAMPLE)) | changes).encode()
 
 
 def with_entry(**changes: Any) -> bytes:
@@ -189,7 +189,7 @@ def with_entry(**changes: Any) -> bytes:
         (with_entry(shape=[True]), "shape"),
         (with_entry(shape=[2**63]), "shape"),
         (with_entry(shape=None), "shape"),
-        (write_sidecar(EXAMPLE)[:-5], "damaged"),
+        (encode_sidecar(EXAMPLE)[:-5], "damaged"),
     ],
 )
 def test_a_bad_sidecar_is_refused_in_words(tmp_path: Path, data: bytes, words: str) -> None:
@@ -204,4 +204,4 @@ def test_a_bad_sidecar_is_refused_in_words(tmp_path: Path, data: bytes, words: s
 def test_the_sidecar_grows_with_the_number_of_tensors_only() -> None:
     entry = TensorDigest(crc32c=7, dtype=dtype("bfloat16"), shape=(2**40, 4096))
     tensors = {f"layers.{n}.weight": entry for n in range(1000)}
-    assert len(write_sidecar(Sidecar(names="stored", tool="t", tensors=tensors))) < 110_000
+    assert len(encode_sidecar(Sidecar(names="stored", tool="t", tensors=tensors))) < 110_000

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint import journal
-from megtool.checkpoint.journal import Journal, Record, read
+from megtool.checkpoint.journal import Journal, JournalRecord, read_journal
 from megtool.checkpoint.storage.files import Files
 
 
 def written(path: Path, units: int) -> bytes:
-    log = Journal(Files(), path, Record(fingerprint="f"))
+    log = Journal(Files(), path, JournalRecord(fingerprint="f"))
     for unit in range(units):
         log.finish(unit, f"note \u00e4 {unit}")
     log.close()
@@ -24,9 +24,9 @@ def written(path: Path, units: int) -> bytes:
 
 def test_what_was_told_is_read(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    assert read(Files(), path) is None
+    assert read_journal(Files(), path) is None
     data = written(path, 3)
-    record = read(Files(), path)
+    record = read_journal(Files(), path)
     assert record
     assert record.fingerprint == "f"
     assert record.finished == {n: f"note \u00e4 {n}" for n in range(3)}
@@ -38,7 +38,7 @@ def test_a_torn_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
     data = written(path, 5)
     for size in range(len(data)):
         path.write_bytes(data[:size] + b"\0" * (size % 3))
-        record = read(Files(), path)
+        record = read_journal(Files(), path)
         if record is None:
             assert size <= data.index(b"\n")
             continue
@@ -47,7 +47,7 @@ def test_a_torn_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
         log.finish(77)
         log.commit(123)
         log.close()
-        after = read(Files(), path)
+        after = read_journal(Files(), path)
         assert after
         assert after.finished == record.finished | {77: ""}
         assert after.commit == 123
@@ -62,7 +62,7 @@ def test_a_changed_byte_is_never_believed(
     at = data.draw(st.integers(0, len(good) - 1))
     good[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(good)
-    record = read(Files(), path)
+    record = read_journal(Files(), path)
     if record is not None:
         assert record.fingerprint == "f"
         assert all(record.finished[n] == f"note \u00e4 {n}" for n in record.finished)
@@ -72,26 +72,26 @@ def test_units_are_safe_from_a_restart_once_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"
-    log = Journal(Files(), path, Record(fingerprint="f"))
+    log = Journal(Files(), path, JournalRecord(fingerprint="f"))
     log.finish(0)
     log.durable()
     log.finish(1)
     log.close()
     monkeypatch.setattr(journal, "boot_id", lambda _: "another")
-    record = read(Files(), path)
+    record = read_journal(Files(), path)
     assert record
     assert (set(record.finished), record.lost) == ({0}, 1)
     log = Journal(Files(), path, record)
     log.finish(2)
     log.close()
     monkeypatch.setattr(journal, "boot_id", lambda _: "third")
-    record = read(Files(), path)
+    record = read_journal(Files(), path)
     assert record
     assert (set(record.finished), record.lost) == ({0}, 2)
 
 
 def test_a_note_is_one_line(tmp_path: Path) -> None:
-    log = Journal(Files(), tmp_path / "journal", Record(fingerprint="f"))
+    log = Journal(Files(), tmp_path / "journal", JournalRecord(fingerprint="f"))
     with pytest.raises(ValueError, match="one line"):
         log.finish(0, "a\nb")
     log.close()

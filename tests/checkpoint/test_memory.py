@@ -15,8 +15,8 @@ from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.plan import Fill, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.plan import Fill, PlanSource
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, StorageError
@@ -33,7 +33,7 @@ def stored(name: str, shape: tuple[int, ...], kind: str = "float32") -> GlobalTe
 def loaded(source: Path, target: Destination, **how: Any) -> dict[str, torch.Tensor]:
     catalogue = open_checkpoint(source)
     places = {t.name: Placement.identity(t.name, t.shape) for t in catalogue.tensors}
-    plan = build([Source(catalogue=catalogue, placements=places)], target, places, **how)
+    plan = build_plan([PlanSource(catalogue=catalogue, placements=places)], target, places, **how)
     with memory.MemoryStage() as stage:
         execute(plan, stage, files=Files(), threads=2)
         return stage.tensors(target.catalogue)
@@ -54,7 +54,7 @@ def test_every_type_comes_back(saved: Callable[..., Path]) -> None:
     tensors = {k: torch.randint(0, 2, (3, 5)).to(getattr(torch, k)) for k in KINDS}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     path = saved(tensors)
-    target = memory.lay_out(open_checkpoint(path).tensors, lambda n: n[:1])
+    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda n: n[:1])
     got = loaded(path, target)
     assert got.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def test_every_type_comes_back(saved: Callable[..., Path]) -> None:
 def test_casts_and_padding_are_the_plans(saved: Callable[..., Path]) -> None:
     source = torch.randn(6, 4)
     path = saved({"w": source})
-    target = memory.lay_out([stored("w", (8, 4), "bfloat16")], lambda _: "all")
+    target = memory.plan_memory_layout([stored("w", (8, 4), "bfloat16")], lambda _: "all")
     fill = Fill(stored="w", lo=(6, 0), hi=(8, 4), value=1.5)
     got = loaded(path, target, fills=[fill])["w"]
     assert got[:6].equal(source.bfloat16())
@@ -76,7 +76,7 @@ def test_casts_and_padding_are_the_plans(saved: Callable[..., Path]) -> None:
 
 def test_tensors_can_be_written_and_share_nothing(saved: Callable[..., Path]) -> None:
     path = saved({"a": torch.ones(40), "b": torch.ones(40)})
-    target = memory.lay_out(open_checkpoint(path).tensors, lambda _: "all")
+    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all")
     one, two = loaded(path, target), loaded(path, target)
     one["a"].zero_()
     assert (one["b"] == 1).all()
@@ -86,7 +86,7 @@ def test_tensors_can_be_written_and_share_nothing(saved: Callable[..., Path]) ->
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_memory_goes_back_with_the_last_tensor(saved: Callable[..., Path]) -> None:
     path = saved({"a": torch.ones(1 << 16), "b": torch.ones(1 << 16)})
-    target = memory.lay_out(open_checkpoint(path).tensors, lambda _: "all")
+    target = memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all")
 
     def held() -> tuple[int, int]:
         gc.collect()
@@ -110,7 +110,7 @@ def test_elsewhere_it_is_a_temporary_file(
     monkeypatch.setattr(memory.tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     path = saved({"a": torch.arange(50)})
-    got = loaded(path, memory.lay_out(open_checkpoint(path).tensors, lambda _: "all"))
+    got = loaded(path, memory.plan_memory_layout(open_checkpoint(path).tensors, lambda _: "all"))
     assert got["a"].equal(torch.arange(50))
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -131,6 +131,6 @@ def test_free_memory_is_the_least_of_its_limits(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50000\nactive_file 7\n")
-    assert memory._of_the_group(tmp_path) == 350000
+    assert memory._cgroup_memory(tmp_path) == 350000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._of_the_group(tmp_path) is None
+    assert memory._cgroup_memory(tmp_path) is None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint import planner
-from megtool.checkpoint.plan import PLAIN_RUN_BYTES, Fill, Source, common_runs
+from megtool.checkpoint.plan import KERNEL_RUN_BYTES, Fill, PlanSource, common_runs
 from megtool.dtypes import dtype
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -66,11 +66,11 @@ def job(raw, shape, source_cut, target_cut, kinds=("float32", "float32"), transp
         at = Placement(
             canonical="t", stored="t", shape=tuple(shape), dims=(1, 0), mults=(1, 1), base=(0, 0)
         )
-    source = Source(catalogue=sides[0], placements={"t": at})
-    return planner.build([source], raw.destination(sides[1]), {"t": same})
+    source = PlanSource(catalogue=sides[0], placements={"t": at})
+    return planner.build_plan([source], raw.destination(sides[1]), {"t": same})
 
 
-ROW = PLAIN_RUN_BYTES // 4  # elements of float32 in a run that is just long enough
+ROW = KERNEL_RUN_BYTES // 4  # elements of float32 in a run that is just long enough
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_fills_count_their_bytes(raw):
         [[([0, 0], [5, 2], 0), ([5, 0], [6, 2], 0)]],
     )
     same = {"t": Placement.identity("t", (4, 2))}
-    plan = planner.build(
-        [Source(catalogue=source, placements=same)],
+    plan = planner.build_plan(
+        [PlanSource(catalogue=source, placements=same)],
         raw.destination(target),
         same,
         fills=[Fill(stored="t", lo=(4, 0), hi=(6, 2))],

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint import copy, planner
-from megtool.checkpoint.catalogue import Catalogue, Located, Replica, StoredObject
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.catalogue import Catalogue, Replica, ShardOffsets, StoredObject
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
+from megtool.checkpoint.plan import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import summarize
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
@@ -32,7 +32,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def plan(raw, tmp_path) -> Plan:
+def plan(raw, tmp_path) -> ReshardPlan:
     """Two tensors, one padded and cast, a scalar and an empty one, cut at random."""
     rng = random.Random(0)
     tensors = [GlobalTensor(name=n, shape=s, dtype=dtype("fp32")) for n, s in SHAPES.items()]
@@ -52,12 +52,12 @@ def plan(raw, tmp_path) -> Plan:
     sides[0].replicas = [Replica(shard=0, file=1, offset=2, length=3)]
     sides[0].warnings = ["careful"]
     same = {n: Placement.identity(n, s) for n, s in SHAPES.items()}
-    return planner.build(
-        [Source(catalogue=sides[0], placements=same)],
+    return planner.build_plan(
+        [PlanSource(catalogue=sides[0], placements=same)],
         raw.destination(sides[1], small={"z": b"\0\1", "index": b""}, last={"done": b"2"}),
         same,
         fills=[Fill(stored="w", lo=(6, 0), hi=(8, 4), value=float("-inf"))],
-        dropped=[Dropped(name="inert", reason="no tensor", num_bytes=4)],
+        dropped=[DroppedItem(name="inert", reason="no tensor", num_bytes=4)],
     )
 
 
@@ -65,7 +65,7 @@ def plan(raw, tmp_path) -> Plan:
 def test_a_plan_is_executed_as_its_summary_says(raw, plan, tmp_path, threads, digest):
     expected = summarize(plan, threads=threads, digest_all=digest == "all")
     files = Files()
-    with Stage(tmp_path / "out", files=files, fingerprint=plan.fingerprint) as stage:
+    with StagingFolder(tmp_path / "out", files=files, fingerprint=plan.fingerprint) as stage:
         report = copy.execute(plan, stage, files=files, threads=threads, digest=DigestMode(digest))
         found = raw.read(plan.target.catalogue, stage.tree)
     want = {n: (a.view("u4") >> 16).astype("u2") for n, a in arrays().items()}
@@ -83,7 +83,7 @@ def contained(catalogue: Catalogue) -> Catalogue:
     return dataclasses.replace(
         catalogue,
         extents=extents,
-        locate_contained=lambda rows: Located(offset=extents.offset[rows] + 3),
+        locate_contained=lambda rows: ShardOffsets(offset=extents.offset[rows] + 3),
     )
 
 

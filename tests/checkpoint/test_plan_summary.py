@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint import plan_summary, planner
-from megtool.checkpoint.plan import Dropped, Fill, Plan, Source
+from megtool.checkpoint.plan import DroppedItem, Fill, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import summarize
 from megtool.dtypes import dtype
 from megtool.tensors.placement import Placement
@@ -24,7 +24,7 @@ def tensor(name, *shape, kind="float32", packing=None) -> GlobalTensor:
 
 
 @pytest.fixture(scope="module")
-def plan(raw) -> Plan:
+def plan(raw) -> ReshardPlan:
     """Whole rows, columns, a cast, a half-used encoded tensor, padding, and one tensor dropped."""
     source = [
         tensor("rows", ROWS, 4),
@@ -50,12 +50,12 @@ def plan(raw) -> Plan:
     at = {t.name: Placement.identity(t.name, t.shape) for t in source}
     at["encoded"] = Placement.identity("encoded", (4,))
     to = {t.name: at[t.name] for t in target}
-    return planner.build(
-        [Source(catalogue=a, placements=at)],
+    return planner.build_plan(
+        [PlanSource(catalogue=a, placements=at)],
         raw.destination(b, small={"index": b"12345"}, last={"done": b"6"}),
         to,
         fills=[Fill(stored="encoded", lo=(4,), hi=(6,))],
-        dropped=[Dropped(name="dropped", reason="asked for", num_bytes=12)],
+        dropped=[DroppedItem(name="dropped", reason="asked for", num_bytes=12)],
     )
 
 
@@ -87,14 +87,14 @@ def test_digesting_everything_leaves_nothing_to_the_kernel(plan):
 def test_memory_is_bounded_by_what_is_allowed_and_what_is_there(plan, raw):
     mib = 1 << 20
     assert summarize(plan, threads=2, memory_bytes=mib).peak_buffer_bytes <= mib
-    least = 4 * plan_summary.SLOTS * plan_summary.LEAST_BUFFER_BYTES
+    least = 4 * plan_summary.NUM_BUFFERS * plan_summary.MIN_BUFFER_BYTES
     assert summarize(plan, threads=4, memory_bytes=1).peak_buffer_bytes == least
-    largest = plan_summary.USUAL_BUFFER_BYTES * plan_summary.SLOTS
+    largest = plan_summary.DEFAULT_BUFFER_BYTES * plan_summary.NUM_BUFFERS
     assert summarize(plan, memory_bytes=1 << 40).peak_buffer_bytes == largest
     same = {"t": Placement.identity("t", (8,))}
     flat = [raw.lay_out(Path(p), [tensor("t", 8)], [[([0], [8], 0)]]) for p in "ab"]
-    kernel = planner.build(
-        [Source(catalogue=flat[0], placements=same)], raw.destination(flat[1]), same
+    kernel = planner.build_plan(
+        [PlanSource(catalogue=flat[0], placements=same)], raw.destination(flat[1]), same
     )
     assert summarize(kernel).peak_buffer_bytes == 0
 
@@ -144,7 +144,7 @@ def test_json_holds_the_same_numbers(plan):
 
 def test_an_empty_plan_is_summed_up(raw):
     empty = raw.lay_out(Path("e"), [], [])
-    s = summarize(planner.build([], raw.destination(empty), {}))
+    s = summarize(planner.build_plan([], raw.destination(empty), {}))
     assert (s.num_bytes.total, s.steps, s.seconds, s.peak_buffer_bytes) == (0, 0, 0, 0)
     assert s.lines()
     assert np.isfinite(s.seconds)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint import planner
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.plan import Dropped, Fill, Op, Plan, Source
+from megtool.checkpoint.plan import DroppedItem, Fill, Op, PlanSource, ReshardPlan
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, MappingError
 from megtool.tensors.box import Boxes
@@ -133,13 +133,13 @@ def model(rng: random.Random):
 def planned(raw, seed: int):
     rng = random.Random(seed)
     a, b = model(rng)
-    source = Source(catalogue=a.catalogue(raw), placements=a.placements)
+    source = PlanSource(catalogue=a.catalogue(raw), placements=a.placements)
     target = raw.destination(b.catalogue(raw))
-    plan = planner.build([source], target, b.placements, fills=b.fills)
+    plan = planner.build_plan([source], target, b.placements, fills=b.fills)
     return plan, a, b
 
 
-def carry_out(plan: Plan, source: dict[str, np.ndarray]):
+def carry_out(plan: ReshardPlan, source: dict[str, np.ndarray]):
     """Do every step element by element; returns shards of the target, and how often each element
     of either side was touched."""
     theirs, ours = plan.sources[0], plan.target.catalogue
@@ -234,10 +234,10 @@ def simple(raw, **more):
     return {"source": source, "target": target, "from": same, "at": dict(same), **more}
 
 
-def build(raw, job, **more) -> Plan:
-    source = Source(catalogue=job["source"], placements=job["from"])
+def build(raw, job, **more) -> ReshardPlan:
+    source = PlanSource(catalogue=job["source"], placements=job["from"])
     target = raw.destination(job["target"], **job.get("files", {}))
-    return planner.build([source], target, job["at"], **more)
+    return planner.build_plan([source], target, job["at"], **more)
 
 
 def without(catalogue: Catalogue, row: int) -> Catalogue:
@@ -294,7 +294,7 @@ def test_what_is_left_over_must_be_listed(raw):
     with pytest.raises(CoverageError, match="'b' is neither used nor listed as dropped") as e:
         build(raw, job)
     assert e.value.tensor == "b"
-    dropped = [Dropped(name="b", reason="tied", num_bytes=48)]
+    dropped = [DroppedItem(name="b", reason="tied", num_bytes=48)]
     plan = build(raw, job, dropped=dropped)
     assert plan.dropped == dropped
     del job["from"]["b"]
@@ -316,7 +316,7 @@ def test_half_of_a_fused_tensor_is_not_lost_silently(raw):
     }
     with pytest.raises(CoverageError, match="'v' is neither used nor listed"):
         build(raw, job)
-    plan = build(raw, job, dropped=[Dropped(name="v", reason="asked for")])
+    plan = build(raw, job, dropped=[DroppedItem(name="v", reason="asked for")])
     assert plan.steps.boxes.hi.tolist() == [[2]]
 
 
@@ -351,16 +351,16 @@ def test_the_first_source_that_places_a_tensor_gives_it(raw):
     only_b = job["source"].select(lambda n: n == "b")
     b = {"b": job["from"]["b"]}
     sources = [
-        Source(catalogue=only_b, placements=b),
-        Source(catalogue=job["source"], placements=job["from"]),
+        PlanSource(catalogue=only_b, placements=b),
+        PlanSource(catalogue=job["source"], placements=job["from"]),
     ]
     with pytest.raises(CoverageError, match="'b' is neither used"):
-        planner.build(sources, raw.destination(job["target"]), job["at"])
-    plan = planner.build(
+        planner.build_plan(sources, raw.destination(job["target"]), job["at"])
+    plan = planner.build_plan(
         sources,
         raw.destination(job["target"]),
         job["at"],
-        dropped=[Dropped(name="b", reason="given by another source")],
+        dropped=[DroppedItem(name="b", reason="given by another source")],
     )
     assert [(e.canonical, e.source_index) for e in plan.entries] == [("a", 1), ("b", 0)]
     shards = [plan.source_pieces.shard[plan.source_pieces.of(k)].tolist() for k in range(2)]
@@ -381,7 +381,7 @@ def test_scalars_and_fills_alone_need_no_dimensions(raw):
     run, plain = plan.step_runs()
     assert run.tolist() == [4, 12]
     assert plain.tolist() == [True, False]
-    assert planner.build([], raw.destination(raw.lay_out(Path("e"), [], [])), {}).entries == []
+    assert planner.build_plan([], raw.destination(raw.lay_out(Path("e"), [], [])), {}).entries == []
 
 
 def test_the_fingerprint_notices_every_change_that_matters(raw):
@@ -477,8 +477,8 @@ def test_a_million_shards_are_planned_in_little_memory():
                 )
     eight, four = side("a", 8), side("b", 4)
     assert len(eight.shards) > 1_400_000
-    plan = planner.build(
-        [Source(catalogue=eight, placements=places)],
+    plan = planner.build_plan(
+        [PlanSource(catalogue=eight, placements=places)],
         Destination(catalogue=four, fragments=[]),
         places,
     )

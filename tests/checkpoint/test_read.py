@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.catalogue import Catalogue, Extents, Located, StoredFile
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.catalogue import Catalogue, Extents, ShardOffsets, StoredFile
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.tensors.placement import Placement
@@ -35,8 +35,8 @@ def test_a_stored_tensor_comes_back(raw, scratch, shape, seed, most, kind):
     catalogue = raw.lay_out(scratch(), [tensor], [raw.random_grid(rng, shape, 2)])
     array = np.random.default_rng(seed).integers(0, 2, shape).astype(tensor.dtype.view)
     raw.write(catalogue, {"x": array})
-    with Reader(catalogue, Files()) as reader:
-        view = reader.stored("x")
+    with CheckpointReader(catalogue, Files()) as reader:
+        view = reader.open_stored("x")
         np.testing.assert_array_equal(view.read(), array)
         assert view.read().dtype == array.dtype
         at = 0
@@ -56,8 +56,8 @@ def test_a_canonical_tensor_out_of_a_fused_one(raw, tmp_path):
     key = Placement(
         canonical="k", stored="qkv", shape=(3, 2, 5), dims=(0, 0, 1), mults=(8, 1, 1), base=(4, 0)
     )
-    with Reader(catalogue, Files()) as reader:
-        found = reader.canonical(key).read()
+    with CheckpointReader(catalogue, Files()) as reader:
+        found = reader.open_canonical(key).read()
     np.testing.assert_array_equal(found, fused.reshape(3, 8, 5)[:, 4:6])
 
 
@@ -71,7 +71,7 @@ def test_shards_found_late_and_saved_as_a_transposed_view(tmp_path):
         asked.append(shards.tolist())
         where = {0: 4, 1: 12}
         strides = {i: (1, 2) for i, s in enumerate(shards.tolist()) if s == 1}
-        return Located(offset=np.array([where[s] for s in shards.tolist()]), strides=strides)
+        return ShardOffsets(offset=np.array([where[s] for s in shards.tolist()]), strides=strides)
 
     catalogue = Catalogue(
         format="raw",
@@ -87,9 +87,9 @@ def test_shards_found_late_and_saved_as_a_transposed_view(tmp_path):
         ),
         locate_contained=locate,
     )
-    with Reader(catalogue, Files()) as reader:
-        np.testing.assert_array_equal(reader.stored("x").read(), array)
-        np.testing.assert_array_equal(reader.stored("x").read(), array)
+    with CheckpointReader(catalogue, Files()) as reader:
+        np.testing.assert_array_equal(reader.open_stored("x").read(), array)
+        np.testing.assert_array_equal(reader.open_stored("x").read(), array)
     assert asked == [[0, 1]]
 
 
@@ -120,10 +120,10 @@ def test_packed_rows_are_decoded(tmp_path):
         mults=(12, 1, 2, 1),
         base=(0, 0),
     )
-    with Reader(catalogue, Files()) as reader:
-        np.testing.assert_array_equal(reader.stored("x").read(), want)
-        tiles = [part.copy() for _, part in reader.stored("x").tiles(4096)]
+    with CheckpointReader(catalogue, Files()) as reader:
+        np.testing.assert_array_equal(reader.open_stored("x").read(), want)
+        tiles = [part.copy() for _, part in reader.open_stored("x").tiles(4096)]
         assert len(tiles) > 4
         np.testing.assert_array_equal(np.concatenate(tiles), want.reshape(-1))
-        found = reader.canonical(halves).read()
+        found = reader.open_canonical(halves).read()
     np.testing.assert_array_equal(found, want.reshape(4, 6, 2, 256).transpose(0, 2, 1, 3))

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Replica
-from megtool.checkpoint.rechunk import Regrouping, regroup
-from megtool.checkpoint.replicas import as_pair
+from megtool.checkpoint.rechunk import Rechunking, rechunk
+from megtool.checkpoint.replicas import pair_replicas
 from megtool.dtypes import dtype
 from megtool.tensors.box import Boxes
 from megtool.tensors.sharded import GlobalTensor
@@ -82,7 +82,7 @@ def test_pieces_of_flat_tensors_are_the_new_ones(
         Replica(shard=catalogue.shards.of(1).start, file=0, offset=again, length=16)
     )
     ndim = max(len(s) for s in shapes)
-    grouping = Regrouping(
+    grouping = Rechunking(
         new,
         np.array([r[0] for r in rows], np.int64),
         Boxes.of(
@@ -96,14 +96,14 @@ def test_pieces_of_flat_tensors_are_the_new_ones(
         np.array([r[4] for r in rows], np.int64),
         np.array([r[5] for r in rows], bool),
     )
-    out = regroup(catalogue, lambda n: n == "kept", grouping)
+    out = rechunk(catalogue, lambda n: n == "kept", grouping)
     out.check()
     found = contents(out)
     assert found.keys() == {"kept", *values}
     for name, value in {**values, "kept": arrays["kept"]}.items():
         np.testing.assert_array_equal(found[name].view(np.float32), value)
     assert len(out.replicas) == num_copies + 1
-    one, other = map(contents, as_pair(out))
+    one, other = map(contents, pair_replicas(out))
     for name, value in one.items():
         np.testing.assert_array_equal(value, other[name])
     assert any(name.startswith("kept [0:2, 0:2]") for name in one)
@@ -115,8 +115,8 @@ def test_nothing_changes_where_nothing_is_regrouped(tmp_path: Path, raw: SimpleN
     value = np.arange(12, dtype=np.float32).reshape(4, 3)
     raw.write(catalogue, {"t": value})
     none = np.zeros(0, np.int64)
-    empty = Regrouping([], none, Boxes.of([], 0), none, none, np.zeros(0, bool))
-    out = regroup(catalogue, lambda _: True, empty)
+    empty = Rechunking([], none, Boxes.of([], 0), none, none, np.zeros(0, bool))
+    out = rechunk(catalogue, lambda _: True, empty)
     np.testing.assert_array_equal(contents(out)["t"], value)
     np.testing.assert_array_equal(out.extents.offset, catalogue.extents.offset)
     np.testing.assert_array_equal(out.shards.owner, catalogue.shards.owner)

@@ -322,7 +322,7 @@ def test_a_layout_for_files_without_one(desk: Desk) -> None:
 def test_a_shard_size_for_files_that_are_no_shards(desk: Desk, kind: str) -> None:
     told = desk.refused(f"--to={kind}", "--max-shard-size=5GB")
     assert told.status == 2
-    assert f"--max-shard-size means nothing for --to {kind}" in told.error
+    assert f"--max-shard-size has no effect with --to {kind}" in told.error
     assert "--to hf" in told.hint
 
 
@@ -497,7 +497,7 @@ def test_a_source_that_is_replaced_meanwhile(
 ) -> None:
     from megtool.checkpoint import copy
 
-    real = copy.units
+    real = copy.plan_units
 
     def units(*arguments: Any, **options: Any) -> Any:
         shutil.copy(desk.hf / "model.safetensors", desk.hf / "new")

@@ -16,8 +16,8 @@ from megtool.commands.evaluate_report import EvaluatePlan, EvaluateReport
 from megtool.commands.reshard import reshard
 from megtool.commands.tokenize import tokenize
 from megtool.errors import MegtoolError, MissingPackageError
-from tests.commands.test_generate import torchrun
 from tests.support.models import tiny_text
+from tests.support.worlds.torchrun import torchrun
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals.\n" * 3
 

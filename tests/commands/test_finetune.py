@@ -98,7 +98,7 @@ def test_a_plan_with_context_parallelism_shares_rows_and_optimizer_state(
     assert plan.rank_parameters >= plan.num_parameters
     assert plan.optimizer_bytes == 4 * plan.rank_trained  # half of 8
     assert "cp=2" in "\n".join(plan.lines())
-    with pytest.raises(LayoutError, match="34 tokens do not go evenly") as e:
+    with pytest.raises(LayoutError, match="34 tokens are not divisible") as e:
         finetune(model, tmp_path / "out", seq_length=34, **more)
     assert "32 or 36" in str(e.value)
 

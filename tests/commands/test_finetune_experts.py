@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.checkpoint.megatron_metadata import args_of
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.megatron_metadata import saved_args
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify import verify
 from megtool.errors import UsageError
 from megtool.reshard.open_source import open_source
 from megtool.train.run_log import read_log
-from tests.commands.test_generate import torchrun
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import curve, tune
 from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.torchrun import torchrun
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,13 +68,13 @@ def test_a_run_with_balanced_experts_goes_on_with_the_same_bits(model, data, tmp
     assert all(x["seq_aux_loss"] > 0.9 and x["z_loss"] > 0 for x in lines)
     assert all(0 <= x["idlest_expert"] <= 1 <= x["busiest_expert"] for x in lines)
     opened = open_source(out)
-    kept = args_of(opened.catalogue)
+    kept = saved_args(opened.catalogue)
     assert {n: kept[n] for n in BALANCED if n.startswith("moe")} == {
         n: value for n, value in BALANCED.items() if n.startswith("moe")
     }
-    with Reader(opened.catalogue, Files()) as reader:
+    with CheckpointReader(opened.catalogue, Files()) as reader:
         place = opened.side.placements["layers.1.mlp.router.expert_bias"]
-        bias = torch.as_tensor(reader.canonical(place).read())
+        bias = torch.as_tensor(reader.open_canonical(place).read())
     assert bias.dtype == torch.float32
     assert torch.equal((bias * 100).round() / 100, bias)  # four steps of 0.01, up or down
     assert 0 < bias.abs().max() < 0.041

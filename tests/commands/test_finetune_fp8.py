@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.megatron_metadata import args_of
+from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
@@ -42,9 +42,9 @@ def test_a_run_in_fp8_that_was_stopped_is_the_one_that_was_not(
     assert cut == whole
     assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
     seen = inspect_amax(tmp_path / "whole")
-    assert seen.lines_of
+    assert seen.modules
     assert seen.exit_status == 0, list(seen.lines())
-    args = args_of(open_source(tmp_path / "whole").catalogue)
+    args = saved_args(open_source(tmp_path / "whole").catalogue)
     assert (args["fp8"], args["fp8_recipe"]) == ("hybrid", "delayed")
     assert args["fp8_amax_history_len"] == 1024
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.containers.te_extra_state import decode
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.quantize import quantize
@@ -54,7 +54,7 @@ def delayed_states(folder: Path) -> set[str]:
     found = set()
     for name, held in catalogue.objects.items():
         if "_extra_state" in name:
-            state = decode(object_value(catalogue, held))
+            state = decode(read_object(catalogue, held))
             if state is not None and state.is_delayed:
                 found.add(name)
     return found

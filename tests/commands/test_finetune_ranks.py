@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megtool.checkpoint.megatron_metadata import args_of
+from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetuneReport
 from megtool.commands.verify import verify
@@ -136,7 +136,7 @@ def test_a_run_with_context_parallelism_goes_on_at_another_layout(
 ) -> None:
     model, data, ref = made
     out = shutil.copytree(shared_out, tmp_path / "out")
-    args = args_of(open_source(out).catalogue)
+    args = saved_args(open_source(out).catalogue)
     assert (args["context_parallel_size"], args["data_parallel_size"]) == (2, 2)
     run_world(on_rank, 2 if layout else 1, model, str(out), data, layout)
     assert curve(out) == pytest.approx(curve(ref), abs=1e-5)

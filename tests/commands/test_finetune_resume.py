@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.commands.finetune import finetune
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
 from megtool.commands.reshard import reshard
@@ -107,7 +107,7 @@ def test_a_second_start_leaves_the_running_one_alone(model, data, out) -> None:
         file.write('{"iteration": 4, "loss": 1.0}\n')  # of the running one's next step
     before["log.jsonl"] = (out / "log.jsonl").read_bytes()
     staging = out / ".megtool"
-    lock = Lock(Files(), staging / "lock", lambda: staging.mkdir(exist_ok=True))
+    lock = LockFile(Files(), staging / "lock", lambda: staging.mkdir(exist_ok=True))
     with pytest.raises(DestinationError, match="is writing this destination"):
         tune(model, out, data, lr=2e-3)
     lock.release()
@@ -246,14 +246,14 @@ def test_a_run_that_was_tired_stays_so(model, data, tmp_path) -> None:
 
 
 def test_no_more_checkpoints_lie_there_than_have_to(model, data, tmp_path, monkeypatch) -> None:
-    from megtool.train.checkpointing.staged_iteration import IterationFolder
+    from megtool.train.checkpointing.staged_iteration import StagedIteration
 
     seen = []
 
-    def counting(place: IterationFolder, num_bytes: int) -> None:
+    def counting(place: StagedIteration, num_bytes: int) -> None:
         seen.append(len(list(place.folder.glob("iter_*"))))
 
-    monkeypatch.setattr(IterationFolder, "require_space", counting)
+    monkeypatch.setattr(StagedIteration, "require_space", counting)
     tune(model, tmp_path / "out", data, save_interval=1, keep=1)
     assert seen == [0, 1, 1, 1]
     assert [p.name for p in (tmp_path / "out").glob("iter_*")] == ["iter_0000004"]
@@ -291,14 +291,11 @@ def mean_held_out(model: Path, files: list[str]) -> float:
     from megtool.data.dataset import open_dataset
     from megtool.parallel.process_groups import ProcessGroups
     from megtool.reshard.open_source import open_decoder
-    from megtool.reshard.source import CheckpointSource as Stored
-    from megtool.reshard.source import SourceOptions
     from megtool.train.build_model import load_for_training
     from megtool.train.evaluation import evaluate
 
-    runnable = open_decoder(SourceOptions(path=model))
-    opened = runnable.opened
-    stored = Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+    runnable = open_decoder(model)
+    stored = runnable
     stages = load_for_training(stored, ProcessGroups.alone(), dtype="float32", threads=1)
     total, labels = 0.0, 0
     for file in files:

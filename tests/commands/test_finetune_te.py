@@ -18,14 +18,13 @@ from megtool.kernels.dispatch import use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
-from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.optim.fp8.transformer_engine import TeHistories
+from megtool.optim.fp8.settings import Fp8Config, Recipe
+from megtool.optim.fp8.transformer_engine import TeAmaxHistories
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
 from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
-from megtool.train.features.fp8 import Fp8Training
+from megtool.train.features.fp8 import Fp8Feature
 from megtool.train.run_log import read_log
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
@@ -114,7 +113,7 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(
     assert tune(model, tmp_path / "cut", text, **how) == whole
     assert verify(tmp_path / "cut", tmp_path / "whole").verdict == "equal"
     seen = inspect_amax(tmp_path / "whole")
-    assert seen.lines_of
+    assert seen.modules
     assert seen.exit_status == 0, list(seen.lines())
 
 
@@ -132,7 +131,7 @@ class Passed:
     """What training left: gradients, and each layer's delayed scaling state."""
 
     stage: Decoder
-    fp8: Fp8Training
+    fp8: Fp8Feature
     gradients: dict[str, torch.Tensor]
     states: list[dict[str, torch.Tensor]]
 
@@ -141,14 +140,12 @@ def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Pas
     """Three passes there and back over 21 tokens each, with evaluations between or not."""
     opened, groups = open_source(folder), ProcessGroups.alone("cuda")
     assert opened.model is not None
-    source = CheckpointSource(
-        catalogue=opened.catalogue, side=opened.side, config=opened.model.config
-    )
+    source = opened
     (stage,) = load_for_training(source, groups, dtype="bfloat16")
     if again:
         recompute(stage, "full")
     with use("te"):
-        fp8 = Fp8Training([stage], Fp8Settings(amax_history_len=4), groups)
+        fp8 = Fp8Feature([stage], Fp8Config(amax_history_len=4), groups)
     for step in range(3):
         tokens = torch.randint(0, 101, (3, 7), generator=torch.Generator().manual_seed(step))
         batch, labels = Batch(tokens_BS=tokens.cuda()), tokens.roll(-1, 1).cuda()
@@ -156,7 +153,7 @@ def passes(folder: Path, *, again: bool = False, evaluated: bool = False) -> Pas
         if evaluated:
             with torch.no_grad():
                 stage.loss(Batch(tokens_BS=tokens.flip(0).cuda()), labels)
-    assert isinstance(fp8.histories, TeHistories)
+    assert isinstance(fp8.histories, TeAmaxHistories)
     gradients = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
     states = [fp8.histories.state(i) for i in range(len(fp8.names))]
     return Passed(stage, fp8, gradients, states)
@@ -179,7 +176,7 @@ def test_recomputation_and_evaluations_leave_no_trace(how: dict[str, bool], mode
 @by_te
 def test_weights_stay_the_models_own(model: Path) -> None:
     run = passes(model)
-    assert "computed by Transformer Engine" in run.fp8.say()
+    assert "computed by Transformer Engine" in run.fp8.describe()
     products = [m for m in run.stage.modules() if getattr(m, "product", None) is not None]
     assert len(products) == len(run.fp8.names) == 8
     assert all(m.product.module.weight is m.weight for m in products)

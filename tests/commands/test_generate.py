@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.cli.app import main
 from megtool.commands.demo import demo_weights
@@ -20,10 +18,10 @@ from megtool.commands.generate_report import Answer, GeneratePlan, GenerateRepor
 from megtool.commands.reshard import reshard
 from megtool.console import printable
 from megtool.errors import MegtoolError, OutOfMemoryError, UsageError
-from megtool.inference.runtime import Manner, on_ranks
+from megtool.inference.runtime import on_ranks
+from megtool.options.groups import RuntimeOptions
 from tests.support.models import tiny_llama, tiny_text
-
-torch = pytest.importorskip("torch")
+from tests.support.worlds.torchrun import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +149,7 @@ def smaller_vocabulary(folder: Path) -> None:
         ({"prompt": ["a"], "top_k": 3}, 2, "top_k with temperature 0"),
         ({"prompt": ["a"], "stop": [""]}, 2, "a stop string is empty"),
         ({"prompt": ["a"], "tp": 2}, 2, "--tp 2 needs 2 processes"),
-        ({"prompt": ["a"], "tokenizer": "nowhere"}, 3, "no folder with a tokenizer"),
+        ({"prompt": ["a"], "tokenizer": "nowhere"}, 3, "not a folder with a tokenizer"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -176,11 +174,11 @@ def test_memory_that_a_pass_lacks_is_said() -> None:
     for ask in (lambda: torch.empty(1 << 49, dtype=torch.uint8), lambda: np.empty(1 << 49, "u1")):
         with (
             pytest.raises(OutOfMemoryError, match=r"cpu has no 512(\.0*)? TiB left") as caught,
-            on_ranks(Manner(device="cpu"), less="--batch-size 1"),
+            on_ranks(RuntimeOptions(device="cpu"), less="--batch-size 1"),
         ):
             ask()
         assert caught.value.hint == "--batch-size 1"
-    with pytest.raises(RuntimeError, match="shape"), on_ranks(Manner(device="cpu")):
+    with pytest.raises(RuntimeError, match="shape"), on_ranks(RuntimeOptions(device="cpu")):
         torch.ones(3) + torch.ones(2, 2).view(5)
 
 
@@ -199,20 +197,6 @@ def test_a_tokenizer_that_does_not_serve_is_refused(
     with pytest.raises(MegtoolError, match=said) as caught:
         generate(tmp_path / "hf", prompt=["a"], device="cpu")
     assert "--tokenizer FOLDER" in str(caught.value.hint)
-
-
-def torchrun(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """`megtool` as so many gloo processes."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={processes}", "-m", "megtool", *words),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from megtool.commands.evaluate import evaluate
 from megtool.commands.evaluate_report import EvaluateReport
 from megtool.commands.generate import GenerateReport, generate
 from megtool.commands.reshard import reshard
-from tests.commands.test_generate import torchrun
 from tests.support.models import tiny_text
+from tests.support.worlds.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 PROMPTS = ["Hello", "b", "The end"]

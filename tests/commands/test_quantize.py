@@ -31,16 +31,7 @@ from megtool.quant.pipeline.report import QuantizeReport
 from megtool.quant.recipes.dialects import recipe_names
 from tests.support.models import tiny_models, tiny_text
 from tests.support.quant.calibrated import random_moe
-
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-}
-SMALL: dict[str, Any] = {"samples": 4, "length": 32, "device": "cpu", "threads": 1}
+from tests.support.quant.quantize_sizes import SIZES, SMALL
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +137,7 @@ def test_weights_stored_as_one(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "phi")
     report = done(tmp_path / "phi", tmp_path / "out", recipe="int8_weight_only", fsync=False)
     assert report.proof is not None
-    assert {f.check for f in report.proof.findings} <= {"tokenizer"}
+    assert {f.id for f in report.proof.findings} <= {"tokenizer"}
     assert report.proof.num_errors == 0
     assert {r.name.rpartition(".")[2] for r in report.proof.rows} == {*"qkvo", "gate", "up", "down"}
     held = tensors_of(tmp_path / "out")
@@ -319,7 +310,7 @@ def test_what_is_kept_and_no_number_is_not_shipped(tmp_path: Path, folder: Path)
     save_file(held, source / "model.safetensors", metadata={"format": "pt"})
     report = done(source, tmp_path / "out", recipe="fp8")
     assert report.exit_status == 7
-    assert "kept-nan" in [f.check for f in report.proof.findings]
+    assert "kept-nan" in [f.id for f in report.proof.findings]
     assert [p.name for p in tmp_path.iterdir()] == ["hf"], "nothing that stands in the way"
     shutil.rmtree(source)
     shutil.copytree(folder, source)
@@ -380,10 +371,10 @@ def killed_at(place: int, source: Path, out: Path, options: dict[str, Any]) -> N
     """
     import torch
 
-    from megtool.quant.calibration.resume_folder import Work
+    from megtool.quant.calibration.resume_folder import ResumeFolder
 
     torch.set_num_threads(1)
-    whole, passed = Work.record, 0
+    whole, passed = ResumeFolder.write_unit, 0
 
     def boundary() -> None:
         nonlocal passed
@@ -391,12 +382,12 @@ def killed_at(place: int, source: Path, out: Path, options: dict[str, Any]) -> N
             os.kill(os.getpid(), signal.SIGKILL)
         passed += 1
 
-    def record(self: Work, *facts: Any) -> None:
+    def record(self: ResumeFolder, *facts: Any) -> None:
         boundary()
         whole(self, *facts)
         boundary()
 
-    Work.record = record  # type: ignore[method-assign]
+    ResumeFolder.write_unit = record  # type: ignore[method-assign]
     done(source, out, **options)
 
 

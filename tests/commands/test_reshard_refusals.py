@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
@@ -14,7 +15,6 @@ from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from tests.support.models import tiny_llama
 
-torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 

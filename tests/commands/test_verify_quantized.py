@@ -22,7 +22,7 @@ from megtool.commands.verify import verify
 from megtool.errors import MappingError, UsageError
 from megtool.quant.recipes.dialects import recipe_names
 from tests.support.checkpoints.compressed_folder import compress, deepseek
-from tests.support.checkpoints.quantized_folder import quantize, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomised
 from tests.support.models import tiny_models
 
 DOWN = "model.layers.2.mlp.down_proj"
@@ -34,10 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     at = tmp_path_factory.mktemp("verify")
     dense = randomised(tiny_models.llama(at / "llama"))
-    quantize(dense, at / "fp8", algos="FP8")
-    quantize(dense, at / "nvfp4", algos="NVFP4")
-    quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
-    quantize(dense, at / "mixed", algos={f".{n}": "FP8" for n in "qkvo"} | {"": "NVFP4"})
+    make_quantized(dense, at / "fp8", algos="FP8")
+    make_quantized(dense, at / "nvfp4", algos="NVFP4")
+    make_quantized(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
+    make_quantized(dense, at / "mixed", algos={f".{n}": "FP8" for n in "qkvo"} | {"": "NVFP4"})
     compress(dense, at / "ct fp8", "fp8")
     compress(dense, at / "ct int4", "int4")
     compress(dense, at / "ct nvfp4", "nvfp4")
@@ -180,7 +180,7 @@ def test_a_row_is_lost(
 def test_small_rows_may_round_to_zeros(made: Path, tmp_path: Path) -> None:
     """Of a scale for the whole matrix nothing is left for a row that is a million times smaller."""
     source = changed(made / "llama", tmp_path / "a", lambda t: t[f"{DOWN}.weight"][7].mul_(1e-7))
-    quantize(source, tmp_path / "b", algos="FP8")
+    make_quantized(source, tmp_path / "b", algos="FP8")
     report = verify(source, tmp_path / "b", threads=1)
     assert report.verdict == "close", report.differences
     row = next(r for r in report.weights if r.tensor == "layers.2.mlp.down.weight")
@@ -359,7 +359,7 @@ def test_a_global_scale_of_its_own_is_a_note(made: Path, tmp_path: Path) -> None
     report = verify(made / "llama", folder, threads=1)
     assert report.verdict == "close", report.differences
     assert "weight_global_scale differs" in " ".join(report.notes)
-    assert "siblings" in {f.rule for f in lint(folder, target="vllm").findings}
+    assert "siblings" in {f.id for f in lint(folder, target="vllm").findings}
 
 
 def test_a_threshold_of_ones_own(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,11 +383,11 @@ def test_decoded_it_is_equal(made: Path, tmp_path: Path) -> None:
 
 def test_lint_on_the_command_line(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", str(made / "fp8"), "--target", "vllm", "--target", "trtllm@1.0.0"]) == 0
-    assert "nothing against it" in capsys.readouterr().out
+    assert "no findings" in capsys.readouterr().out
     assert main(["lint", str(made / "awq"), "--target", "vllm@0.16.0", "--json"]) == 7
     told = json.loads(capsys.readouterr().out)
     assert told["targets"] == ["vllm 0.16.0"]
-    assert {"rule", "severity", "module", "message", "hint", "source"} <= set(told["findings"][0])
+    assert {"id", "severity", "module", "message", "hint", "source"} <= set(told["findings"][0])
     assert main(["lint", str(made / "fp8"), "--target", "ollama"]) == 2
     assert main(["lint", str(made / "fp8" / "config.json")]) == 3
     with pytest.raises(UsageError):
@@ -396,7 +396,7 @@ def test_lint_on_the_command_line(made: Path, capsys: pytest.CaptureFixture[str]
 
 SOUND = ("vllm", "sglang", "trtllm")
 LOADS = {"fp8": SOUND, "fp8_kv_fp8": SOUND, "nvfp4": SOUND, "int4_awq": ("trtllm",)}
-"""Engines that load what a recipe makes, and have nothing against it."""
+"""Engines that load what a recipe makes, and have no findings."""
 
 OF_THE_FOLDER = frozenset(
     (
@@ -411,8 +411,8 @@ OF_THE_FOLDER = frozenset(
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    from tests.commands.test_quantize import SIZES
     from tests.support.models import tiny_text
+    from tests.support.quant.quantize_sizes import SIZES
 
     sizes = SIZES | {"num_hidden_layers": 6}  # the first and the last two are kept by some
     return tiny_text.save(tmp_path_factory.mktemp("text") / "hf", dtype="bfloat16", **sizes)
@@ -421,7 +421,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [n for n in recipe_names() if n != "mxfp4_experts"])
 def test_what_quantize_and_export_write(text: Path, tmp_path: Path, recipe: str) -> None:
-    from tests.commands.test_quantize import SMALL
+    from tests.support.quant.quantize_sizes import SMALL
 
     quantize(text, tmp_path / "out", recipe=recipe, **SMALL)
     for engine in LOADS.get(recipe, ()):
@@ -435,7 +435,7 @@ def test_what_quantize_and_export_write(text: Path, tmp_path: Path, recipe: str)
         folders.append(tmp_path / to)
     assert len(folders) > 1
     for folder in folders:
-        told = [f for f in lint(folder).findings if f.rule in OF_THE_FOLDER]
+        told = [f for f in lint(folder).findings if f.id in OF_THE_FOLDER]
         assert told == [], folder
         source = tmp_path / "out" if folder.name == "hf" else text
         report = verify(source, folder, threads=1)

@@ -228,9 +228,9 @@ def test_writing_casts_floats_and_refuses_what_does_not_mix() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (Row("s", "nothing"), "no canonical tensor"),
+        (Row("s", "nothing"), "is not a canonical tensor"),
         (Row("s", "a.{l}"), "lacks the index"),
-        (Row("s", Cat("q", Transposed("k"))), "cannot lie side by side"),
+        (Row("s", Cat("q", Transposed("k"))), "cannot be concatenated"),
         (Row("s", Grouped("q", "k", by=5)), "do not fall into 5 groups"),
         (Row("s", Permuted("q", (5, 5), (1, 0))), "no grid"),
         (Row("s", Grouped("q", by="no_field")), "no field"),

@@ -18,7 +18,7 @@ from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.tensors.box import cover_fault
 from megtool.tensors.sharded import GlobalTensor
-from tests.convert.test_dialects import canonical_side, config, stored
+from tests.support.checkpoints.canonical_views import canonical_side, config, stored
 
 LATENT = {
     "num_kv_heads": 4,

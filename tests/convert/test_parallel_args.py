@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megtool.checkpoint.containers.pickle_reader import decode, plain
+from megtool.checkpoint.containers.pickle_reader import decode, to_plain
 from megtool.config import ModelConfig, ParallelConfig, pipeline_chunks
 from megtool.convert.megatron_args import args_from_config
 from megtool.convert.parallel_args import (
@@ -119,7 +119,7 @@ def test_a_layout_nobody_can_read_is_refused_where_it_counts(value: Any) -> None
     args = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": value}
     with pytest.raises(LayoutError, match="pipeline_layout"):
         parallel_from_args(args)
-    assert merged_layout(layout_fields(args), {"pp": 4}) == ParallelConfig(pp=4)
+    assert merged_layout(layout_fields(args), LayoutOptions(pp=4)) == ParallelConfig(pp=4)
 
 
 @pytest.mark.peers
@@ -138,7 +138,7 @@ def test_layouts_as_megatron_pickles_them(kind: str, protocol: int) -> None:
         "object of lists": read(types, 16),
     }[kind]
     args = Namespace(pipeline_model_parallel_size=16, pipeline_model_parallel_layout=value)
-    shown = plain(decode(pickle.dumps(args, protocol=protocol), file="args"))
+    shown = to_plain(decode(pickle.dumps(args, protocol=protocol), file="args"))
     found = parallel_from_args(shown)
     assert found.vpp == 2
     assert pipeline_chunks(found.pipeline_layout or "") == pipeline_chunks(DEEPSEEK)
@@ -166,11 +166,11 @@ def test_layouts_as_megatron_pickles_them(kind: str, protocol: int) -> None:
 def test_what_is_not_asked_for_stays(asked: dict[str, Any], expected: dict[str, Any]) -> None:
     known = layout_fields(layout_args(PARALLEL, 61))
     fields = {**{k: v for k, v in asdict(PARALLEL).items() if k != "dp"}, **expected}
-    assert merged_layout(known, asked) == ParallelConfig(**fields)
+    assert merged_layout(known, LayoutOptions(**asked)) == ParallelConfig(**fields)
 
 
 def test_experts_follow_tp_where_they_did() -> None:
     known = layout_fields(layout_args(ParallelConfig(tp=8, ep=4)))
-    assert merged_layout(known, {"tp": 2}).etp == 2
+    assert merged_layout(known, LayoutOptions(tp=2)).etp == 2
     apart = layout_fields(layout_args(ParallelConfig(tp=8, ep=4, etp=1)))
-    assert merged_layout(apart, {"tp": 2}).etp == 1
+    assert merged_layout(apart, LayoutOptions(tp=2)).etp == 1

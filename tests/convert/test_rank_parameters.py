@@ -18,10 +18,10 @@ from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.parallel.mesh import Mesh
-from megtool.reshard.megatron.box_runs import boxes_of
+from megtool.reshard.megatron.box_runs import split_into_boxes
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config
-from tests.tensors.test_registration_order import MODELS as KINDS
+from tests.support.models.parameter_models import MODELS as KINDS
 
 MODELS = {
     **KINDS,
@@ -64,7 +64,7 @@ def test_every_element_is_held_as_often_as_its_tensor(name: str, data: Any) -> N
         for p in found:
             count = held.setdefault(p.key, np.zeros(p.shape, np.int64))
             total = 0
-            for (lo, hi), position in boxes_of(p, 0, p.numel):
+            for (lo, hi), position in split_into_boxes(p, 0, p.numel):
                 count[tuple(map(slice, lo, hi))] += 1
                 total += int(np.prod([h - x for x, h in zip(lo, hi, strict=True)]))
                 assert position < p.numel

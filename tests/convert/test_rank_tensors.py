@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
-from megtool.convert.dialects import CanonicalView, TargetView, read_side, write_side
+from megtool.convert.dialects import CanonicalView, read_side, write_side
 from megtool.convert.megatron import PER_LAYER, STACKED
-from megtool.convert.rank_parameters import RankPlace, rank_parameters
+from megtool.convert.rank_parameters import rank_parameters
 from megtool.convert.rank_tensors import LocalView, RankCoordinates, local_side, local_tensors
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.checkpoints.rank_slices import Arrays, sliced
 from tests.support.checkpoints.trained import canonical_tensors, config
-from tests.tensors.test_registration_order import MODELS as KINDS
-
-Arrays = dict[str, np.ndarray[Any, Any]]
+from tests.support.models.parameter_models import MODELS as KINDS
 
 MODELS: dict[str, dict[str, Any]] = {
     **KINDS,
@@ -82,24 +81,6 @@ def assembled(local: LocalView, arrays: Arrays) -> Arrays:
         out[fill.placement.stored][index(fill.placement)] = fill.value
     assert all((a >= 0).all() for a in out.values())
     return out
-
-
-def sliced(
-    target: TargetView,
-    whole: Arrays,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    seat: RankCoordinates,
-) -> Arrays:
-    """The rank's boxes cut out of the whole, gate and up one after the other, experts stacked."""
-    out: dict[str, list[np.ndarray[Any, Any]]] = {}
-    ranks = rank_parameters(target.tensors, model, parallel)
-    dense = ranks.get(RankPlace(seat.stage, 0, 0, seat.tp), [])
-    experts = ranks.get(RankPlace(seat.stage, 0, seat.ep, seat.etp), [])
-    for p in [*(p for p in dense if not p.is_expert), *(p for p in experts if p.is_expert)]:
-        boxes = [whole[p.key][tuple(map(slice, lo, hi))] for lo, hi in p.boxes]
-        out.setdefault(p.key, []).append(np.concatenate(boxes, axis=int(p.is_expert)))
-    return {key: np.concatenate(found) for key, found in out.items()}
 
 
 def seats(parallel: ParallelConfig) -> list[RankCoordinates]:

@@ -79,7 +79,7 @@ def test_a_folder_is_its_files_by_name_and_split(tmp_path: Path) -> None:
         texts(tmp_path, split="dev")
     assert "train-0.jsonl" in str(caught.value.hint)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="no file of text"):
+    with pytest.raises(FormatError, match="no text file"):
         texts(tmp_path / "empty")
 
 
@@ -106,7 +106,7 @@ def test_conversations_and_completions(tmp_path: Path) -> None:
         (b'{"text": "a', "line 3: no JSON", "one object a line"),
         (b"[", "line 3: no JSON", "jq"),
         (b'["a"]', "line 3: list instead of an object", "jq -c .[]"),
-        (b'{"text": "\xff"}', "line 3: no UTF-8: byte 0xff at 10", "iconv"),
+        (b'{"text": "\xff"}', "line 3: not UTF-8: byte 0xff at 10", "iconv"),
         (b'{"txt": "a", "id": 1}', "line 3: none of the fields", "--field NAME, one of: id, txt"),
         (b'{"text": null}', "line 3: field 'text' holds NoneType", "--field"),
         (b'{"text": 5}', "line 3: field 'text' holds int", "--field"),
@@ -128,7 +128,7 @@ def test_malformed_lines_are_named(tmp_path: Path, line: bytes, message: str, hi
 def test_other_broken_files(tmp_path: Path) -> None:
     plain, table, zipped = (tmp_path / n for n in ("a.txt", "a.parquet", "a.jsonl.gz"))
     plain.write_bytes(b"a\nb\xe4\n")
-    with pytest.raises(FormatError, match="line 2: no UTF-8: byte 0xe4 at 3"):
+    with pytest.raises(FormatError, match="line 2: not UTF-8: byte 0xe4 at 3"):
         texts(plain)
     zipped.write_bytes(gzip.compress(json_lines(RECORDS))[:-400])
     with pytest.raises(FormatError, match="broken gzip"):

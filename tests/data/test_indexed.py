@@ -81,7 +81,7 @@ def test_an_error_leaves_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b[:20], "20 bytes are no index"),
+        (lambda b: b[:20], "20 bytes are not an index"),
         (lambda b: b"X" + b[1:], "no index of Megatron's"),
         (lambda b: b[:9] + b"\x02" + b[10:], "version 2"),
         (lambda b: b[:17] + b"\x09" + b[18:], "dtype code 9"),
@@ -108,7 +108,7 @@ def test_data_that_is_cut_off_or_missing(tmp_path: Path) -> None:
     write(tmp_path / "a", DOCUMENTS)
     data = tmp_path / "a.bin"
     data.write_bytes(data.read_bytes()[:-2])
-    with pytest.raises(FormatError, match=r"lies outside the 16 bytes of a\.bin"):
+    with pytest.raises(FormatError, match=r"is outside the 16 bytes of a\.bin"):
         IndexedDataset(tmp_path / "a")
     data.unlink()
     with pytest.raises(StorageError, match="cannot read"):

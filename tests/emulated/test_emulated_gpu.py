@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.commands.verify import verify
 from megtool.train.run_log import read_log
@@ -23,7 +24,6 @@ from tests.support.emulated.device import build
 from tests.support.models import tiny_text
 from tests.support.runs.finetune_runs import curve, save_lines
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 FEW = ("llama(yarn)", "gemma2(tie_word_embeddings=True,num", "gpt2", "deepseek_v3", "gpt_oss")

@@ -17,11 +17,11 @@ from megtool.cli.app import main
 from megtool.commands.export import export
 from megtool.commands.lint import lint
 from megtool.errors import MegtoolError, UsageError
-from megtool.lint.registry import RULES
-from megtool.lint.rules import View, apply
-from megtool.quant.recipes.engine_support import read_target
+from megtool.lint.engines import EngineTarget
+from megtool.lint.rules import apply_rules, load_rules
+from megtool.quant.recipes.engine_support import parse_engine
 from tests.support.checkpoints.compressed_folder import compress
-from tests.support.checkpoints.quantized_folder import quantize, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomised
 from tests.support.models import tiny_models
 
 Tensors = dict[str, torch.Tensor]
@@ -38,15 +38,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         randomised(tiny_models.llama(at / "llama")),
         randomised(tiny_models.moe(at / "moe")),
     )
-    quantize(dense, at / "fp8", algos="FP8")
-    quantize(dense, at / "nvfp4", algos="NVFP4")
-    quantize(dense, at / "awq", algos="NVFP4", smooth=True)
-    quantize(moe, at / "experts", algos="W4A16_NVFP4", cache=False)
+    make_quantized(dense, at / "fp8", algos="FP8")
+    make_quantized(dense, at / "nvfp4", algos="NVFP4")
+    make_quantized(dense, at / "awq", algos="NVFP4", smooth=True)
+    make_quantized(moe, at / "experts", algos="W4A16_NVFP4", cache=False)
     first = dict.fromkeys([".q", ".k", ".v", ".o"], "FP8_PER_CHANNEL_PER_TOKEN")
     first |= dict.fromkeys(
         ["layers.0.mlp.gate", "layers.0.mlp.up", "layers.0.mlp.down"], "FP8_PER_CHANNEL_PER_TOKEN"
     )
-    quantize(moe, at / "mixed", algos=first | {"": "W4A16_AWQ"}, group=64, cache=False)
+    make_quantized(moe, at / "mixed", algos=first | {"": "W4A16_AWQ"}, group=64, cache=False)
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     return at
@@ -274,11 +274,12 @@ def test_what_is_planned_is_what_lint_finds(
 
     seen = set()
 
-    def spied(rules: Any, subject: Any, view: View) -> Any:
-        seen.update(apply(RULES, subject, View(target=read_target("sglang@0.5"))))
-        return apply(rules, subject, view)
+    def spied(rules: Any, context: Any, engine: EngineTarget) -> Any:
+        sglang = EngineTarget(target=parse_engine("sglang@0.5"))
+        seen.update(apply_rules(load_rules(), context, sglang))
+        return apply_rules(rules, context, engine)
 
-    monkeypatch.setattr(rules, "apply", spied)
+    monkeypatch.setattr(rules, "apply_rules", spied)
     folder = edit(copied(made, name, tmp_path / "a"), lambda c: c.pop("architectures"))
     far = next(
         n for n in load_file(folder / "model.safetensors") if n.endswith("o_proj.weight_scale")
@@ -286,7 +287,7 @@ def test_what_is_planned_is_what_lint_finds(
     change(folder, lambda t: t.update({far: t[far].float().mul(4000).to(t[far].dtype)}))
     quiet(folder, tmp_path / "out", to=to)
     assert seen == set(lint(tmp_path / "out", target="sglang@0.5").findings)
-    assert "architectures" in {f.rule for f in seen}
+    assert "architectures" in {f.id for f in seen}
 
 
 # ---- options

@@ -17,7 +17,6 @@ from megtool.errors import DestinationError, FormatError, MappingError, UsageErr
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
 from tests.support.models import tiny_text
 from tests.support.quant.loaded import randomised
 
@@ -65,9 +64,7 @@ def quiet(source: Path, destination: Path, **options: Any) -> Any:
 def logits(folder: Path) -> torch.Tensor:
     opened = open_source(folder)
     assert opened.side.config is not None
-    source = CheckpointSource(
-        catalogue=opened.catalogue, side=opened.side, config=opened.side.config
-    )
+    source = opened
     with torch.inference_mode():
         return load(source, dtype="float32")(Batch(tokens_BS=TOKENS))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.commands.reshard import reshard
 from tests.support.checkpoints.damage import FORMATS, SMALL, save_gguf
 from tests.support.models import tiny_llama
@@ -40,3 +41,10 @@ def copied(sound: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
         return target
 
     return copy
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many units in few bytes."""
+    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", 1000)

@@ -15,18 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport import kernel_copy, work_units
 from megtool.commands.reshard import reshard
 from megtool.errors import (
     DestinationError,
-    MegtoolError,
     SourceChangedError,
     StorageError,
 )
@@ -34,44 +31,10 @@ from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.models import tiny_llama
 from tests.support.models.tiny_llama import contents, left_overs, state
 from tests.support.paths import ROOT
+from tests.support.runs.interrupted_runs import Job, strike
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 5}
-OLD = {"old.bin": b"old", "deep/older.bin": b"older"}
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EINTR, "short", "kill", "torn"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A reshard in a folder of its own, and what it makes of a sound machine."""
-
-    root: Path
-    options: dict[str, Any]
-    expected: dict[str, bytes]
-    source: dict[str, tuple[bytes, int, int]]
-    name: str = "out"
-
-    @property
-    def out(self) -> Path:
-        return self.root / self.name
-
-    def run(self, files: Files | None = None, **more: Any) -> Any:
-        return reshard(self.root / "source", self.out, files=files, **self.options, **more)
-
-    def put_old(self) -> dict[str, bytes]:
-        """Put something at the destination that is to be replaced."""
-        Files().remove(self.out)
-        if "" in self.expected:
-            self.out.write_bytes(b"old")
-            return {"": b"old"}
-        for name, data in OLD.items():
-            (self.out / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.out / name).write_bytes(data)
-        return OLD
-
-    def check_end(self, where: object = None) -> None:
-        assert contents(self.out) == self.expected, where
-        assert sorted(p.name for p in self.root.iterdir()) == sorted([self.name, "source"]), where
-        assert state(self.root / "source") == self.source, where
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -100,36 +63,6 @@ def make(root: Path, options: dict[str, Any]) -> Job:
     return Job(root=root, options=job.options, expected=expected, source=job.source, name=name)
 
 
-def strike(job: Job, fault: int | str, *, old: bool, every: int = 1, lasting: bool = False) -> None:
-    """Strike at every n-th call; the destination is as promised, and a second run ends it."""
-    before = job.put_old() if old else None
-    calm = FaultyFiles()
-    job.run(calm, overwrite=old)
-    for n in range(1, len(calm.calls) + 1, every):
-        where = (n, calm.calls[n - 1])
-        if old:
-            job.put_old()
-        else:
-            Files().remove(job.out)
-        files = FaultyFiles(n, fault, lasting=lasting)
-        try:
-            job.run(files, overwrite=old)
-            assert contents(job.out) == job.expected, where
-        except (MegtoolError, Killed) as e:
-            assert fault not in ("short", errno.EINTR), where
-            assert isinstance(e, Killed | StorageError | DestinationError), (where, e)
-            assert isinstance(e, Killed) or e.file, (where, e)
-            assert contents(job.out) in (before, job.expected), where
-        assert files.hit, where
-        assert state(job.root / "source") == job.source, where
-        if contents(job.out) == job.expected and not old:
-            with pytest.raises(DestinationError, match="exists"):
-                job.run()
-        else:
-            job.run(overwrite=old, fsync=False)
-        job.check_end(where)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_at_every_call(tmp_path: Path, fault: int | str) -> None:  # W1, W2
     strike(make(tmp_path, SCENARIOS["to torch_dist"]), fault, old=False)
@@ -153,13 +86,6 @@ def test_faults_in_other_jobs(tmp_path: Path, scenario: str, fault: int | str, o
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_stays_full_or_broken(tmp_path: Path, code: int) -> None:
     strike(make(tmp_path, SCENARIOS["to torch_dist"]), code, old=False, every=3, lasting=True)
-
-
-@pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many units in few bytes."""
-    monkeypatch.setattr(work_units, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(kernel_copy, "UNIT_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("small_units")

@@ -16,12 +16,10 @@ from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
-from tests.faults.test_writing import Job, small_units, strike
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.checkpoints.trained import config, write
 from tests.support.models.tiny_llama import contents, state
-
-__all__ = ["small_units"]
+from tests.support.runs.interrupted_runs import Job, strike
 
 MODEL = {"num_layers": 2, "tied_embeddings": True, "vocab_size": 5}
 SCENARIOS: dict[str, dict[str, Any]] = {

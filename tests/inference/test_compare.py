@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.compare import compare, differences, percentiles
-from megtool.inference.runtime import Manner, load_forward, on_ranks
+from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.windows import TokenDocument
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import SourceOptions
 from tests.support.models import tiny_text
 
 
@@ -45,11 +45,11 @@ def test_models_are_compared_where_they_differ(tmp_path: Path) -> None:
         TokenDocument(tokens=[3, 4, 5]),
     ]
     forwards = []
-    manner = Manner(device="cpu")
+    manner = RuntimeOptions(device="cpu")
     for number, seed in enumerate((0, 0, 1)):
         folder = tiny_text.save(tmp_path / f"hf{number}", seed=seed)
         with on_ranks(manner) as groups:
-            runnable = open_decoder(SourceOptions(path=folder))
+            runnable = open_decoder(folder)
             forwards.append(load_forward(runnable, manner, groups, silent))
     same = compare(forwards[0], forwards[1], texts, window=32, stride=16, batch_size=2)
     assert (same.kl_max, same.agreement, same.worst) == (0.0, 1.0, ())

@@ -13,7 +13,7 @@ from megtool.inference.evaluate import hidden_of
 from megtool.inference.forward import Forward
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group, ProcessGroups
-from tests.model.test_decoder import SIZES, made, text
+from tests.support.models.tiny_decoder import SIZES, made, text
 
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 48}
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megtool.console import silent
 from megtool.errors import UsageError
 from megtool.inference.evaluate import evaluate
-from megtool.inference.runtime import Manner, load_forward, on_ranks
+from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.windows import TokenDocument, num_counted, windows
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import SourceOptions
 from tests.support.models import tiny_text
 
 
@@ -79,8 +79,8 @@ def theirs(folder: Path, window: int, stride: int) -> tuple[float, int]:
 def test_losses_are_those_of_transformers(
     folder: Path, window: int, stride: int, rows: int
 ) -> None:
-    manner = Manner(device="cpu")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cpu")
+    runnable = open_decoder(folder)
     seen: list[int] = []
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
@@ -95,8 +95,8 @@ def test_losses_are_those_of_transformers(
 
 
 def test_data_without_a_token_to_predict_is_refused(folder: Path) -> None:
-    manner = Manner(device="cpu")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cpu")
+    runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         with pytest.raises(UsageError, match="no token to predict"):

@@ -15,10 +15,10 @@ from megtool.errors import CheckpointError, UsageError
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.forward import Forward
 from megtool.inference.generate import Meter, check_requests, generate
-from megtool.inference.runtime import Manner, load_forward, on_ranks
+from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.sampling import Sampling
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import SourceOptions
 from tests.support.models import tiny_text
 
 TEXTS = ("Hello", "a", "The quick brown fox", "zzz zz", "1 2 3 4 5 6 7")
@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Iterator[tuple[Forward, Tokenizer]]:
-    manner = Manner(device="cpu")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cpu")
+    runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         yield load_forward(runnable, manner, groups, silent), runnable.tokenizer()
 
@@ -92,8 +92,8 @@ def test_steps_keep_the_rules_of_cuda_graphs(model: Any, theirs: list[list[int]]
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_replayed_step_is_a_step(folder: Path, theirs: list[list[int]]) -> None:
-    manner = Manner(device="cuda")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cuda")
+    runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         model = load_forward(runnable, manner, groups, silent), runnable.tokenizer()
         plain, graphed = run(model), run(model, graphed=True)
@@ -135,12 +135,12 @@ def test_a_prompt_of_another_tokenizer_is_refused(model: Any) -> None:
 
 
 def test_a_nan_names_the_weight_it_comes_from(folder: Path) -> None:
-    manner = Manner(device="cpu")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cpu")
+    runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     forward.decoder.state_dict()[name][0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match="of prompt 0 hold a NaN") as caught:
+    with pytest.raises(CheckpointError, match="of prompt 0 contain a NaN") as caught:
         run((forward, runnable.tokenizer()))
     assert caught.value.tensor == name

@@ -11,10 +11,10 @@ import torch
 from megtool.console import silent
 from megtool.inference.batching import GenerateRequest
 from megtool.inference.generate import generate
-from megtool.inference.runtime import Manner, load_forward, on_ranks
+from megtool.inference.runtime import load_forward, on_ranks
 from megtool.inference.sampling import Sampling
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import SourceOptions
 
 COMMON = {
     "vocab_size": 120,
@@ -96,8 +96,8 @@ def test_tokens_are_those_of_transformers_without_a_cache(name: str, tmp_path: P
     requests = [
         GenerateRequest(number=n, prompt=tuple(p), max_new_tokens=12) for n, p in enumerate(prompts)
     ]
-    manner = Manner(device="cpu", dtype="float32")
-    runnable = open_decoder(SourceOptions(path=tmp_path))
+    manner = RuntimeOptions(device="cpu", dtype="float32")
+    runnable = open_decoder(tmp_path)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         for slots, graphed in ((2, False), (9, False), (9, True)):

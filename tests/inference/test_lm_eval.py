@@ -11,9 +11,9 @@ import pytest
 
 from megtool.console import silent
 from megtool.inference.lm_eval import encoded, language_model, rolling, split_pair
-from megtool.inference.runtime import Manner, load_forward, on_ranks
+from megtool.inference.runtime import load_forward, on_ranks
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import SourceOptions
 from tests.support.models import tiny_text
 
 
@@ -26,7 +26,7 @@ class Asked:
 
 def test_spaces_that_end_a_context_belong_to_what_follows(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    tokenizer = open_decoder(SourceOptions(path=tiny_text.save(tmp_path / "hf"))).tokenizer()
+    tokenizer = open_decoder(tiny_text.save(tmp_path / "hf")).tokenizer()
     assert split_pair(tokenizer, "a b ", "c", 256) == (
         tokenizer.encode("a b"),
         tokenizer.encode(" c"),
@@ -36,14 +36,14 @@ def test_spaces_that_end_a_context_belong_to_what_follows(tmp_path: Path) -> Non
 
 def test_a_text_begins_once(tmp_path: Path) -> None:
     """A chat template may have written the token that the tokenizer puts before every text."""
-    tokenizer = open_decoder(SourceOptions(path=beginning(tmp_path / "hf"))).tokenizer()
+    tokenizer = open_decoder(beginning(tmp_path / "hf")).tokenizer()
     assert tokenizer.encode("<s>a") == [256, 256, *tokenizer.encode("a", add_special=False)]
     assert encoded(tokenizer, "<s>a", 256) == encoded(tokenizer, "a", 256) == tokenizer.encode("a")
     assert split_pair(tokenizer, "<s>a", "b", 256) == split_pair(tokenizer, "a", "b", 256)
 
 
 def test_a_long_text_is_cut_into_windows_of_which_the_last_is_full(tmp_path: Path) -> None:
-    tokenizer = open_decoder(SourceOptions(path=tiny_text.save(tmp_path / "hf"))).tokenizer()
+    tokenizer = open_decoder(tiny_text.save(tmp_path / "hf")).tokenizer()
     text = "abcdefghij"
     ids = [256, *tokenizer.encode(text)]
     first, second, last = rolling(tokenizer, text, 256, 4)
@@ -74,8 +74,8 @@ def test_answers_are_those_of_lm_eval_itself(save: Callable[[Path], Path], tmp_p
 
     folder = save(tmp_path / "hf")
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", max_length=64)
-    manner = Manner(device="cpu")
-    runnable = open_decoder(SourceOptions(path=folder))
+    manner = RuntimeOptions(device="cpu")
+    runnable = open_decoder(folder)
     with on_ranks(manner) as groups:
         forward = load_forward(runnable, manner, groups, silent)
         ours = language_model(forward, runnable.tokenizer(), window=64, batch_size=3)

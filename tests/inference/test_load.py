@@ -32,8 +32,7 @@ from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.registration_order import Order
 from megtool.train.build_model import load_for_training
-from tests.converters import test_dense, test_moe
-from tests.support.models import tiny_llama
+from tests.support.models import dense_cases, moe_cases, tiny_llama
 from tests.support.runs.loading import source_of
 
 
@@ -92,7 +91,7 @@ def test_types_are_cast_by_the_plan(folder: Path) -> None:
         want = load_file(folder / "model.safetensors")["model.norm.weight"].bfloat16()
         assert decoder.decoder.final_layernorm.weight.equal(want)
         assert {t.dtype for t in decoder.state_dict().values()} == {torch.bfloat16}
-    with pytest.raises(UsageError, match="no model runs in int8"):
+    with pytest.raises(UsageError, match="models cannot run in int8"):
         load(source_of(folder), dtype="int8")
 
 
@@ -152,7 +151,7 @@ def test_a_decoder_without_weights_says_so(folder: Path) -> None:
         lambda: Forward(decoder).token_log_probs(x_TH, TOKENS.flatten()),
         lambda: decoder(Batch(tokens_BS=TOKENS)),
     ):
-        with pytest.raises(UsageError, match="holds nothing yet"):
+        with pytest.raises(UsageError, match="is not loaded yet"):
             call()
     assert decoder.logits(x_TH.to("meta")).shape == (18, 101), "shapes alone are fine"
 
@@ -183,14 +182,16 @@ def test_tied_embeddings(on_demand: bool, tmp_path: Path) -> None:
 
 
 FAMILIES = [
-    *[("dense", c) for c in test_dense.CASES if c.model.startswith(("Gemma3", "GPT2", "Phi3"))][:3],
-    *[("moe", c) for c in test_moe.CASES if c[0] in ("deepseek_v3", "gpt_oss")][:2],
+    *[("dense", c) for c in dense_cases.CASES if c.model.startswith(("Gemma3", "GPT2", "Phi3"))][
+        :3
+    ],
+    *[("moe", c) for c in moe_cases.CASES if c[0] in ("deepseek_v3", "gpt_oss")][:2],
 ]
 
 
 @pytest.mark.parametrize(("kind", "case"), FAMILIES, ids=lambda x: str(x)[:18])
 def test_families(kind: str, case: Any, tmp_path: Path) -> None:
-    (test_dense if kind == "dense" else test_moe).save(case, tmp_path)
+    (dense_cases if kind == "dense" else moe_cases).save(case, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     source = source_of(tmp_path)
     whole = load(source, dtype="float32")
@@ -205,7 +206,7 @@ def test_every_parameter_has_a_place_in_megatrons_registration(name: str, tmp_pa
     if name == "llama":
         tiny_llama.save(tmp_path / "hf", attention_bias=True, mlp_bias=True)
     else:
-        test_moe.save(next(c for c in test_moe.CASES if c[0] == name), tmp_path / "hf")
+        moe_cases.save(next(c for c in moe_cases.CASES if c[0] == name), tmp_path / "hf")
     decoder = load(source_of(tmp_path / "hf"), on_demand=True)
     order = Order(fused_norms=True, grouped_experts=True)
     places = {order.position(n) for n, _ in decoder.named_parameters()}
@@ -248,8 +249,8 @@ def test_a_layout_that_does_not_divide_the_model(folder: Path) -> None:
 
 
 def test_what_is_no_decoder(folder: Path, tmp_path: Path) -> None:
-    case = next(c for c in test_dense.CASES if "Bert" in c.model)
-    test_dense.save(case, tmp_path / "bert")
+    case = next(c for c in dense_cases.CASES if "Bert" in c.model)
+    dense_cases.save(case, tmp_path / "bert")
     refused(source_of(tmp_path / "bert"), MappingError, "is an encoder, and only decoders")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -332,9 +333,9 @@ def test_weights_that_are_no_numbers(on_demand: bool, folder: Path, tmp_path: Pa
 def test_multi_token_prediction_is_skipped_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = next(c for c in test_moe.CASES if c[0] == "deepseek_v3")
-    test_moe.save(case, tmp_path)
-    test_moe.with_mtp(tmp_path)
+    case = next(c for c in moe_cases.CASES if c[0] == "deepseek_v3")
+    moe_cases.save(case, tmp_path)
+    moe_cases.with_mtp(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     with caplog.at_level("INFO"):
         decoder = load(source_of(tmp_path), dtype="float32")
@@ -362,7 +363,5 @@ def test_optimizer_state_is_left_alone(tmp_path: Path, folder: Path) -> None:
     opened = open_source(tmp_path)
     assert any(":" in n for n in opened.side.canonical)
     assert opened.model is not None
-    source = CheckpointSource(
-        catalogue=opened.catalogue, side=opened.side, config=opened.model.config
-    )
+    source = opened
     assert logits(load(source)).equal(logits(load(source_of(folder))))

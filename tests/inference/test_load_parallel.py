@@ -110,9 +110,9 @@ def test_all_ranks_are_told_what_the_last_stage_chose(order: str, tmp_path: Path
     ],
 )
 def test_mixtures_of_experts(name: str, layout: dict[str, int], size: int, tmp_path: Path) -> None:
-    from tests.converters import test_moe  # not in every rank: it takes seconds
+    from tests.support.models import moe_cases  # not in every rank: it takes seconds
 
-    test_moe.save(next(c for c in test_moe.CASES if c[0] == name), tmp_path / "hf")
+    moe_cases.save(next(c for c in moe_cases.CASES if c[0] == name), tmp_path / "hf")
     reshard(tmp_path / "hf", tmp_path / "mcore", to="torch_dist", fsync=False, tp=2)
     check(tmp_path / "mcore", layout, size)
 

@@ -16,9 +16,8 @@ from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import dtype
 from megtool.inference.rank_weights import Weights
 from megtool.reshard.open_source import open_source
-from tests.commands.test_reshard_quantized import quantized
-from tests.converters import test_moe
-from tests.support.models import tiny_llama
+from tests.support.checkpoints.quantized_llama import quantized
+from tests.support.models import moe_cases, tiny_llama
 from tests.support.runs.loading import Truth, bits, check, source_of
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
@@ -77,8 +76,8 @@ def test_mixtures_of_experts(
     tmp_path: Path,
     carry: Callable[..., Any],
 ) -> None:
-    case = next(c for c in test_moe.CASES if c[0] == name)
-    test_moe.save(case, tmp_path / "hf")
+    case = next(c for c in moe_cases.CASES if c[0] == name)
+    moe_cases.save(case, tmp_path / "hf")
     layout = {"tp": 2, "ep": 2, "etp": 1}
     reshard(tmp_path / "hf", tmp_path / "mcore", to="torch_dist", fsync=False, **layout)
     truth = Truth(tmp_path / "hf", carry).of(parallel, seat, 4)
@@ -158,13 +157,10 @@ def test_a_part_is_loaded_alone_and_again(folder: Path, carry: Callable[..., Any
 
 def test_a_layer_that_is_chosen_twice_is_read_once(folder: Path) -> None:
     from megtool.reshard.layer_subset import select_layers
-    from megtool.reshard.source import CheckpointSource
 
     opened = select_layers(open_source(folder), "0-1,1")
     assert opened.model is not None
-    weights = Weights(
-        CheckpointSource(catalogue=opened.catalogue, side=opened.side, config=opened.model.config)
-    )
+    weights = Weights(opened)
     got = weights.load()
     at = "decoder.layers.{}.mlp.linear_fc1.weight"
     assert got[at.format(1)].equal(got[at.format(2)])

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megtool.errors import GraphRuleError, MissingPackageError, UsageError
-from megtool.kernels import rehearsal
+from megtool.kernels import graph_rule_checker
 from megtool.kernels.cross_entropy import linear_cross_entropy
-from megtool.kernels.cuda_graphs import CudaGraphs, graphed
+from megtool.kernels.cuda_graphs import CudaGraphs
 from megtool.kernels.dispatch import use
+from megtool.kernels.graph_rule_checker import GraphRuleChecker, graphed
 from megtool.kernels.grouped_gemm import grouped_linear, permute, unpermute
-from megtool.kernels.rehearsal import GraphRuleChecker
 from tests.support.worlds.gloo_world import run_world
 
 Function = Callable[..., Any]
@@ -277,7 +277,7 @@ def sums_of_ranks(rank: int, size: int) -> list[str]:
         except GraphRuleError as error:  # go on: the other rank does
             said.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal, "PATIENCE_S", 0.1)
+        patch.setattr(graph_rule_checker, "PATIENCE_S", 0.1)
         with pytest.raises(GraphRuleError) as caught:
             GraphRuleChecker(keep)(torch.ones(64))
     return [*said, str(caught.value)]

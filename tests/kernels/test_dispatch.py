@@ -15,7 +15,7 @@ import torch
 
 import megtool.kernels
 from megtool.errors import MissingPackageError, UsageError
-from megtool.inference.runtime import Manner, on_ranks
+from megtool.inference.runtime import on_ranks
 from megtool.kernels import launch, transformer_engine
 from megtool.kernels.activation import KINDS, gated
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
@@ -23,6 +23,7 @@ from megtool.kernels.dispatch import IMPLEMENTATIONS, Kernel, chosen, use
 from megtool.kernels.grouped_gemm import permute, unpermute
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.transformer_engine import SCOPE
+from megtool.options.groups import RuntimeOptions
 
 
 def kernel() -> Kernel[[torch.Tensor], str]:
@@ -106,7 +107,7 @@ def test_what_transformer_engine_runs_is_said() -> None:
 def test_a_command_asks_for_transformer_engine_before_it_starts() -> None:
     with (
         pytest.raises(MissingPackageError, match="not installed"),
-        on_ranks(Manner(device="cpu", kernels="te")),
+        on_ranks(RuntimeOptions(device="cpu", kernels="te")),
     ):
         pytest.fail("it started")
 

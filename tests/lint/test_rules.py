@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from megtool.commands.lint import lint
 from megtool.errors import UsageError
-from megtool.lint.registry import RULES
-from tests.quant.pipeline.test_write import quantize as write
+from megtool.lint.rules import CHECKS, load_rules
 from tests.support.checkpoints.compressed_folder import compress, deepseek
-from tests.support.checkpoints.quantized_folder import quantize, randomised
+from tests.support.checkpoints.quantized_folder import make_quantized, randomised
 from tests.support.models import family_models, tiny_models
+from tests.support.quant.write_runs import write_quantized
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
@@ -37,18 +37,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = randomised(tiny_models.llama(at / "llama"))
     moe = randomised(tiny_models.moe(at / "moe"))
     (moe / "tokenizer.json").write_text("{}")
-    quantize(dense, at / "fp8", algos="FP8")
-    quantize(dense, at / "plain kv", algos="FP8", cache=False)
-    quantize(dense, at / "nvfp4", algos="NVFP4")
-    quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
-    quantize(dense, at / "mxfp8", algos="MXFP8")
-    quantize(dense, at / "pb", algos="FP8_PB_WO")
+    make_quantized(dense, at / "fp8", algos="FP8")
+    make_quantized(dense, at / "plain kv", algos="FP8", cache=False)
+    make_quantized(dense, at / "nvfp4", algos="NVFP4")
+    make_quantized(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True)
+    make_quantized(dense, at / "mxfp8", algos="MXFP8")
+    make_quantized(dense, at / "pb", algos="FP8_PB_WO")
     spelled(at / "pb", "fp8_pb_wo")
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
-    quantize(dense, at / "mixed", algos=mixed)
-    quantize(moe, at / "experts", algos="NVFP4")
+    make_quantized(dense, at / "mixed", algos=mixed)
+    make_quantized(moe, at / "experts", algos="NVFP4")
     odd = randomised(tiny_models.llama(at / "odd", hidden_size=192, intermediate_size=208))
-    quantize(odd, at / "odd sizes", algos="NVFP4")
+    make_quantized(odd, at / "odd sizes", algos="NVFP4")
     for kind in ("fp8", "int4", "nvfp4"):
         compress(dense, at / f"ct {kind}", kind)
     deepseek(dense, at / "deepseek")
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def blocks(plain: Path, folder: Path) -> None:
     """gpt-oss, its experts in MXFP4."""
     family_models.save("gpt_oss", plain)
-    write(plain, folder, "mxfp4_experts", max_shard_bytes=1 << 30)
+    write_quantized(plain, folder, "mxfp4_experts", max_shard_bytes=1 << 30)
 
 
 def spelled(folder: Path, algo: str) -> None:
@@ -475,7 +475,7 @@ def test_every_rule_is_told(
     change(tmp_path / "broken")
     report = lint(tmp_path / "broken", target=engines)
     for engine in report.targets:
-        told = [f for f in report.of(engine) if f.rule == rule and f.severity == "error"]
+        told = [f for f in report.of(engine) if f.id == rule and f.severity == "error"]
         assert told, (engine, report.of(engine))
         assert all(f.source.startswith("https://") and f.hint and f.message for f in told)
     assert report.exit_status == 7
@@ -540,7 +540,7 @@ def test_warnings(
     change(tmp_path / "odd")
     for engine in engines:
         found = lint(tmp_path / "odd", target=engine).findings
-        assert ("warning", rule) in {(f.severity, f.rule) for f in found}, found
+        assert ("warning", rule) in {(f.severity, f.id) for f in found}, found
 
 
 @pytest.mark.parametrize(
@@ -557,18 +557,18 @@ def test_warnings(
 )
 def test_ranks(made: Path, base: str, tp: int, engines: tuple[str, ...], rule: str) -> None:
     for engine in engines:
-        told = {f.rule for f in lint(made / base, target=engine, tp=tp).findings}
+        told = {f.id for f in lint(made / base, target=engine, tp=tp).findings}
         assert rule in told if rule else not told & {"divides"}
 
 
 def test_all_rules_are_tested() -> None:
     told = {r for r, *_ in BREAKS} | {r for r, *_ in SOFT} | {"divides", "tensor-parallel"}
-    assert told == {rule.id for rule in RULES}
+    assert told == {rule.id for rule in load_rules()} == CHECKS.keys()
 
 
 def test_releases_that_are_not_known(made: Path) -> None:
     report = lint(made / "fp8", target=["vllm@0.99.1", "vllm@0.16.0", "sglang"])
-    assert [(f.rule, f.severity, f.target) for f in report.findings] == [
+    assert [(f.id, f.severity, f.target) for f in report.findings] == [
         ("version", "warning", "vllm 0.99.1")
     ]
     assert "newer than 0.16.0, the last that is known" in report.findings[0].message
@@ -599,4 +599,4 @@ def test_codes_of_four_bits_in_a_byte_each(made: Path, tmp_path: Path) -> None:
 
     shutil.copytree(made / "ct int4", tmp_path / "x")
     both(tensors(unpack), inline(lambda s: s.update(format="int-quantized")))(tmp_path / "x")
-    assert "layout" not in {f.rule for f in lint(tmp_path / "x").findings}
+    assert "layout" not in {f.id for f in lint(tmp_path / "x").findings}

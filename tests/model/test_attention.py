@@ -9,21 +9,19 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.errors import LayoutError
-
-torch = pytest.importorskip("torch")
-
-from megtool.model.attention import attend  # noqa: E402
-from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache, KeySpan  # noqa: E402
-from megtool.model.decoder import Decoder  # noqa: E402
-from megtool.model.masks import Masks  # noqa: E402
-from megtool.model.param_attributes import finish_gradients  # noqa: E402
-from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
-from tests.support.worlds.gloo_world import run_world  # noqa: E402
-from tests.support.worlds.moe_layouts import part  # noqa: E402
+from megtool.model.attention import attend
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache, KeySpan
+from megtool.model.decoder import Decoder
+from megtool.model.masks import Masks
+from megtool.model.param_attributes import finish_gradients
+from megtool.parallel.process_groups import Group, ProcessGroups
+from tests.support.worlds.gloo_world import run_world
+from tests.support.worlds.moe_layouts import part
 
 SIZES: dict[str, Any] = dict(
     num_layers=4,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megtool.config import ModelConfig, ParallelConfig  # noqa: E402
-from megtool.errors import LayoutError  # noqa: E402
-from megtool.model.attention import attend  # noqa: E402
-from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import KeySpan  # noqa: E402
-from megtool.model.decoder import Decoder  # noqa: E402
-from megtool.model.masks import Mask, Masks, masks_of  # noqa: E402
-from megtool.parallel.context_parallel import own_tokens  # noqa: E402
-from megtool.parallel.process_groups import Group  # noqa: E402
-from megtool.train.memory_estimate import seated  # noqa: E402
-from tests.support.worlds import context_layouts as ranks  # noqa: E402
-from tests.support.worlds.gloo_world import run_world  # noqa: E402
+from megtool.config import ModelConfig, ParallelConfig
+from megtool.errors import LayoutError
+from megtool.model.attention import attend
+from megtool.model.batch import Batch
+from megtool.model.cache import KeySpan
+from megtool.model.decoder import Decoder
+from megtool.model.masks import Mask, Masks, masks_of
+from megtool.parallel.context_parallel import own_tokens
+from megtool.parallel.process_groups import Group
+from megtool.train.memory_estimate import meta_groups
+from tests.support.worlds import context_layouts as ranks
+from tests.support.worlds.gloo_world import run_world
 
 CLOSE = 1e-5
 
@@ -80,7 +79,7 @@ def test_rows_that_do_not_go_evenly_are_filled_up_to_be_read_and_a_cache_is_refu
 
 
 def test_rows_that_do_not_go_evenly_are_refused() -> None:
-    decoder = Decoder(ModelConfig(**ranks.DENSE), seated(ParallelConfig(cp=2), 0))
+    decoder = Decoder(ModelConfig(**ranks.DENSE), meta_groups(ParallelConfig(cp=2), 0))
     with pytest.raises(LayoutError, match="cp=2 cuts rows into 4 equal parts") as e:
         decoder.frame(Batch(tokens_BS=torch.ones(1, 14, dtype=torch.int64)))
     assert "12 or 16" in str(e.value)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.errors import UsageError
-
-torch = pytest.importorskip("torch")
-
-from megtool.model.batch import Batch  # noqa: E402
+from megtool.model.batch import Batch
 
 TOKENS = torch.ones(2, 5, dtype=torch.int64)
 

@@ -6,18 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
-
-torch = pytest.importorskip("torch")
-
-from megtool.kernels.cuda_graphs import graphed  # noqa: E402
-from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache, EntrySize, PagedCache  # noqa: E402
-from megtool.model.decoder import Decoder  # noqa: E402
+from megtool.kernels.graph_rule_checker import graphed
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache, EntrySize, PagedCache
+from megtool.model.decoder import Decoder
 
 CONFIG = ModelConfig(
     num_layers=3,

@@ -5,50 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
 from megtool.errors import LayoutError, MappingError, UsageError
+from megtool.model import decoder as module
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache
+from megtool.model.decoder import Decoder, Stage, rows_of_rank
+from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.tensors.sharded import GlobalTensor
+from tests.support.models.tiny_decoder import SIZES, made, text
 
-torch = pytest.importorskip("torch")
-
-from megtool.model import decoder as module  # noqa: E402
-from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache  # noqa: E402
-from megtool.model.decoder import Decoder, Stage, rows_of_rank  # noqa: E402
-from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
-
-SIZES: dict[str, Any] = dict(
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=101,
-    max_positions=32,
-)
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"tied_embeddings": True, "qkv_bias": True, "qk_norm": True},
     {"norm": "layernorm", "position_embedding": "learned", "gated": False, "mlp_bias": True},
     {"attn_output_gate": True, "attn_out_bias": True, "attn_sinks": True},
 ]
-
-
-def made(config: ModelConfig, **more: Any) -> Decoder:
-    decoder = Decoder(config, device="cpu", **more)
-    with torch.no_grad():
-        for name, p in decoder.named_parameters():
-            seed = sum(name.encode()) + p.numel()  # a tensor's values do not depend on its stage
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return decoder.requires_grad_(False)
-
-
-def text(rows: int, length: int) -> Any:
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("more", VARIANTS, ids=str)
@@ -174,7 +150,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(token: int, said: str) -> None
 def test_positions_that_were_not_learned_are_refused() -> None:
     config = ModelConfig(**SIZES, position_embedding="learned")
     decoder, tokens = made(config), text(1, 33)
-    with pytest.raises(UsageError, match="at position 32, and the model has learned 32 positions"):
+    with pytest.raises(UsageError, match="at position 32, and the model has 32 positions"):
         decoder(Batch(tokens_BS=tokens))
     padded = Batch(tokens_BS=tokens, valid_BS=torch.arange(33)[None] < 32)
     assert decoder(padded).shape == (1, 33, 101)

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.commands.reshard import reshard
 from megtool.convert.families import family_names
 from tests.support.worlds.gloo_world import run_world
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from megtool.inference.load import load  # noqa: E402
-from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
-from tests.model import test_decoder_dense_families as dense  # noqa: E402
-from tests.model.test_decoder_dense_families import LLAMA3, MULTIPLIED, WINDOWED, Case  # noqa: E402
-from tests.support.models import dense_families as tiny  # noqa: E402
-from tests.support.models import moe_models  # noqa: E402
-from tests.support.models.dense_families import BIASED, TIED, UNTIED  # noqa: E402
-from tests.support.runs.loading import source_of  # noqa: E402
-from tests.support.worlds import family_layouts  # noqa: E402
-from tests.support.worlds.family_layouts import Answer, Job  # noqa: E402
+from megtool.inference.load import load
+from megtool.parallel.process_groups import ProcessGroups
+from tests.support.models import dense_decoders as dense
+from tests.support.models import dense_families as tiny
+from tests.support.models import moe_models
+from tests.support.models.dense_decoders import LLAMA3, MULTIPLIED, WINDOWED, Case
+from tests.support.models.dense_families import BIASED, TIED, UNTIED
+from tests.support.runs.loading import source_of
+from tests.support.worlds import family_layouts
+from tests.support.worlds.family_layouts import Answer, Job
 
 THEIRS, OURS = 1e-4, 1e-5
 NO_DECODERS = {"bert": "an encoder: only decoders have a forward pass"}

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import megtool.model.dropout as model_dropout
 import megtool.model.layer as model_layer
-from megtool.config import ModelConfig, ParallelConfig
+from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.attention import attend
-from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.decoder import Decoder
 from megtool.model.dropout import Draws, Dropout, DropoutSpec
@@ -25,17 +24,9 @@ from megtool.model.masks import Mask
 from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.model.recompute import recompute
 from megtool.parallel.process_groups import ALONE, ProcessGroups
+from tests.support.models.dropout_inputs import BATCH, LABELS, PLAIN
 from tests.support.worlds.gloo_world import run_world
 
-PLAIN = ModelConfig(
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=96,
-)
 MODELS = {
     "plain": PLAIN,
     "eager": replace(PLAIN, attn_softcap=20.0, attn_sinks=True, post_norms=True),
@@ -53,8 +44,6 @@ MODELS = {
     ),
 }
 BOTH = Dropout(hidden=0.2, attention=0.3)
-TOKENS = torch.arange(2 * 16).view(2, 16) * 7 % 96
-BATCH, LABELS = Batch(tokens_BS=TOKENS), TOKENS.roll(-1, 1)
 
 
 def made(name: str = "plain", dropout: Dropout = BOTH, **how: Any) -> Decoder:

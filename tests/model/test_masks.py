@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.config import ModelConfig
-
-torch = pytest.importorskip("torch")
-
-from megtool.model.batch import Batch  # noqa: E402
-from megtool.model.cache import ContiguousCache, KeySpan  # noqa: E402
-from megtool.model.masks import Masks  # noqa: E402
+from megtool.model.batch import Batch
+from megtool.model.cache import ContiguousCache, KeySpan
+from megtool.model.masks import Masks
 
 
 def config(**more: Any) -> ModelConfig:

@@ -13,7 +13,7 @@ from megtool.kernels.dispatch import requested_implementation, use
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import Granularity, recompute
-from tests.model.test_dropout import BATCH, LABELS, PLAIN
+from tests.support.models.dropout_inputs import BATCH, LABELS, PLAIN
 
 
 def decoder() -> Decoder:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
-from megtool.kernels.cuda_graphs import graphed  # noqa: E402
+from megtool.kernels.graph_rule_checker import graphed  # noqa: E402
 from megtool.model.rotary import Rotary, has_rotation, has_window  # noqa: E402
 
 SIZES: dict[str, Any] = {

@@ -19,16 +19,16 @@ from megtool.config import ParallelConfig
 from megtool.errors import UsageError
 from megtool.model.decoder import Decoder
 from megtool.model.param_attributes import mark
-from megtool.optim.buffers import Buffer, Kind, in_registration_order, make_buffer
+from megtool.optim.buffers import BufferKey, ParamAndGradBuffer, in_registration_order, make_buffer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.param_groups import Facts, facts_of
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.param_groups import ParamInfo, collect_param_infos
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.paths import PEERS
 from tests.support.worlds.optimizer_layouts import MODELS, named, stages_of, whole
 
 BUCKET_WORLD = PEERS / "bucket_world.py"
-FLAT = Kind(chunk=0, is_expert=False, dtype=torch.float32, grad_dtype=torch.float32)
+FLAT = BufferKey(chunk=0, is_expert=False, dtype=torch.float32, grad_dtype=torch.float32)
 
 
 def of_rank(rank: int, size: int) -> Group:
@@ -36,12 +36,12 @@ def of_rank(rank: int, size: int) -> Group:
     return Group(ranks=tuple(range(size)), rank=rank)
 
 
-def parameters(sizes: list[int], tied: list[bool]) -> list[Facts]:
+def parameters(sizes: list[int], tied: list[bool]) -> list[ParamInfo]:
     made = [
         (f"p{i}", mark(nn.Parameter(torch.randn(size)), tied=shared))
         for i, (size, shared) in enumerate(zip(sizes, tied, strict=True))
     ]
-    return facts_of(made)
+    return collect_param_infos(made)
 
 
 @given(
@@ -61,9 +61,11 @@ def test_shards_hold_every_element_once(
         for bucket in buffer.buckets:
             assert bucket.params.numel() % math.lcm(128, size) == 0
             for span in bucket.spans():
-                covered[span.facts.name][span.start : span.stop] += 1
-                held = bucket.param_shard[span.at : span.end]
-                assert torch.equal(held, span.facts.parameter.flatten()[span.start : span.stop])
+                covered[span.param_info.name][span.start : span.stop] += 1
+                held = bucket.param_shard[span.offset : span.end]
+                assert torch.equal(
+                    held, span.param_info.parameter.flatten()[span.start : span.stop]
+                )
     assert all(bool((seen == 1).all()) for seen in covered.values())
     for f, value in zip(facts, before, strict=True):
         assert torch.equal(f.parameter, value)
@@ -72,8 +74,8 @@ def test_shards_hold_every_element_once(
     assert int((buffer.params == 0.0).sum()) == buffer.params.numel() - sum(sizes)
 
 
-def places(buffer: Buffer) -> list[tuple[str, int, int]]:
-    return [(m.facts.name, b.index, m.start) for b in buffer.buckets for m in b.members]
+def places(buffer: ParamAndGradBuffer) -> list[tuple[str, int, int]]:
+    return [(m.param_info.name, b.index, m.start) for b in buffer.buckets for m in b.members]
 
 
 def test_parameters_lie_in_the_reverse_of_megatrons_order() -> None:
@@ -82,7 +84,7 @@ def test_parameters_lie_in_the_reverse_of_megatrons_order() -> None:
     # As our modules register them, the norm comes first.
     names = [name for name, _ in decoder.named_parameters()]
     shuffled = [dict(decoder.named_parameters())[n] for n in sorted(names)]
-    facts = facts_of(zip(sorted(names), shuffled, strict=True))
+    facts = collect_param_infos(zip(sorted(names), shuffled, strict=True))
     layer = "decoder.layers.0.self_attention"
     got = [f.name for f in in_registration_order(facts)]
     assert got[:7] == [
@@ -97,7 +99,9 @@ def test_parameters_lie_in_the_reverse_of_megatrons_order() -> None:
     assert got[-1] == "decoder.final_layernorm.weight"
     buffer = make_buffer(FLAT, in_registration_order(facts), Group(), None)
     assert [name for name, _, _ in places(buffer)] == got[::-1]
-    other = facts_of([("b", nn.Parameter(torch.ones(2))), ("a", nn.Parameter(torch.ones(2)))])
+    other = collect_param_infos(
+        [("b", nn.Parameter(torch.ones(2))), ("a", nn.Parameter(torch.ones(2)))]
+    )
     assert [f.name for f in in_registration_order(other)] == ["b", "a"]
 
 
@@ -105,7 +109,7 @@ def test_dense_and_expert_parameters_and_types_lie_apart() -> None:
     decoder = whole("experts", torch.bfloat16)
     router = dict(decoder.named_parameters())["decoder.layers.1.mlp.router.weight"]
     router.data = router.data.float()
-    settings = OptimizerSettings(bucket_size=4000, overlap_grad_reduce=True)
+    settings = OptimizerConfig(bucket_size=4000, overlap_grad_reduce=True)
     optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     kinds = [(b.kind.is_expert, b.kind.dtype, b.kind.grad_dtype) for b in optimizer.buffers]
     assert kinds == [
@@ -121,7 +125,7 @@ def test_dense_and_expert_parameters_and_types_lie_apart() -> None:
 
 
 def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
-    settings = OptimizerSettings(bucket_size=500, overlap_grad_reduce=True)
+    settings = OptimizerConfig(bucket_size=500, overlap_grad_reduce=True)
     chunks = [whole("biases"), whole("tied")]
     pairs = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
     first, second = DistributedOptimizer(
@@ -138,8 +142,8 @@ def test_only_the_first_stage_and_chunk_have_several_buckets() -> None:
 
 def test_a_model_without_weights_is_refused() -> None:
     decoder = Decoder(MODELS["tied"])
-    with pytest.raises(UsageError, match="holds nothing yet"):
-        DistributedOptimizer(decoder.named_parameters(), OptimizerSettings(), ProcessGroups.alone())
+    with pytest.raises(UsageError, match="is not loaded yet"):
+        DistributedOptimizer(decoder.named_parameters(), OptimizerConfig(), ProcessGroups.alone())
 
 
 @pytest.mark.peers
@@ -152,11 +156,11 @@ def test_places_and_shards_are_those_of_megatrons_own_buffers() -> None:
         for dp in (1, 2, 3, 4):
             for bucket_size in (None, 300, 2000):
                 (stage,) = stages_of(name, ProcessGroups.alone())
-                facts = facts_of(named([stage]))
+                facts = collect_param_infos(named([stage]))
                 if name == "tied":  # as on the first of several stages
                     words = stage.embedding.word_embeddings.weight  # type: ignore[union-attr]
                     mark(words, split_dim=0, tied=True)
-                    facts = facts_of(named([stage]))
+                    facts = collect_param_infos(named([stage]))
                 facts = in_registration_order(facts)
                 number = {f.name: i for i, f in enumerate(facts)}
                 made = [make_buffer(FLAT, facts, of_rank(r, dp), bucket_size) for r in range(dp)]

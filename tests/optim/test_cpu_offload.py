@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megtool.errors import UsageError
 from megtool.optim.chained import ChainedOptimizer
-from megtool.optim.cpu_offload import HybridOptimizer
+from megtool.optim.cpu_offload import HybridDeviceOptimizer
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.replicated import PlainOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, train_step
 from tests.support.worlds.gloo_world import run_world
@@ -39,17 +39,17 @@ def made(
     model: Small, groups: ProcessGroups, fraction: float, kind: str, chunk: int, **settings: Any
 ) -> Optimizer:
     """The optimizer with so much on the host; at 0 the inner one alone."""
-    how = OptimizerSettings(**{"lr": 1e-2, "offload_fraction": fraction, **settings})
-    inner: PlainOptimizer | DistributedOptimizer
+    how = OptimizerConfig(**{"lr": 1e-2, "offload_fraction": fraction, **settings})
+    inner: ReplicatedOptimizer | DistributedOptimizer
     if kind == "plain":
-        inner = PlainOptimizer(model.named_parameters(), how, groups)
+        inner = ReplicatedOptimizer(model.named_parameters(), how, groups)
     else:
         inner = DistributedOptimizer(model.named_parameters(), how, groups, chunks=[model])
-    return HybridOptimizer(inner, chunk_bytes=4 * chunk) if fraction else inner
+    return HybridDeviceOptimizer(inner, chunk_bytes=4 * chunk) if fraction else inner
 
 
 def settled(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, DistributedOptimizer | HybridOptimizer):
+    if isinstance(optimizer, DistributedOptimizer | HybridDeviceOptimizer):
         optimizer.wait_for_parameters()
 
 
@@ -118,7 +118,7 @@ def overlapped(rank: int, size: int) -> None:
     want, _, _ = trained(groups, 0.0, "distributed", torch.bfloat16, lanes)
     got, _, hybrid = trained(groups, 0.5, "distributed", torch.bfloat16, lanes)
     assert all(torch.equal(got[key], tensor) for key, tensor in want.items())
-    assert isinstance(hybrid, HybridOptimizer)
+    assert isinstance(hybrid, HybridDeviceOptimizer)
     hybrid.close()
 
 
@@ -142,9 +142,9 @@ def test_the_device_holds_the_rest_of_the_state(dtype: torch.dtype, main_params:
     each = of_main + 8
     for fraction in FRACTIONS[1:]:
         _, _, hybrid = trained(ProcessGroups.alone(), fraction, "distributed", dtype, settings)
-        assert isinstance(hybrid, HybridOptimizer)
+        assert isinstance(hybrid, HybridDeviceOptimizer)
         numel = sum(s.numel for s in hybrid.segments)
-        kept = sum(s.host.numel for s in hybrid.shared_segments)
+        kept = sum(s.host_part.numel for s in hybrid.offloaded_segments)
         assert 0 <= fraction * numel - kept < 64 * len(hybrid.segments)
         assert hybrid.device_bytes == each * (numel - kept)
         # fp32 parameters have no other copy than the one on the device, so the host needs its own.
@@ -156,10 +156,10 @@ def test_whole_parameters_of_a_plain_optimizer_go_to_the_host() -> None:
     groups = ProcessGroups.alone()
     _, _, half = trained(groups, 0.5, "plain", torch.bfloat16, {})
     _, _, whole = trained(groups, 1.0, "plain", torch.bfloat16, {})
-    assert isinstance(half, HybridOptimizer)
-    assert isinstance(whole, HybridOptimizer)
-    numel = sum(f.parameter.numel() for f in half.facts)
-    kept = sum(s.host.numel for s in half.shared_segments)
+    assert isinstance(half, HybridDeviceOptimizer)
+    assert isinstance(whole, HybridDeviceOptimizer)
+    numel = sum(f.parameter.numel() for f in half.param_infos)
+    kept = sum(s.host_part.numel for s in half.offloaded_segments)
     assert 0.3 * numel < kept <= 0.5 * numel
     assert half.device_bytes == 12 * (numel - kept)
     assert whole.device_bytes == 0
@@ -222,10 +222,12 @@ def test_hybrid_optimizers_may_be_chained() -> None:
     for fraction in (0.0, 0.5):
         model = Small(torch.bfloat16)
         named = list(model.named_parameters())
-        how = OptimizerSettings(lr=1e-2, offload_fraction=fraction)
+        how = OptimizerConfig(lr=1e-2, offload_fraction=fraction)
         groups = ProcessGroups.alone()
-        parts = [PlainOptimizer(some, how, groups, part=True) for some in (named[:2], named[2:])]
-        chain = ChainedOptimizer([HybridOptimizer(p) if fraction else p for p in parts])
+        parts = [
+            ReplicatedOptimizer(some, how, groups, part=True) for some in (named[:2], named[2:])
+        ]
+        chain = ChainedOptimizer([HybridDeviceOptimizer(p) if fraction else p for p in parts])
         for x, y in batches(5):
             train_step(chain, model, x, y)
         ends.append(state_of(model, chain))
@@ -235,24 +237,24 @@ def test_hybrid_optimizers_may_be_chained() -> None:
 
 def test_other_optimizers_are_refused() -> None:
     model = Small()
-    settings = OptimizerSettings(offload_fraction=0.5)
-    plain = PlainOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
+    settings = OptimizerConfig(offload_fraction=0.5)
+    plain = ReplicatedOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     chain = ChainedOptimizer([plain])
     with pytest.raises(UsageError, match="ChainedOptimizer"):
-        HybridOptimizer(chain)  # type: ignore[arg-type]
-    HybridOptimizer(plain)
+        HybridDeviceOptimizer(chain)  # type: ignore[arg-type]
+    HybridDeviceOptimizer(plain)
     with pytest.raises(UsageError, match="already"):
-        HybridOptimizer(plain)
+        HybridDeviceOptimizer(plain)
 
 
 def test_a_state_that_nobody_placed_cannot_be_used() -> None:
     """The inner optimizer alone, with a fraction: it fails, and does not keep all on the device."""
     model = Small()
-    settings = OptimizerSettings(offload_fraction=0.5)
-    plain = PlainOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
+    settings = OptimizerConfig(offload_fraction=0.5)
+    plain = ReplicatedOptimizer(model.named_parameters(), settings, ProcessGroups.alone())
     assert all(t.is_meta for s in plain.segments for t in s.states.values())
     alone = replace(settings, offload_fraction=0.0)
-    held = PlainOptimizer(model.named_parameters(), alone, ProcessGroups.alone())
+    held = ReplicatedOptimizer(model.named_parameters(), alone, ProcessGroups.alone())
     assert not any(t.is_meta for s in held.segments for t in s.states.values())
 
 

@@ -15,10 +15,7 @@ from megtool.optim.distributed import DistributedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import PLAIN, start, training
-
-# Buckets of a few parameters each.
-SMALL = replace(PLAIN, bucket_size=500)
-OVERLAPPED = replace(SMALL, overlap_grad_reduce=True, overlap_param_gather=True)
+from tests.support.worlds.overlap_settings import OVERLAPPED, SMALL
 
 
 def same_bits(rank: int, size: int, name: str, sizes: dict[str, int]) -> None:
@@ -66,7 +63,7 @@ def order_of_sums(rank: int, size: int) -> list[int]:
         assert stages[0].embedding is not None
         words = stages[0].embedding.word_embeddings.weight
         words.register_post_accumulate_grad_hook(
-            lambda _: counts.append(len(optimizers[0].reduction.sent))
+            lambda _: counts.append(len(optimizers[0].grad_reduce.sent))
         )
 
     _, optimizer = training(
@@ -79,8 +76,8 @@ def order_of_sums(rank: int, size: int) -> list[int]:
         made=lambda _, made: optimizers.append(made),
     )
     buckets = optimizer.buffers[0].buckets
-    assert optimizer.reduction.sent == list(buckets)
-    last = [m.facts.name for m in buckets[-1].members]
+    assert optimizer.grad_reduce.sent == list(buckets)
+    last = [m.param_info.name for m in buckets[-1].members]
     assert last[-1] == "embedding.word_embeddings.weight"
     return [*counts, len(buckets)]
 
@@ -99,8 +96,8 @@ def order_of_gathers(rank: int, size: int) -> None:
     optimizers: list[DistributedOptimizer] = []
 
     def names() -> set[str]:
-        under_way = optimizers[0].gathering.under_way
-        return {m.facts.name for bucket in under_way for m in bucket.members}
+        under_way = optimizers[0].param_gather.under_way
+        return {m.param_info.name for bucket in under_way for m in bucket.members}
 
     def note(where: dict[str, set[str]], name: str) -> None:
         if optimizers[0].num_steps == 1:  # the pass behind the first step
@@ -130,7 +127,7 @@ def order_of_gathers(rank: int, size: int) -> None:
     assert f"{fc2}.weight" not in within[fc2]
     # No module is called for the output matrix: it is there from the start.
     assert "output_layer.weight" not in before[words]
-    assert not optimizer.gathering.under_way
+    assert not optimizer.param_gather.under_way
 
 
 def test_parameters_are_waited_for_before_they_are_used() -> None:
@@ -159,7 +156,7 @@ def branches(groups: ProcessGroups, ways: list[list[int]], *, overlap: bool) -> 
     module.first.bias.requires_grad_(False)
     settings = replace(OVERLAPPED if overlap else PLAIN, bucket_size=100 if overlap else None)
     optimizer = DistributedOptimizer(module.named_parameters(), settings, groups, chunks=[module])
-    assert all(f.name != "first.bias" for f in optimizer.facts)
+    assert all(f.name != "first.bias" for f in optimizer.param_infos)
     for step, taken in enumerate(ways):
         optimizer.zero_grad()
         optimizer.begin(len(taken) // groups.dp.size)

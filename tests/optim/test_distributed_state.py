@@ -10,7 +10,7 @@ import torch
 
 from megtool.model.batch import Batch
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import (
@@ -27,7 +27,7 @@ from tests.support.worlds.optimizer_layouts import (
 )
 
 
-def memory(rank: int, size: int, settings: OptimizerSettings, dtype: torch.dtype) -> dict[str, int]:
+def memory(rank: int, size: int, settings: OptimizerConfig, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of distinct storages that a rank's optimizer holds, beside the parameters' buffers."""
     _, optimizer = training("biases", start(), steps=1, settings=settings, dtype=dtype)
     kinds: dict[str, dict[int, int]] = {"main": {}, "exp_avg": {}, "exp_avg_sq": {}, "low": {}}
@@ -39,7 +39,7 @@ def memory(rank: int, size: int, settings: OptimizerSettings, dtype: torch.dtype
                 storage = tensor.untyped_storage()
                 kinds[name][storage.data_ptr()] = storage.nbytes()
     sizes = {
-        "numel": sum(f.parameter.numel() for f in optimizer.facts),
+        "numel": sum(f.parameter.numel() for f in optimizer.param_infos),
         "padded": sum(buffer.params.numel() for buffer in optimizer.buffers),
     }
     return {**sizes, **{name: sum(found.values()) for name, found in kinds.items()}}
@@ -140,7 +140,7 @@ def fp16(rank: int, size: int) -> list[float]:
         same = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
         assert result.ok == (step != 1)
         assert same == (step == 1)
-        assert (result.first_bad or "").endswith("(rank 0)" if step == 1 else "")
+        assert (result.first_nonfinite or "").endswith("(rank 0)" if step == 1 else "")
         scales.append(optimizer.loss_scale)
     return scales
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from megtool.optim.flat_shards import new_tag, part, start_gather, start_sum
+from megtool.optim.flat_shards import new_tag, rank_part, start_all_gather, start_reduce_scatter
 from megtool.parallel.process_groups import Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import start
@@ -22,14 +22,14 @@ def sums(rank: int, size: int) -> None:
     group = start().dp
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         everyone = [of_rank(r, size, dtype) for r in range(size)]
-        mine = part(everyone[0], group).clone(), part(everyone[0], group).clone().float()
+        mine = rank_part(everyone[0], group).clone(), rank_part(everyone[0], group).clone().float()
         for other in everyone[1:]:
-            mine[0].add_(part(other, group))
-            mine[1].add_(part(other, group))
+            mine[0].add_(rank_part(other, group))
+            mine[1].add_(rank_part(other, group))
         for in_fp32, by_messages in product((False, True), (None, True, False)):
             flat = everyone[rank].clone()
             how = {"in_fp32": in_fp32, "by_messages": by_messages}
-            got = start_sum(flat, group, tag=new_tag(), **how).wait()  # type: ignore[arg-type]
+            got = start_reduce_scatter(flat, group, tag=new_tag(), **how).wait()  # type: ignore[arg-type]
             assert got.dtype == (torch.float32 if in_fp32 else dtype)
             if by_messages is False and got.dtype == dtype:  # in the backend's own order
                 largest = float(mine[1].abs().max())
@@ -37,7 +37,7 @@ def sums(rank: int, size: int) -> None:
             else:
                 assert torch.equal(got, mine[in_fp32])
             if got.dtype == dtype:
-                assert got.data_ptr() == part(flat, group).data_ptr()
+                assert got.data_ptr() == rank_part(flat, group).data_ptr()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -50,10 +50,10 @@ def gathers(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         want = torch.arange(12).repeat_interleave(size).to(dtype)
         flat = torch.zeros_like(want)
-        part(flat, group).copy_(part(want, group))
+        rank_part(flat, group).copy_(rank_part(want, group))
         others = [want.clone() for _ in range(5)]  # several are under way, in any order
         pending = [
-            start_gather(x, group, tag=new_tag(), by_messages=way)
+            start_all_gather(x, group, tag=new_tag(), by_messages=way)
             for x, way in zip([flat, *others], (None, True, False) * 2, strict=True)
         ]
         for one in reversed(pending):
@@ -69,6 +69,8 @@ def test_parts_come_from_everyone(size: int) -> None:
 def test_alone_nothing_moves() -> None:
     flat = torch.randn(8, dtype=torch.bfloat16)
     group: Group = ProcessGroups.alone().dp
-    assert start_sum(flat, group, in_fp32=False, tag=0).wait().data_ptr() == flat.data_ptr()
-    assert torch.equal(start_sum(flat, group, in_fp32=True, tag=0).wait(), flat.float())
-    assert start_gather(flat, group, tag=0).wait() is flat
+    assert (
+        start_reduce_scatter(flat, group, in_fp32=False, tag=0).wait().data_ptr() == flat.data_ptr()
+    )
+    assert torch.equal(start_reduce_scatter(flat, group, in_fp32=True, tag=0).wait(), flat.float())
+    assert start_all_gather(flat, group, tag=0).wait() is flat

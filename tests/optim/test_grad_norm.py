@@ -14,12 +14,12 @@ from megtool.errors import MappingError, UsageError
 from megtool.model.param_attributes import mark
 from megtool.optim.chained import ChainedOptimizer
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.grad_norm import clip_coefficient, counts_here, local_statistics
+from megtool.optim.grad_norm import clip_coefficient, is_counted_on_rank, local_statistics
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.param_groups import Facts, GroupRule
-from megtool.optim.replicated import PlainOptimizer
+from megtool.optim.param_groups import GroupRule, ParamInfo
+from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.optim.segments import Segment, Span
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ALONE, Group, ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 
@@ -92,15 +92,15 @@ def local_gradient(name: str, groups: ProcessGroups, step: int) -> Tensor:
 def make(
     kind: str, model: dict[str, nn.Parameter], groups: ProcessGroups, **given: Any
 ) -> Optimizer:
-    settings = OptimizerSettings(**{"lr": 1e-2, "count_zeros": True, **given})
+    settings = OptimizerConfig(**{"lr": 1e-2, "count_zeros": True, **given})
     if kind == "plain":
-        return PlainOptimizer(model.items(), settings, groups)
+        return ReplicatedOptimizer(model.items(), settings, groups)
     if kind == "distributed":
         return DistributedOptimizer(model.items(), settings, groups)
     experts = {n: p for n, p in model.items() if "experts" in n}
     dense = {n: p for n, p in model.items() if "experts" not in n}
     return ChainedOptimizer(
-        [PlainOptimizer(m.items(), settings, groups, part=True) for m in (dense, experts)]
+        [ReplicatedOptimizer(m.items(), settings, groups, part=True) for m in (dense, experts)]
     )
 
 
@@ -191,8 +191,8 @@ def filtered(rank: int, size: int, layout: ParallelConfig) -> tuple[list[str], l
     groups = ProcessGroups.start(layout)
     optimizer = make("plain", local_model(groups), groups)
     ours, theirs = [], []
-    for f in optimizer.facts:
-        if counts_here(f, groups, replicated=False):
+    for f in optimizer.param_infos:
+        if is_counted_on_rank(f, groups, replicated=False):
             ours.append(f.name)
         tp = groups.etp if f.is_expert else groups.tp
         alone = groups.tp.handle if tp.handle is None else tp.handle
@@ -217,7 +217,7 @@ def test_long_gradients_lose_no_digits() -> None:
     p = nn.Parameter(torch.zeros(3_000_001))
     grad = torch.rand(p.numel(), generator=torch.Generator().manual_seed(0)) + 0.5
     groups = ProcessGroups.alone()
-    optimizer = PlainOptimizer([("w", p)], OptimizerSettings(), groups)
+    optimizer = ReplicatedOptimizer([("w", p)], OptimizerConfig(), groups)
     optimizer.segments[0].grad = grad
     bad, squares, _ = local_statistics(optimizer.segments, groups).tolist()
     assert bad == 0
@@ -226,10 +226,12 @@ def test_long_gradients_lose_no_digits() -> None:
 
 def test_a_segment_counts_by_its_spans() -> None:
     p, q, r = (nn.Parameter(torch.zeros(4)) for _ in range(3))
-    tied = Facts(name="q", parameter=q, is_shared_copy=True)
-    facts = [Facts(name="p", parameter=p), tied, Facts(name="r", parameter=r)]
-    group = PlainOptimizer([("p", p)], OptimizerSettings(), ProcessGroups.alone()).param_groups[0]
-    spans = tuple(Span(facts=f, start=0, stop=4, at=6 * i) for i, f in enumerate(facts))
+    tied = ParamInfo(name="q", parameter=q, is_shared_copy=True)
+    facts = [ParamInfo(name="p", parameter=p), tied, ParamInfo(name="r", parameter=r)]
+    group = ReplicatedOptimizer([("p", p)], OptimizerConfig(), ProcessGroups.alone()).param_groups[
+        0
+    ]
+    spans = tuple(Span(param_info=f, start=0, stop=4, offset=6 * i) for i, f in enumerate(facts))
     grad = torch.zeros(18)
     for i in range(3):
         grad[6 * i : 6 * i + 3] = 10.0**i
@@ -253,18 +255,18 @@ def test_the_coefficient_of_clipping_is_torchs() -> None:
 def test_members_of_a_chain_fit_together() -> None:
     p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     groups = ProcessGroups.alone()
-    one = PlainOptimizer([("p", p)], OptimizerSettings(), groups)
+    one = ReplicatedOptimizer([("p", p)], OptimizerConfig(), groups)
     with pytest.raises(UsageError, match="no optimizers"):
         ChainedOptimizer([])
-    other = PlainOptimizer([("q", q)], OptimizerSettings(lr=1.0), groups)
+    other = ReplicatedOptimizer([("q", q)], OptimizerConfig(lr=1.0), groups)
     with pytest.raises(UsageError, match="other settings"):
         ChainedOptimizer([one, other])
-    same = PlainOptimizer([("p", q)], OptimizerSettings(), groups)
+    same = ReplicatedOptimizer([("p", q)], OptimizerConfig(), groups)
     with pytest.raises(MappingError, match="two members"):
         ChainedOptimizer([one, same])
-    settings = OptimizerSettings(rules=(GroupRule("q"), GroupRule("x")))
+    settings = OptimizerConfig(rules=(GroupRule("q"), GroupRule("x")))
     members = [
-        PlainOptimizer([(n, r)], settings, groups, part=True) for n, r in (("p", p), ("q", q))
+        ReplicatedOptimizer([(n, r)], settings, groups, part=True) for n, r in (("p", p), ("q", q))
     ]
     with pytest.raises(UsageError, match="'x'"):
         ChainedOptimizer(members)
@@ -287,6 +289,8 @@ def test_alone_counts_everything_but_copies() -> None:
     p = nn.Parameter(torch.zeros(1))
     groups = ProcessGroups.alone()
     assert ALONE.is_first
-    assert counts_here(Facts(name="p", parameter=p, is_tp_duplicate=True), groups, replicated=True)
-    copy = Facts(name="p", parameter=p, is_shared_copy=True)
-    assert not counts_here(copy, groups, replicated=True)
+    assert is_counted_on_rank(
+        ParamInfo(name="p", parameter=p, is_tp_duplicate=True), groups, replicated=True
+    )
+    copy = ParamInfo(name="p", parameter=p, is_shared_copy=True)
+    assert not is_counted_on_rank(copy, groups, replicated=True)

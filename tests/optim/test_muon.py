@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megtool.optim.replicated import PlainOptimizer
+from megtool.optim.replicated import ReplicatedOptimizer
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.moe_layouts import part
@@ -38,7 +38,7 @@ def matrices(name: str, tensor: Tensor) -> list[Tensor]:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
 def test_experts_and_queries_keys_values_are_turned_apart_as_torch_turns_matrices() -> None:
     stages = stages_of("experts", ProcessGroups.alone())
-    optimizer = PlainOptimizer(named(stages), MUON, ProcessGroups.alone())
+    optimizer = ReplicatedOptimizer(named(stages), MUON, ProcessGroups.alone())
     turned = {n for n, g in optimizer.group_of.items() if g.update == "muon"}
     assert {n.rpartition("layers.")[2] for n in turned} >= {
         f"0.{QKV}",
@@ -74,7 +74,7 @@ def test_biases_of_stacked_experts_are_no_matrices() -> None:
     for p in (weight, bias):
         p.allreduce = False  # type: ignore[attr-defined]
     held = [("mlp.experts.linear_fc1.weight", weight), ("mlp.experts.linear_fc1.bias", bias)]
-    groups = PlainOptimizer(held, MUON, ProcessGroups.alone()).group_of
+    groups = ReplicatedOptimizer(held, MUON, ProcessGroups.alone()).group_of
     assert [groups[name].update for name, _ in held] == ["muon", "adam"]
 
 

@@ -11,16 +11,18 @@ from torch import nn
 
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
-from megtool.optim.replicated import PlainOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, sum_loss, train_step
 from tests.support.worlds.gloo_world import run_world
 
 
-def plain(model: nn.Module, groups: ProcessGroups | None = None, **settings: Any) -> PlainOptimizer:
-    made = OptimizerSettings(**{"lr": 1e-2, **settings})
-    return PlainOptimizer(model.named_parameters(), made, groups or ProcessGroups.alone())
+def plain(
+    model: nn.Module, groups: ProcessGroups | None = None, **settings: Any
+) -> ReplicatedOptimizer:
+    made = OptimizerConfig(**{"lr": 1e-2, **settings})
+    return ReplicatedOptimizer(model.named_parameters(), made, groups or ProcessGroups.alone())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -79,8 +81,8 @@ def test_long_parameters_pass_in_parts_with_the_same_bits() -> None:
     ends = []
     for main in ("float32", "remainder"):
         p = nn.Parameter(start.clone())
-        made = OptimizerSettings(main_params=main)  # type: ignore[arg-type]
-        optimizer = PlainOptimizer([("w", p)], made, ProcessGroups.alone())
+        made = OptimizerConfig(main_params=main)  # type: ignore[arg-type]
+        optimizer = ReplicatedOptimizer([("w", p)], made, ProcessGroups.alone())
         for grad in grads:
             optimizer.zero_grad()
             (p * grad).sum().backward()
@@ -116,7 +118,7 @@ def test_an_fp16_overflow_skips_lowers_the_scale_and_training_goes_on() -> None:
         moved = any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         assert moved == result.ok
         if not result.ok:
-            assert result.first_bad is not None
+            assert result.first_nonfinite is not None
     assert oks[:2] == [False, False]
     assert scales[:3] == [2.0**24, 2.0**24, 2.0**23]  # the first is let pass
     assert any(oks)
@@ -139,7 +141,7 @@ def overflow(rank: int, size: int, bad: int, kind: str) -> tuple[Any, ...]:
     optimizer.finish(torch.tensor(1.0))
     first = optimizer.step(1e-2, 0.1)
     second = train_step(optimizer, model, x, y)
-    out = first.ok, first.first_bad, optimizer.loss_scale, second.ok, second.grad_norm
+    out = first.ok, first.first_nonfinite, optimizer.loss_scale, second.ok, second.grad_norm
     groups.stop()
     return out
 

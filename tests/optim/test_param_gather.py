@@ -11,13 +11,13 @@ import torch
 from megtool.config import ModelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.optim.buffers import Bucket
+from megtool.optim.buffers import ParamAndGradBucket
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.flat_shards import Pending
-from megtool.optim.param_gather import Gathering
+from megtool.optim.param_gather import ParamGather
 from megtool.parallel.process_groups import ProcessGroups
-from tests.optim.test_distributed_overlap import OVERLAPPED
 from tests.support.worlds.moe_layouts import DENSE, MODELS, SIZES
+from tests.support.worlds.overlap_settings import OVERLAPPED
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": DENSE | dict(qkv_bias=True, mlp_bias=True, norm="layernorm", qk_norm=True),
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def comes_late(bucket: Bucket, tag: int) -> Pending:
+def comes_late(bucket: ParamAndGradBucket, tag: int) -> Pending:
     """A bucket whose parameters are no numbers until somebody waits for them."""
     values = bucket.params.clone()
     bucket.params.fill_(torch.nan)
@@ -46,8 +46,8 @@ def test_no_parameter_is_read_before_it_came(kind) -> None:
     settings = replace(OVERLAPPED, overlap_param_gather=False, bucket_size=1)
     optimizer = DistributedOptimizer(decoder.named_parameters(), settings, ProcessGroups.alone())
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    assert len(buckets) == len(optimizer.facts)  # each parameter comes by itself
-    gathering = Gathering(buckets[::-1], [decoder], overlap=True, begin=comes_late)
+    assert len(buckets) == len(optimizer.param_infos)  # each parameter comes by itself
+    gathering = ParamGather(buckets[::-1], [decoder], overlap=True, begin=comes_late)
     tokens_BS = torch.randint(0, 61, (2, 8), generator=generator)
 
     def loss() -> torch.Tensor:

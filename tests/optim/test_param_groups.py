@@ -12,9 +12,9 @@ from torch import nn
 from megtool.config import ParallelConfig
 from megtool.errors import MappingError, UsageError
 from megtool.model.param_attributes import mark
-from megtool.optim.param_groups import GroupRule, facts_of, group_parameters
-from megtool.optim.replicated import PlainOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.param_groups import GroupRule, collect_param_infos, group_parameters
+from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 
@@ -34,33 +34,35 @@ def model() -> dict[str, nn.Parameter]:
 
 
 def test_marks_are_read() -> None:
-    facts = {f.name.removeprefix("decoder.layers.0."): f for f in facts_of(model().items())}
+    facts = {
+        f.name.removeprefix("decoder.layers.0."): f for f in collect_param_infos(model().items())
+    }
     assert facts["embedding.word_embeddings.weight"].is_tied
     assert not facts["embedding.word_embeddings.weight"].is_tp_duplicate
     assert facts["norm.weight"].is_partial
     assert facts["norm.weight"].is_tp_duplicate
     assert facts["experts.weight"].is_expert
     assert not facts["fc1.weight"].is_expert
-    plain = facts_of([("w", nn.Parameter(torch.zeros(1)))])[0]
+    plain = collect_param_infos([("w", nn.Parameter(torch.zeros(1)))])[0]
     assert (plain.is_tp_duplicate, plain.is_expert, plain.is_tied) == (True, False, False)
 
 
 def test_frozen_parameters_are_left_out() -> None:
     named = model()
     named["decoder.layers.0.fc1.bias"].requires_grad_(False)
-    assert len(facts_of(named.items())) == 4
+    assert len(collect_param_infos(named.items())) == 4
 
 
 def test_duplicates_are_refused() -> None:
     p = parameter(2)
     with pytest.raises(MappingError, match="as 'a' too"):
-        facts_of([("a", p), ("b", p)])
+        collect_param_infos([("a", p), ("b", p)])
     with pytest.raises(MappingError, match="'a' comes twice"):
-        facts_of([("a", p), ("a", parameter(2))])
+        collect_param_infos([("a", p), ("a", parameter(2))])
 
 
 def test_biases_and_vectors_are_not_decayed_and_experts_come_last() -> None:
-    groups = group_parameters(facts_of(model().items()), OptimizerSettings())
+    groups = group_parameters(collect_param_infos(model().items()), OptimizerConfig())
     assert [(g.is_expert, g.wd_mult) for g in groups] == [(False, 1.0), (False, 0.0), (True, 1.0)]
     assert [n.split(".", 3)[-1] for n in groups[1].names] == ["norm.weight", "fc1.bias"]
     assert groups[2].names == ("decoder.layers.0.experts.weight",)
@@ -68,7 +70,7 @@ def test_biases_and_vectors_are_not_decayed_and_experts_come_last() -> None:
 
 def test_the_first_rule_that_matches_holds() -> None:
     rules = (GroupRule("*.fc1.*", lr_mult=2.0), GroupRule("decoder.*", wd_mult=0.5))
-    groups = group_parameters(facts_of(model().items()), OptimizerSettings(rules=rules))
+    groups = group_parameters(collect_param_infos(model().items()), OptimizerConfig(rules=rules))
     of = {n: (g.lr_mult, g.wd_mult) for g in groups for n in g.names}
     assert of["decoder.layers.0.fc1.weight"] == (2.0, 1.0)
     assert of["decoder.layers.0.fc1.bias"] == (2.0, 0.0)
@@ -77,16 +79,16 @@ def test_the_first_rule_that_matches_holds() -> None:
 
 
 def test_a_rule_that_matches_nothing_is_refused() -> None:
-    settings = OptimizerSettings(rules=(GroupRule("*"), GroupRule("*.fc1.*")))
+    settings = OptimizerConfig(rules=(GroupRule("*"), GroupRule("*.fc1.*")))
     with pytest.raises(UsageError, match=r"\*\.fc1\.\*"):
-        group_parameters(facts_of(model().items()), settings)
+        group_parameters(collect_param_infos(model().items()), settings)
 
 
 def on_stages(rank: int, size: int) -> Any:
     groups = ProcessGroups.start(ParallelConfig(pp=2))
     named = [(n, p) for i, (n, p) in enumerate(model().items()) if i % 2 == rank]
     rules = (GroupRule("embedding.*", lr_mult=0.1),)
-    made = group_parameters(facts_of(named), OptimizerSettings(rules=rules), groups.world)
+    made = group_parameters(collect_param_infos(named), OptimizerConfig(rules=rules), groups.world)
     groups.stop()
     return [(g.is_expert, g.lr_mult, g.wd_mult, g.names) for g in made]
 
@@ -106,10 +108,10 @@ def megatrons_groups(rank: int, size: int) -> Any:
     for name, p in model().items():
         module.register_parameter(name.replace(".", "/"), p)
     module.named_parameters = lambda: iter(model_of(module).items())  # type: ignore
-    settings = OptimizerSettings(lr=0.1, min_lr=0.01, weight_decay=0.3)
+    settings = OptimizerConfig(lr=0.1, min_lr=0.01, weight_decay=0.3)
     config = optimizer.OptimizerConfig(lr=0.1, min_lr=0.01, weight_decay=0.3)
     theirs = optimizer._get_param_groups([module], config, None)
-    made = PlainOptimizer(model_of(module).items(), settings, groups)
+    made = ReplicatedOptimizer(model_of(module).items(), settings, groups)
     ours = made.small_state()["optimizer"]["param_groups"]
     names = {id(p): n for n, p in model_of(module).items()}
     named = [{names[id(p)] for p in g.pop("params")} for g in theirs]
@@ -157,5 +159,5 @@ def test_groups_are_those_of_megatron_core() -> None:
 )
 def test_settings_out_of_range_name_their_option(values: dict[str, Any], option: str) -> None:
     with pytest.raises(UsageError) as raised:
-        OptimizerSettings(**values)
+        OptimizerConfig(**values)
     assert option in str(raised.value)

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from megtool.errors import CheckpointError
 from megtool.optim.param_groups import GroupRule, ParamGroup
-from megtool.optim.replicated import PlainOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, sum_loss, train_step
 
 STEPS = 20
 
 
-def plain(model: nn.Module, **settings: Any) -> PlainOptimizer:
-    made = OptimizerSettings(**{"lr": 1e-2, **settings})
-    return PlainOptimizer(model.named_parameters(), made, ProcessGroups.alone())
+def plain(model: nn.Module, **settings: Any) -> ReplicatedOptimizer:
+    made = OptimizerConfig(**{"lr": 1e-2, **settings})
+    return ReplicatedOptimizer(model.named_parameters(), made, ProcessGroups.alone())
 
 
 def decayed_or_not(model: nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def test_a_nan_is_named_and_nothing_changes() -> None:
     optimizer.finish(torch.tensor(1))
     result = optimizer.step(1e-2, 0.1)
     assert not result.ok
-    assert result.first_bad == "norm.bias"
+    assert result.first_nonfinite == "norm.bias"
     assert math.isnan(result.grad_norm)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert not any(s.states["exp_avg"].any() for s in optimizer.segments)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.optim.scaler import ConstantScaler, DynamicScaler
+from megtool.optim.scaler import ConstantGradScaler, DynamicGradScaler
 
 
 def megatron(initial: float, minimum: float, window: int, hysteresis: int) -> Any:
@@ -37,7 +37,7 @@ def megatron(initial: float, minimum: float, window: int, hysteresis: int) -> An
 def test_scale_and_state_are_those_of_megatron_core(
     overflows: list[bool], initial: float, window: int, hysteresis: int
 ) -> None:
-    ours = DynamicScaler(initial=initial, minimum=1.0, window=window, hysteresis=hysteresis)
+    ours = DynamicGradScaler(initial=initial, minimum=1.0, window=window, hysteresis=hysteresis)
     theirs = megatron(initial, 1.0, window, hysteresis)
     for found in overflows:
         ours.update(found)
@@ -49,7 +49,7 @@ def test_scale_and_state_are_those_of_megatron_core(
 
 
 def test_overflows_need_not_be_in_a_row_and_count_until_the_scale_grows() -> None:
-    scaler = DynamicScaler(initial=16.0, window=3, hysteresis=2)
+    scaler = DynamicGradScaler(initial=16.0, window=3, hysteresis=2)
     seen = []
     for found in (True, False, True, False, True, False, False, False, True, True):
         scaler.update(found)
@@ -59,10 +59,10 @@ def test_overflows_need_not_be_in_a_row_and_count_until_the_scale_grows() -> Non
 
 
 def test_a_state_is_taken_over() -> None:
-    scaler = DynamicScaler(initial=16.0, window=3)
+    scaler = DynamicGradScaler(initial=16.0, window=3)
     for found in (True, True, False, False):
         scaler.update(found)
-    again = DynamicScaler(window=3)
+    again = DynamicGradScaler(window=3)
     again.load_state_dict(scaler.state_dict())
     again.update(False)
     assert again.scale == 16.0
@@ -71,25 +71,25 @@ def test_a_state_is_taken_over() -> None:
 @pytest.mark.peers
 def test_a_scale_is_saved_and_taken_over_in_megatrons_unit() -> None:
     """Of a mean over 8 tokens Megatron's, of their sum ours: the same scale of each token."""
-    ours = DynamicScaler(initial=2.0**10 / 8, window=3, unit=8.0)
+    ours = DynamicGradScaler(initial=2.0**10 / 8, window=3, unit=8.0)
     theirs = megatron(2.0**10, 1.0, 3, 2)
     for found in (False, True, True, False):
         ours.update(found)
         theirs.update(found)
     assert torch.equal(ours.state_dict()["scale"], theirs.state_dict()["scale"])
-    again = DynamicScaler(window=3, unit=8.0)
+    again = DynamicGradScaler(window=3, unit=8.0)
     again.load_state_dict(theirs.state_dict())
     assert (again.scale, again.state_dict()) == (ours.scale, theirs.state_dict())
 
 
 def test_a_scale_does_not_grow_to_what_cannot_be_saved() -> None:
-    scaler = DynamicScaler(initial=2.0**120, window=1, unit=2.0**7)
+    scaler = DynamicGradScaler(initial=2.0**120, window=1, unit=2.0**7)
     scaler.update(False)
     assert scaler.scale == 2.0**120
 
 
 def test_a_constant_stays() -> None:
-    scaler = ConstantScaler(8.0)
+    scaler = ConstantGradScaler(8.0)
     scaler.update(True)
     scaler.load_state_dict(scaler.state_dict())
     assert (scaler.scale, scaler.state_dict()) == (8.0, {})

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import CheckpointError, UsageError
-from megtool.optim.schedules import Schedule
+from megtool.optim.schedules import LRSchedule
 
 KINDS = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 STYLES = ["linear", "cosine", "exponential", "minus_sqrt"]
 
 
-def megatron(schedule: Schedule, group: dict[str, Any]) -> Any:
+def megatron(schedule: LRSchedule, group: dict[str, Any]) -> Any:
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
     return core.OptimizerParamScheduler(
         SimpleNamespace(param_groups=[group]),
@@ -37,12 +37,12 @@ def megatron(schedule: Schedule, group: dict[str, Any]) -> Any:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw: st.DrawFn) -> LRSchedule:
     decay = draw(st.integers(2, 400))
     low, high = sorted(draw(st.tuples(st.floats(0, 0.01), st.floats(0, 0.01))))
     start_wd, end_wd = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
     style = draw(st.sampled_from(["constant", "linear", "cosine"]))
-    return Schedule(
+    return LRSchedule(
         kind=draw(st.sampled_from(KINDS)),
         max_lr=high,
         min_lr=low,
@@ -61,7 +61,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @pytest.mark.peers
 @settings(max_examples=200, deadline=None)
 @given(schedule=schedules(), increment=st.integers(1, 7))
-def test_rates_are_those_of_megatron_core_bit_by_bit(schedule: Schedule, increment: int) -> None:
+def test_rates_are_those_of_megatron_core_bit_by_bit(schedule: LRSchedule, increment: int) -> None:
     group = {"wd_mult": 0.5}
     theirs = megatron(schedule, group)
     step = 0
@@ -75,7 +75,7 @@ def test_rates_are_those_of_megatron_core_bit_by_bit(schedule: Schedule, increme
 
 @pytest.mark.peers
 def test_a_group_has_ends_of_its_own() -> None:
-    schedule = Schedule(kind="cosine", max_lr=1e-3, warmup_steps=5, decay_steps=50)
+    schedule = LRSchedule(kind="cosine", max_lr=1e-3, warmup_steps=5, decay_steps=50)
     group = {"max_lr": 4e-3, "min_lr": 1e-4}
     theirs = megatron(schedule, group)
     for step in range(60):
@@ -86,9 +86,9 @@ def test_a_group_has_ends_of_its_own() -> None:
 @pytest.mark.peers
 @settings(max_examples=50, deadline=None)
 @given(schedule=schedules())
-def test_a_saved_state_continues_here_and_there(schedule: Schedule) -> None:
+def test_a_saved_state_continues_here_and_there(schedule: LRSchedule) -> None:
     state = schedule.state_dict(7)
-    again, step = Schedule.from_state(
+    again, step = LRSchedule.from_state(
         state,
         init_lr=schedule.init_lr,
         wsd_decay_steps=schedule.wsd_decay_steps,
@@ -103,18 +103,18 @@ def test_a_saved_state_continues_here_and_there(schedule: Schedule) -> None:
 
 def test_names_of_older_checkpoints_are_read() -> None:
     state = {"start_lr": 0.1, "warmup_iter": 2, "end_iter": 9, "num_iters": 3, "min_lr": 0.0}
-    schedule, step = Schedule.from_state({**state, "decay_style": "linear"})
+    schedule, step = LRSchedule.from_state({**state, "decay_style": "linear"})
     assert step == 3
-    assert schedule == Schedule(kind="linear", max_lr=0.1, warmup_steps=2, decay_steps=9)
+    assert schedule == LRSchedule(kind="linear", max_lr=0.1, warmup_steps=2, decay_steps=9)
 
 
 def test_a_state_that_lacks_a_value_says_which() -> None:
     with pytest.raises(CheckpointError, match="lr_decay_style"):
-        Schedule.from_state({"max_lr": 0.1})
+        LRSchedule.from_state({"max_lr": 0.1})
 
 
 def test_the_half_way_of_a_cosine() -> None:
-    schedule = Schedule(kind="cosine", max_lr=2.0, min_lr=1.0, decay_steps=100)
+    schedule = LRSchedule(kind="cosine", max_lr=2.0, min_lr=1.0, decay_steps=100)
     assert math.isclose(schedule.lr(50), 1.5)
     assert schedule.lr(101) == 1.0
 
@@ -134,4 +134,4 @@ def test_the_half_way_of_a_cosine() -> None:
 )
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Schedule(**values)
+        LRSchedule(**values)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megtool.config import ParallelConfig  # noqa: E402
-from megtool.errors import LayoutError  # noqa: E402
-from megtool.parallel.context_parallel import (  # noqa: E402
+from megtool.config import ParallelConfig
+from megtool.errors import LayoutError
+from megtool.parallel.context_parallel import (
     chunk_size,
     gather_tokens,
     own_tokens,
     whole_tokens,
 )
-from megtool.parallel.process_groups import Group, ProcessGroups  # noqa: E402
-from tests.support.worlds.gloo_world import run_world  # noqa: E402
+from megtool.parallel.process_groups import Group, ProcessGroups
+from tests.support.worlds.gloo_world import run_world
 
 
 def group(size: int, rank: int) -> Group:
@@ -56,7 +55,7 @@ def test_the_tokens_are_those_that_megatron_gives() -> None:
 
 @pytest.mark.parametrize(("tokens", "fits"), [(18, "16 or 20"), (3, "4")])
 def test_rows_that_do_not_go_evenly_are_refused(tokens, fits) -> None:
-    with pytest.raises(LayoutError, match=f"{tokens} tokens do not go evenly") as e:
+    with pytest.raises(LayoutError, match=f"{tokens} tokens are not divisible") as e:
         chunk_size(tokens, 2)
     assert (e.value.hint or "").endswith(f": {fits}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
@@ -56,10 +56,10 @@ def test_real_deepspeed(tmp_path: Path, ranks: int, stage: int, dtype: str) -> N
         *("--input_folder", step, "--output_folder", universal),
     )
     truth = load_file(fp32 / "model.safetensors")
-    with Reader(catalogue := open_checkpoint(saved), Files()) as reader:
+    with CheckpointReader(catalogue := open_checkpoint(saved), Files()) as reader:
         for name, master in truth.items():
             for state in ("param", "exp_avg", "exp_avg_sq"):
-                stored = reader.stored(f"optimizer.state.{state}.{name}").read()
+                stored = reader.open_stored(f"optimizer.state.{state}.{name}").read()
                 have = torch.from_numpy(stored.copy()).reshape(master.shape)
                 if state == "param":
                     assert torch.equal(have, master), name

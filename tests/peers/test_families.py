@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.commands.reshard import reshard
 from tests.support.paths import PEERS
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

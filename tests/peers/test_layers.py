@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megtool.commands.reshard import reshard
-from tests.peers.test_trained import plain, run_world
+from tests.support.peers.run_trained import plain, run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

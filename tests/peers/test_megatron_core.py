@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.formats.torch_dist import lay_out, open_checkpoint
+from megtool.checkpoint.formats.torch_dist import open_checkpoint, plan_torch_dist_layout
 from megtool.tensors.box import split
 from megtool.tensors.sharded import Shards, widest
 from tests.support.paths import PEERS
@@ -108,7 +108,7 @@ def recut(c: Catalogue, ranks: int) -> Shards:
 def write(
     c: Catalogue, root: Path, objects: dict[str, Any], materialize: Callable[..., None]
 ) -> None:
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         c.tensors,
         recut(c, 3),
         num_files=3,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.commands.reshard import reshard
-from tests.converters.test_moe import DEEPSEEK, EIGHT, QWEN, YARN, Case, made, with_mtp
+from tests.support.models.moe_cases import DEEPSEEK, EIGHT, QWEN, YARN, Case, made, with_mtp
 from tests.support.paths import PEERS
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.convert.megatron import split_state
-from megtool.reshard.megatron.fully_sharded_model_space import has_fragments
+from megtool.reshard.megatron.fully_sharded_model_space import has_flattened_cells
 from megtool.reshard.open_source import open_source
 from tests.support.paths import PEERS
 
@@ -61,7 +61,7 @@ def check_states(folder: Path) -> int:
     opened = open_source(folder, prove_all=True)
     opened.catalogue.check()
     count = 0
-    with Reader(opened.catalogue, Files()) as reader:
+    with CheckpointReader(opened.catalogue, Files()) as reader:
         for t in opened.catalogue.tensors:
             state, _, key = split_state(t.name)
             if not state:
@@ -74,7 +74,7 @@ def check_states(folder: Path) -> int:
                 want = whole[int(layer)].numpy()
             else:
                 want = state_of(state, key, t.shape).numpy()
-            assert np.array_equal(reader.stored(t.name).read().view(np.float32), want), t.name
+            assert np.array_equal(reader.open_stored(t.name).read().view(np.float32), want), t.name
             count += 1
     return count
 
@@ -85,7 +85,7 @@ def check_states(folder: Path) -> int:
 def test_old_cores_model_space(core: str, layout: str, tmp_path: Path) -> None:
     options = LAYOUTS[layout]
     run(core, tmp_path / "old", sharding=OLD, **options)
-    assert has_fragments(open_checkpoint(tmp_path / "old"))
+    assert has_flattened_cells(open_checkpoint(tmp_path / "old"))
     assert check_states(tmp_path / "old") == (30 if "experts" in options else 27)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +11,10 @@ import torch
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import FormatError
-from tests.support.paths import PEERS
+from tests.support.peers.run_trained import plain, run_world
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
-
-SCRIPT = PEERS / "trained_world.py"
-ITERATION = "iter_0000007"
-
-
-def run_world(action: str, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), action, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def plain(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, read by torch alone."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    out: dict[str, Any] = {}
-    _load_state_dict(
-        out,
-        storage_reader=FileSystemReader(folder / ITERATION),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return {k: v for k, v in out.items() if isinstance(v, torch.Tensor)}
 
 
 def assert_same(folder: Path, truth: Path) -> None:

@@ -14,14 +14,14 @@ import torch
 from megtool.errors import MissingPackageError, RecipeError, UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.quant.backend_modelopt import calibrate_with_modelopt, modelopt_config
+from megtool.quant.backend_modelopt import build_modelopt_config, calibrate_with_modelopt
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.recorder import Recorder
+from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.pipeline.write import write
-from megtool.quant.qparams import Settlement
-from megtool.quant.resolve import Decided, decide
-from megtool.quant.solve_qparams import settle
+from megtool.quant.qparams import QParams
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.quant.solve_qparams import solve_qparams
 from megtool.quant.verification.verify_folder import prove
 from tests.support.models import family_models, tiny_models
 from tests.support.quant.loaded import points_of, source_of
@@ -41,26 +41,26 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (2, 24), generator=generator)) for _ in range(3)]
 
 
-def theirs(folder: Path, decided: Decided, batches: Sequence[Batch]) -> Settlement:
+def theirs(folder: Path, decided: ResolvedRecipe, batches: Sequence[Batch]) -> QParams:
     return calibrate_with_modelopt(
         folder, decided.recipe, decided.matched.decisions, points_of(decided), batches
     )
 
 
-def ours(decided: Decided, batches: Sequence[Batch]) -> Settlement:
+def ours(decided: ResolvedRecipe, batches: Sequence[Batch]) -> QParams:
     source, points = source_of(decided), points_of(decided)
     decoder = load(source, dtype="float32")
-    recorder = Recorder(decoder, points)
+    recorder = ActivationRecorder(decoder, points)
     statistics = {}
     for layer in (*decoder.stage.layers, None):
         recorder.start(layer)
         with torch.inference_mode():
             for batch in batches:
-                recorder.see(batch)
+                recorder.set_batch(batch)
                 decoder(batch)
-        statistics |= recorder.take()
+        statistics |= recorder.collect()
     with CanonicalWeights(source) as weights:
-        return settle(
+        return solve_qparams(
             points,
             statistics,
             {d.module.name: d for d in decided.matched.decisions},
@@ -87,21 +87,21 @@ def ours(decided: Decided, batches: Sequence[Batch]) -> Settlement:
 )
 def test_amaxes_are_modelopts(recipe: str, group: int, folder: Path, batches: list[Batch]) -> None:
     """Those of weights exactly: codes and scales that follow from them are equal."""
-    decided = decide(folder, recipe, group_size=group or None)
+    decided = resolve_recipe(folder, recipe, group_size=group or None)
     expected, found = theirs(folder, decided, batches), ours(decided, batches)
-    assert expected.treatments.keys() == found.treatments.keys()
-    assert expected.caches.keys() == found.caches.keys()
-    assert expected.treatments or expected.caches
+    assert expected.weights.keys() == found.weights.keys()
+    assert expected.kv_caches.keys() == found.kv_caches.keys()
+    assert expected.weights or expected.kv_caches
     with CanonicalWeights(source_of(decided)) as weights:
-        for name, t in expected.treatments.items():
+        for name, t in expected.weights.items():
             weight = weights(name)
-            mine = fake_weight(weight, found.treatments[name])
+            mine = fake_weight(weight, found.weights[name])
             assert torch.equal(fake_weight(weight, t), mine), name
-            assert found.treatments[name].input_amax == pytest.approx(t.input_amax, rel=1e-6)
-            assert found.treatments[name].second_amax in (0, t.second_amax), name
-    for name, c in expected.caches.items():
-        assert found.caches[name].key_amax == pytest.approx(c.key_amax, rel=1e-6)
-        assert found.caches[name].value_amax == pytest.approx(c.value_amax, rel=1e-6)
+            assert found.weights[name].input_amax == pytest.approx(t.input_amax, rel=1e-6)
+            assert found.weights[name].global_amax in (0, t.global_amax), name
+    for name, c in expected.kv_caches.items():
+        assert found.kv_caches[name].key_amax == pytest.approx(c.key_amax, rel=1e-6)
+        assert found.kv_caches[name].value_amax == pytest.approx(c.value_amax, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -110,21 +110,24 @@ def test_amaxes_are_modelopts(recipe: str, group: int, folder: Path, batches: li
 def test_factors_of_columns_go_to_norms_or_are_stored(
     recipe: str, group: int, folder: Path, batches: list[Batch]
 ) -> None:
-    decided = decide(folder, recipe, group_size=group)
+    decided = resolve_recipe(folder, recipe, group_size=group)
     decided = replace(decided, recipe=replace(decided.recipe, algorithm=plain(decided)))
     done = theirs(folder, decided, batches)
     for point in points_of(decided):
-        some = [done.treatments[m] for m in point.modules if m in done.treatments]
+        some = [done.weights[m] for m in point.modules if m in done.weights]
         if not some:
             continue
-        assert all(t.columns is not None and t.columns.shape == (point.width,) for t in some)
-        assert all(np.array_equal(t.columns, some[0].columns) for t in some)  # type: ignore[arg-type]
-        assert {t.stores_columns for t in some} == {not point.norm}
-        assert (point.norm in done.norms) == bool(point.norm)
+        assert all(
+            t.smoothing_scale is not None and t.smoothing_scale.shape == (point.width,)
+            for t in some
+        )
+        assert all(np.array_equal(t.smoothing_scale, some[0].smoothing_scale) for t in some)  # type: ignore[arg-type]
+        assert {t.stores_pre_quant_scale for t in some} == {not point.norm}
+        assert (point.norm in done.norm_scales) == bool(point.norm)
     with CanonicalWeights(source_of(decided)) as weights:
-        for name, t in done.treatments.items():
+        for name, t in done.weights.items():
             weight = weights(name)
-            columns = torch.from_numpy(t.columns)
+            columns = torch.from_numpy(t.smoothing_scale)
             error = ((fake_weight(weight, t) - weight) * columns).norm()
             assert error < (0.02 if recipe == "int8_sq" else 0.2) * (weight * columns).norm()
 
@@ -147,19 +150,19 @@ def test_factors_stay_out_of_norms_before_modules_that_are_kept(
     folder: Path, batches: list[Batch], tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(SOME_KEPT)
-    decided = decide(folder, tmp_path / "recipe.yaml")
+    decided = resolve_recipe(folder, tmp_path / "recipe.yaml")
     found = theirs(folder, decided, batches)
-    assert found.norms.keys() == {f"layers.{i}.mlp_norm" for i in range(2)}
-    for name, t in found.treatments.items():
-        assert t.columns is not None
-        assert t.stores_columns == (".attn." in name)
+    assert found.norm_scales.keys() == {f"layers.{i}.mlp_norm" for i in range(2)}
+    for name, t in found.weights.items():
+        assert t.smoothing_scale is not None
+        assert t.stores_pre_quant_scale == (".attn." in name)
     decisions = decided.matched.decisions
-    write(decided.opened, decisions, found, tmp_path / "out", threads=1, fsync=False)
-    proof = prove(decided.opened, tmp_path / "out", decisions, found, threads=1)
+    write(decided.source, decisions, found, tmp_path / "out", threads=1, fsync=False)
+    proof = prove(decided.source, tmp_path / "out", decisions, found, threads=1)
     assert not proof.num_errors, proof.findings
 
 
-def plain(decided: Decided) -> dict[str, object]:
+def plain(decided: ResolvedRecipe) -> dict[str, object]:
     """The algorithm without options that it does not have."""
     return {"method": decided.recipe.algorithm["method"]}
 
@@ -175,40 +178,40 @@ def test_documents_of_a_row_do_not_see_each_other(folder: Path, batches: list[Ba
         documents_BS=torch.arange(2).repeat_interleave(12).expand(2, -1).contiguous(),
     )
     apart = Batch(tokens_BS=tokens.view(4, 12))
-    decided = decide(folder, "fp8")
-    a, b = (theirs(folder, decided, [batch]).treatments for batch in (packed, apart))
-    whole = theirs(folder, decided, batches[:1]).treatments
+    decided = resolve_recipe(folder, "fp8")
+    a, b = (theirs(folder, decided, [batch]).weights for batch in (packed, apart))
+    whole = theirs(folder, decided, batches[:1]).weights
     name = "layers.1.mlp.down"
     assert a[name].input_amax == pytest.approx(b[name].input_amax, rel=1e-5)
     assert a[name].input_amax != pytest.approx(whole[name].input_amax, rel=1e-5)
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_loaded(folder: Path) -> None:
-    decided = decide(folder, "int4_gptq", group_size=64)
+    decided = resolve_recipe(folder, "int4_gptq", group_size=64)
     with pytest.raises(RecipeError, match="ModelOpt is not asked for 'gptq'"):
-        modelopt_config(decided.recipe, decided.matched.decisions)
-    decided = decide(folder, "nvfp4_awq")
+        build_modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = resolve_recipe(folder, "nvfp4_awq")
     with pytest.raises(UsageError, match=r"runs awq_(lite|full) for NVFP4 on a GPU"):
-        modelopt_config(decided.recipe, decided.matched.decisions)
-    assert modelopt_config(decided.recipe, decided.matched.decisions, device="cuda")
-    decided = decide(folder, "auto_nvfp4_fp8")
+        build_modelopt_config(decided.recipe, decided.matched.decisions)
+    assert build_modelopt_config(decided.recipe, decided.matched.decisions, device="cuda")
+    decided = resolve_recipe(folder, "auto_nvfp4_fp8")
     with pytest.raises(RecipeError, match="is still to be chosen"):
-        modelopt_config(decided.recipe, decided.matched.decisions)
+        build_modelopt_config(decided.recipe, decided.matched.decisions)
 
 
 def test_weights_in_one_module_have_no_amaxes_by_rows(tmp_path: Path) -> None:
     source = family_models.save("gpt_neox", tmp_path / "neox")
     for recipe in ("int4_awq", "fp8_per_channel"):
-        decided = decide(source, recipe)
+        decided = resolve_recipe(source, recipe)
         with pytest.raises(RecipeError, match=r"attn.q and .*attn.k are rows of .*query_key_value"):
-            modelopt_config(decided.recipe, decided.matched.decisions)
-    decided = decide(source, "fp8")
-    assert modelopt_config(decided.recipe, decided.matched.decisions)
+            build_modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = resolve_recipe(source, "fp8")
+    assert build_modelopt_config(decided.recipe, decided.matched.decisions)
 
 
 def test_settings_name_each_module(folder: Path) -> None:
-    decided = decide(folder, "fp8")
-    config = modelopt_config(decided.recipe, decided.matched.decisions)
+    decided = resolve_recipe(folder, "fp8")
+    config = build_modelopt_config(decided.recipe, decided.matched.decisions)
     entries = config["quant_cfg"]
     assert entries[0] == {"quantizer_name": "*", "enable": False}
     names = [e["quantizer_name"] for e in entries[1:]]
@@ -217,7 +220,7 @@ def test_settings_name_each_module(folder: Path) -> None:
 
 
 def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided = decide(folder, "fp8")
+    decided = resolve_recipe(folder, "fp8")
     monkeypatch.setitem(sys.modules, "modelopt", None)
     monkeypatch.setitem(sys.modules, "modelopt.torch.quantization", None)
     with pytest.raises(MissingPackageError, match="nvidia-modelopt"):

@@ -12,17 +12,17 @@ import torch
 
 from megtool.config import ModelConfig
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.activation_sites import Point, list_points
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
+from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 from megtool.quant.recipes.dialects import load_recipe
-from megtool.quant.recipes.match import Decision, match
+from megtool.quant.recipes.match import Decision, match_rules
 from megtool.quant.recipes.modules import list_modules
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import Problems
-from megtool.quant.requirements import needs
-from megtool.quant.solve_qparams import FOLDED, settle
+from megtool.quant.recipes.rules import RecipeProblems
+from megtool.quant.requirements import derive_requirements
+from megtool.quant.solve_qparams import FOLD_NOTE, solve_qparams
 from megtool.reshard.open_source import open_source
 from tests.support.quant import algorithm_inputs
 
@@ -36,27 +36,27 @@ class Model:
         self.config: ModelConfig = side.config
         modules = list_modules(side).modules
         self.recipe: Recipe = load_recipe(name)
-        found = match(
+        found = match_rules(
             self.recipe,
             modules,
-            Problems(name),
+            RecipeProblems(name),
             group_size=64 if "4" in name and "nv" not in name else 0,
         )
         self.decisions: Mapping[str, Decision] = {d.module.name: d for d in found.decisions}
-        every = list_points(modules, side.config)
-        self.points: tuple[Point, ...] = tuple(p for p in every if p.layer in layers)
+        every = list_activation_sites(modules, side.config)
+        self.points: tuple[ActivationSite, ...] = tuple(p for p in every if p.layer in layers)
         self.rows = {
             p.name: algorithm_inputs.rows(160, p.width, seed=i) for i, p in enumerate(self.points)
         }
         self.seen = {n: algorithm_inputs.statistics(x) for n, x in self.rows.items()}
         self.held = {
             m: algorithm_inputs.weight(*self.decisions[m].module.shape, seed=i)
-            for i, m in enumerate(m for p in self.points for m in p.modules if p.what == "input")
+            for i, m in enumerate(m for p in self.points for m in p.modules if p.kind == "input")
         }
 
-    def settled(self, **seen: Statistics | None) -> Settlement:
+    def settled(self, **seen: ActivationStatistics | None) -> QParams:
         known = {n: s for n, s in {**self.seen, **seen}.items() if s is not None}
-        return settle(
+        return solve_qparams(
             self.points,
             known,
             self.decisions,
@@ -65,10 +65,10 @@ class Model:
             config=self.config,
         )
 
-    def error(self, done: Settlement, module: str) -> float:
+    def error(self, done: QParams, module: str) -> float:
         """How far the output is off, by what engines compute."""
         point = next(p for p in self.points if module in p.modules)
-        x, w, treatment = self.rows[point.name], self.held[module], done.treatments[module]
+        x, w, treatment = self.rows[point.name], self.held[module], done.weights[module]
         wrong = fake_input(x, treatment) @ fake_weight(w, treatment, as_run=True).T - x @ w.T
         return float(wrong.square().sum() / (x @ w.T).square().sum())
 
@@ -78,11 +78,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def plain(done: Settlement) -> dict[str, object]:
+def plain(done: QParams) -> dict[str, object]:
     """Comparable whatever the order."""
     return {
         n: {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in fields.items()}
-        for n, t in done.treatments.items()
+        for n, t in done.weights.items()
         for fields in [{f.name: getattr(t, f.name) for f in dataclasses.fields(t)}]
     }
 
@@ -94,21 +94,24 @@ def test_a_dense_layer(name: str, llama: Path) -> None:
     model = Model(llama, name)
     done = model.settled()
     at = "layers.1"
-    linears = {m for p in model.points if p.what == "input" for m in p.modules}
-    assert set(done.treatments) == linears
-    by = done.treatments
+    linears = {m for p in model.points if p.kind == "input" for m in p.modules}
+    assert set(done.weights) == linears
+    by = done.weights
     for group in (("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up")):
         same = [by[f"{at}.{m}"] for m in group]
         assert len({t.input_amax for t in same}) == 1
-        assert len({t.second_amax for t in same}) == 1
-        assert len({None if t.columns is None else t.columns.tobytes() for t in same}) == 1
-        assert not any(t.stores_columns for t in same)
-    smoothed = by[f"{at}.attn.q"].columns is not None
-    assert set(done.norms) == ({f"{at}.attn_norm", f"{at}.mlp_norm"} if smoothed else set())
+        assert len({t.global_amax for t in same}) == 1
+        assert (
+            len({None if t.smoothing_scale is None else t.smoothing_scale.tobytes() for t in same})
+            == 1
+        )
+        assert not any(t.stores_pre_quant_scale for t in same)
+    smoothed = by[f"{at}.attn.q"].smoothing_scale is not None
+    assert set(done.norm_scales) == ({f"{at}.attn_norm", f"{at}.mlp_norm"} if smoothed else set())
     for module in (f"{at}.attn.o", f"{at}.mlp.down"):
-        assert by[module].stores_columns == (by[module].columns is not None)
-        if by[module].columns is not None:
-            stored = torch.from_numpy(1 / by[module].columns)
+        assert by[module].stores_pre_quant_scale == (by[module].smoothing_scale is not None)
+        if by[module].smoothing_scale is not None:
+            stored = torch.from_numpy(1 / by[module].smoothing_scale)
             torch.testing.assert_close(stored.bfloat16().float(), stored, rtol=1e-6, atol=0)
     for module, treatment in by.items():
         calibrates = treatment.format.number.calibrates
@@ -125,19 +128,19 @@ def test_a_dense_layer(name: str, llama: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "moe"])
 def test_folded_factors_are_stored_nowhere(name: str, kind: str, llama: Path, moe: Path) -> None:
     model = Model(llama if kind == "llama" else moe, name)
-    stored = {t.module for t in model.settled().treatments.values() if t.stores_columns}
+    stored = {t.module for t in model.settled().weights.values() if t.stores_pre_quant_scale}
     assert {m.rpartition(".")[2] for m in stored} >= {"o", "down"}
     algorithm = {**model.recipe.algorithm, "fold": True}
     model.recipe = dataclasses.replace(model.recipe, algorithm=algorithm)
     done = model.settled()
-    assert not any(t.stores_columns for t in done.treatments.values())
-    assert all(done.treatments[m].columns is None for m in stored)
-    taken = {m for m, t in done.treatments.items() if t.columns is not None}
-    assert taken == set(done.treatments) - stored
-    assert set(done.norms) == {
+    assert not any(t.stores_pre_quant_scale for t in done.weights.values())
+    assert all(done.weights[m].smoothing_scale is None for m in stored)
+    taken = {m for m, t in done.weights.items() if t.smoothing_scale is not None}
+    assert taken == set(done.weights) - stored
+    assert set(done.norm_scales) == {
         p.norm for p in model.points if p.norm and not stored.intersection(p.modules)
     }
-    assert done.notes.count(FOLDED) == 1
+    assert done.notes.count(FOLD_NOTE) == 1
     for module in stored:
         assert model.error(done, module) < 0.03
 
@@ -148,11 +151,11 @@ def test_a_pinned_scale_of_inputs_is_not_calibrated(llama: Path) -> None:
         if d.format is not None:
             pinned = dataclasses.replace(d.format, input_amax=2688.0)
             model.decisions = {**model.decisions, name: dataclasses.replace(d, format=pinned)}
-    assert not any(needs(model.recipe, d).data for d in model.decisions.values())
+    assert not any(derive_requirements(model.recipe, d).data for d in model.decisions.values())
     seen = model.settled()
     model.seen = {}
     for done in (seen, model.settled()):
-        assert {t.input_amax for t in done.treatments.values()} == {2688.0}
+        assert {t.input_amax for t in done.weights.values()} == {2688.0}
 
 
 def test_order_and_threads_do_not_matter(llama: Path) -> None:
@@ -171,18 +174,18 @@ def test_order_and_threads_do_not_matter(llama: Path) -> None:
 def test_experts_store_factors_and_borrow_scales(moe: Path) -> None:
     model = Model(moe, "int8_sq")
     done = model.settled(**{"layers.1.mlp.experts.2.fc1": None})
-    experts = [t for n, t in done.treatments.items() if ".experts." in n]
+    experts = [t for n, t in done.weights.items() if ".experts." in n]
     assert len(experts) == 12
     assert all(t.input_amax > 0 for t in experts)
-    assert set(done.norms) == {"layers.1.attn_norm"}
-    unseen = done.treatments["layers.1.mlp.experts.2.gate"]
-    assert unseen.columns is None
+    assert set(done.norm_scales) == {"layers.1.attn_norm"}
+    unseen = done.weights["layers.1.mlp.experts.2.gate"]
+    assert unseen.smoothing_scale is None
     assert unseen.amax is None
     others = [model.seen[f"layers.1.mlp.experts.{e}.fc1"].amax.max() for e in (0, 1, 3)]
     assert unseen.input_amax == pytest.approx(float(max(others)))
     assert any("layers.1.mlp.experts.2.fc1" in n for n in done.notes)
-    seen = done.treatments["layers.1.mlp.experts.1.gate"]
-    assert seen.stores_columns
+    seen = done.weights["layers.1.mlp.experts.1.gate"]
+    assert seen.stores_pre_quant_scale
 
 
 def test_nothing_seen_is_an_error_that_names_the_point(llama: Path) -> None:
@@ -198,19 +201,22 @@ def test_nothing_seen_is_an_error_that_names_the_point(llama: Path) -> None:
 def test_what_needs_no_data_is_settled_without(llama: Path) -> None:
     for name in ("int4_weight_only", "w4a16_nvfp4", "mxfp8", "fp8_block128"):
         model = Model(llama, name)
-        assert not any(needs(model.recipe, d).data for d in model.decisions.values())
+        assert not any(derive_requirements(model.recipe, d).data for d in model.decisions.values())
         model.seen = {}
         done = model.settled()
-        assert all(t.amax is None and not t.input_amax for t in done.treatments.values())
-        q, k = (done.treatments[f"layers.1.attn.{m}"] for m in "qk")
-        assert q.second_amax == k.second_amax
+        assert all(t.amax is None and not t.input_amax for t in done.weights.values())
+        q, k = (done.weights[f"layers.1.attn.{m}"] for m in "qk")
+        assert q.global_amax == k.global_amax
 
 
 def test_needs(llama: Path) -> None:
     said = {}
     for name in ("fp8", "int8_sq", "int4_awq", "int4_gptq", "nvfp4_awq", "kv_fp8"):
         model = Model(llama, name)
-        q, kv = (needs(model.recipe, model.decisions[f"layers.1.attn.{m}"]) for m in ("q", "kv"))
+        q, kv = (
+            derive_requirements(model.recipe, model.decisions[f"layers.1.attn.{m}"])
+            for m in ("q", "kv")
+        )
         said[name] = (q.data, q.gram, q.sample, kv.data)
     assert said["fp8"] == (True, False, False, False)
     assert said["int8_sq"][:3] == (True, False, True)
@@ -225,12 +231,12 @@ def test_caches_know_keys_from_values(llama: Path) -> None:
     done = model.settled()
     amax = model.seen["layers.1.attn.kv"].amax
     half = len(amax) // 2
-    cache = done.caches["layers.1.attn.kv"]
+    cache = done.kv_caches["layers.1.attn.kv"]
     assert (cache.key_amax, cache.value_amax) == (amax[:half].max(), amax[half:].max())
     constant = dataclasses.replace(model.decisions["layers.1.attn.kv"].format, constant=True)  # type: ignore[type-var]
     kept = dataclasses.replace(model.decisions["layers.1.attn.kv"], format=constant)
     model.decisions = {**model.decisions, "layers.1.attn.kv": kept}
-    cache = model.settled().caches["layers.1.attn.kv"]
+    cache = model.settled().kv_caches["layers.1.attn.kv"]
     assert cache.key_amax == cache.value_amax == 448
 
 
@@ -239,6 +245,6 @@ def test_different_formats_at_one_input_share_no_factors(llama: Path) -> None:
     kept = dataclasses.replace(model.decisions["layers.1.attn.k"], format=None)
     model.decisions = {**model.decisions, "layers.1.attn.k": kept}
     done = model.settled()
-    assert done.treatments["layers.1.attn.q"].columns is None
-    assert "layers.1.attn_norm" not in done.norms
+    assert done.weights["layers.1.attn.q"].smoothing_scale is None
+    assert "layers.1.attn_norm" not in done.norm_scales
     assert any("layers.1.attn.qkv" in n for n in done.notes)

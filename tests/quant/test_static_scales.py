@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megtool.checkpoint.formats import open_checkpoint
@@ -17,8 +18,8 @@ from megtool.commands.recipe import show_recipe
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, DestinationError, UsageError
-from tests.reshard.megatron.test_amax import FC1, MOE, packed
-from tests.reshard.megatron.test_amax import edit_ranks as edit_iteration
+from tests.support.checkpoints.extra_states import FC1, MOE, packed
+from tests.support.checkpoints.extra_states import edit_ranks as edit_iteration
 from tests.support.checkpoints.fp8_trained import (
     LINEAR,
     PARTS,
@@ -32,8 +33,6 @@ from tests.support.checkpoints.fp8_trained import (
 )
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
-
-torch = pytest.importorskip("torch")
 
 
 def assert_scales(quantized: Path, plain: Path) -> None:
@@ -124,7 +123,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["blocked", "interleaved"])
 def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any) -> None:
-    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.calibration_file import CalibrationFile
 
     write(tmp_path / "a", config(**MOE), ParallelConfig(), materialize)
     reshard(
@@ -145,14 +144,14 @@ def test_each_expert_has_its_own(columns: str, tmp_path: Path, materialize: Any)
     assert inspect_amax(tmp_path / "ep2", weights=False).lines_of[-1].expert is not None
     report = derive_amax(tmp_path / "ep2", tmp_path / "cal")
     assert any("attn.qkv" in name for name in report.without)
-    found = Artefact.load(tmp_path / "cal").statistics
+    found = CalibrationFile.load(tmp_path / "cal").statistics
     for expert, want in enumerate((1.0, 2.0, 11.0, 12.0)):
         for part in ("fc1", "down"):
             at = f"layers.3.mlp.experts.{expert}.{part}"
             assert set(found[at].amax.tolist()) == {want + 3}
     reshard(tmp_path / "ep2", tmp_path / "td", to="torch_dist", ep=2, dp=2, fsync=False)
     derive_amax(tmp_path / "td", tmp_path / "again")
-    other = Artefact.load(tmp_path / "again").statistics
+    other = CalibrationFile.load(tmp_path / "again").statistics
     assert all(np.array_equal(s.amax, other[name].amax) for name, s in found.items())
 
 
@@ -220,6 +219,6 @@ def test_stale_buffers_of_modelopt_are_put_right(tmp_path: Path) -> None:
     assert fixed.amax is not None
     assert fixed.amax.rebuilt == 1
     assert inspect_amax(tmp_path / "fixed").findings == []
-    assert inspect_amax(tmp_path / "fixed").lines_of[0].amax == report.lines_of[0].amax
+    assert inspect_amax(tmp_path / "fixed").modules[0].amax == report.modules[0].amax
     before, after = (open_checkpoint(p) for p in (source, tmp_path / "fixed"))
     assert [(t.name, t.shape) for t in before.tensors] == [(t.name, t.shape) for t in after.tensors]

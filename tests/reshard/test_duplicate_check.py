@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megtool.commands.reshard import reshard
 from megtool.errors import CoverageError
 from tests.support.models import tiny_llama
 
-torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
-from tests.reshard.megatron.test_optimizer import MODELS
+from tests.support.checkpoints.stored_arrays import arrays
 from tests.support.checkpoints.trained import config, write
+from tests.support.checkpoints.trained_models import MODELS
 from tests.support.models import tiny_llama
 
 HOPS = (
@@ -26,13 +25,6 @@ HOPS = (
     {"to": "torch_dist", "optimizer": "dp_reshardable", "pp": 3, "dp": 2},
     {"to": "megatron", "optimizer": "legacy", "tp": 2},
 )
-
-
-def arrays(folder: Path) -> dict[str, Any]:
-    """All tensors as stored, in the dtype's view."""
-    found = open_checkpoint(folder)
-    with Reader(found, Files()) as reader:
-        return {t.name: np.asarray(reader.stored(t.name).read()) for t in found.tensors}
 
 
 def chosen(before: dict[str, Any], layers: list[int], *, stacked: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import UsageError
-from tests.reshard.test_layer_subset import arrays
+from tests.support.checkpoints.stored_arrays import arrays
 from tests.support.checkpoints.trained import config, write
 
 SOURCES: dict[str, dict[str, Any]] = {

@@ -19,26 +19,7 @@ from megtool.errors import MappingError
 from megtool.tensors.registration_order import ORDERS, Order, likely_orders, registered
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.checkpoints.trained import canonical_tensors, config
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "layer norm": {
-        "norm": "layernorm",
-        "gated": False,
-        "activation": "gelu",
-        "qkv_bias": True,
-        "attn_out_bias": True,
-        "mlp_bias": True,
-    },
-    "qk norm": {"qk_norm": True},
-    "experts": {
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "moe_ffn_hidden_size": 8,
-        "shared_ffn_hidden_size": 8,
-        "moe_layer_freq": (0, 1, 0, 1),
-    },
-}
+from tests.support.models.parameter_models import MODELS
 
 
 def keys_of(name: str) -> list[tuple[str, int]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import FormatError, LayoutError, UsageError
-from megtool.train.config import TrainSettings
-from megtool.train.config_file import read_settings, settings_of
+from megtool.train.config import TrainConfig
+from megtool.train.config_file import read_config_file, load_train_config
 
 # fmt: off
 NAMES = (
@@ -30,7 +30,7 @@ NAMES = (
 
 
 def test_options_have_megatrons_names() -> None:
-    assert set(NAMES) <= {f.name for f in fields(TrainSettings)}
+    assert set(NAMES) <= {f.name for f in fields(TrainConfig)}
 
 
 @pytest.mark.peers
@@ -46,7 +46,7 @@ def test_megatron_knows_these_options() -> None:
     assert shared <= theirs
     config = arguments.OptimizerConfig()
     for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "hysteresis"):
-        assert getattr(config, name) == getattr(TrainSettings(), name), name
+        assert getattr(config, name) == getattr(TrainConfig(), name), name
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_megatron_knows_these_options() -> None:
 )
 def test_what_no_run_can_do_is_refused_by_its_option(options, message) -> None:
     with pytest.raises(UsageError) as caught:
-        TrainSettings(**options)
+        TrainConfig(**options)
     assert message in caught.value.message
 
 
 def test_a_layout_that_does_not_fit_itself_is_refused() -> None:
     with pytest.raises(LayoutError, match="virtual stages"):
-        _ = TrainSettings(pp=1, vpp=2)
+        _ = TrainConfig(pp=1, vpp=2)
 
 
 def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_yaml_takes_hyphens_and_underscores_and_the_command_line_wins(tmp_path
         "data: text.jsonl\ntrain-iters: 20\nseq_length: 64\nlr: 2e-5\nmin-lr: 0\nbf16: true\n"
         "lr-warmup-steps: 3\nload:\nfreeze: ['*.bias', 'embedding*']\niteration: 7\n"
     )
-    found = settings_of({"train_iters": 5, "lr": None, "data": []}, file)
+    found = load_train_config({"train_iters": 5, "lr": None, "data": []}, file)
     assert (found.train_iters, found.seq_length, found.lr, found.min_lr) == (5, 64, 2e-5, 0.0)
     assert (found.data, found.bf16, found.lr_warmup_iters) == (("text.jsonl",), True, 3)
     assert (found.freeze, found.iteration, found.load) == (("*.bias", "embedding*"), "7", None)
@@ -126,7 +126,7 @@ def test_a_yaml_with_a_fault_names_it_and_the_file(text, kind, message, hint, tm
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(kind) as caught:
-        read_settings(file)
+        read_config_file(file)
     assert message in caught.value.message
     assert caught.value.file == str(file)
     assert hint is None or hint in caught.value.hint
@@ -134,5 +134,5 @@ def test_a_yaml_with_a_fault_names_it_and_the_file(text, kind, message, hint, tm
 
 def test_python_is_refused_like_a_yaml() -> None:
     with pytest.raises(UsageError) as caught:
-        settings_of({"train_itres": 5})
+        load_train_config({"train_itres": 5})
     assert "train-iters" in (caught.value.hint or "")

@@ -18,19 +18,17 @@ from megtool.model.recompute import recompute
 from megtool.optim.optimizer import Optimizer
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import CheckpointSource as Stored
-from megtool.reshard.source import SourceOptions
 from megtool.train.build_model import load_for_training
-from megtool.train.collate import batch_of
-from megtool.train.config import TrainSettings
+from megtool.train.collate import collate_rows
+from megtool.train.config import TrainConfig
 from megtool.train.cuda_graph import GraphedSchedule, check_graphs
 from megtool.train.features.protocol import Beside, Further
-from megtool.train.loop import Job, Standing, train
+from megtool.train.loop import TrainJob, TrainState, train
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import make_optimizer, plan_of, schedule_of
+from megtool.train.run_plan import make_optimizer, plan_run, make_lr_schedule
 from tests.support.models import tiny_text
+from tests.support.runs.numbered_data import LENGTH, Numbers
 from tests.support.worlds.gloo_world import run_world
-from tests.train.test_loop import LENGTH, Numbers
 
 ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS, BATCH = 5, 4
@@ -86,14 +84,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_text.save(tmp_path_factory.mktemp("made") / "model")
 
 
-def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Job:
+def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> TrainJob:
     torch.set_num_threads(1)
     usual = {"train_iters": STEPS, "lr": 1e-2, "global_batch_size": BATCH, "micro_batch_size": 2}
-    settings = TrainSettings(**(usual | options))
-    runnable = open_decoder(SourceOptions(path=model))
-    opened = runnable.opened
+    settings = TrainConfig(**(usual | options))
+    runnable = open_decoder(model)
+    opened = runnable
     stages = load_for_training(
-        Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config),
+        opened,
         groups,
         dtype="float16" if settings.fp16 else "bfloat16" if settings.bf16 else "float32",
         sequence_parallel=settings.sequence_parallel,
@@ -103,18 +101,18 @@ def job(model: Path, folder: Path, groups: ProcessGroups, **options: Any) -> Job
         p.requires_grad_(not any(glob.strip("*") in name for glob in settings.freeze))
     if settings.recompute_granularity is not None:
         recompute(stages, settings.recompute_granularity, settings.recompute_num_layers)
-    plan = plan_of(settings, seq_length=LENGTH, num_samples=12, replicas=groups.parallel.dp)
+    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, replicas=groups.parallel.dp)
     family = None if opened.model is None else opened.model.family
     further = Further.of(stages, settings, groups, Beside(family=family))
-    return Job(
+    return TrainJob(
         stages=stages,
         optimizer=make_optimizer(stages, settings, plan, groups),
-        feed=Texts(),
+        dataset=Texts(),
         plan=plan,
         settings=settings,
-        schedule=schedule_of(settings, plan),
+        schedule=make_lr_schedule(settings, plan),
         log=RunLog(folder if groups.rank == 0 else None),
-        further=further,
+        features=further,
     )
 
 
@@ -127,7 +125,7 @@ def curve(
     write = mine.log.write
     object.__setattr__(mine.log, "write", lambda line: (lines.append(line), write(line)))
     with mine.log:
-        train(mine, Standing())
+        train(mine, TrainState())
     keys = ("loss", "grad_norm", "loss_scale", "skipped")
     return [tuple(repr(x.get(key)) for key in keys) for x in lines]  # NaN is unlike itself
 
@@ -159,7 +157,7 @@ def on_ranks(
     rank: int, size: int, model: str, folder: str, options: dict[str, Any]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     torch.set_num_threads(1)
-    settings = TrainSettings(**options)
+    settings = TrainConfig(**options)
     groups = ProcessGroups.start(replace(settings.layout, dp=size // settings.tp // settings.cp))
     found = tuple(
         curve(Path(model), Path(folder) / f"{how}{rank}", groups, cuda_graph_impl=how, **options)
@@ -181,9 +179,9 @@ def test_ranks_have_the_same_bits(model: Path, tmp_path: Path, options: dict[str
 
 def schedules(
     model: Path, folder: Path, device: str = "cpu", **options: Any
-) -> list[tuple[Job, PipelineSchedule]]:
+) -> list[tuple[TrainJob, PipelineSchedule]]:
     """The same model with passes as they are, and as graphs."""
-    made: list[tuple[Job, PipelineSchedule]] = []
+    made: list[tuple[TrainJob, PipelineSchedule]] = []
     for how in ("none", "local"):
         mine = job(model, folder / how, ProcessGroups.alone(device), **options)
         numbers: dict[str, Any] = {"num_microbatches": mine.plan.num_microbatches}
@@ -201,7 +199,7 @@ def gradients(
 ) -> list[Any]:
     optimizer.zero_grad()
     optimizer.begin(schedule.num_microbatches)
-    loss, count = schedule.step(*batch_of(rows, torch.device(device)))
+    loss, count = schedule.step(*collate_rows(rows, torch.device(device)))
     optimizer.finish(count)
     return [loss, *(s.grad.clone() for s in optimizer.segments if s.grad is not None)]
 
@@ -236,8 +234,8 @@ def test_a_parameter_that_no_pass_uses_has_no_gradient(
     for segment in mine.optimizer.segments:
         for span in segment.spans:
             assert segment.grad is not None
-            is_used = bool(segment.grad[span.at : span.end].any())
-            assert is_used == ("layers.1." not in span.facts.name), span.facts.name
+            is_used = bool(segment.grad[span.offset : span.end].any())
+            assert is_used == ("layers.1." not in span.param_info.name), span.param_info.name
 
 
 def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
@@ -263,18 +261,18 @@ def test_a_pass_that_is_no_graph_is_named(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_a_graph_is_refused(options: dict[str, Any], message: str) -> None:
-    TrainSettings(**options)
+    TrainConfig(**options)
     with pytest.raises(UsageError, match=message) as caught:
-        TrainSettings(cuda_graph_impl="local", **options)
+        TrainConfig(cuda_graph_impl="local", **options)
     assert caught.value.hint == "without --cuda-graph-impl"
 
 
 def test_models_with_experts_and_cpus_are_refused(model: Path) -> None:
-    config = open_decoder(SourceOptions(path=model)).config
-    asked = TrainSettings(cuda_graph_impl="local", device="cpu")
+    config = open_decoder(model).config
+    asked = TrainConfig(cuda_graph_impl="local", device="cpu")
     with pytest.raises(UsageError, match="on cpu: graphs are of CUDA devices"):
         check_graphs(asked, config)
     experts = replace(config, num_experts=4, num_experts_per_token=2, moe_ffn_hidden_size=8)
     with pytest.raises(UsageError, match="a model with experts"):
         check_graphs(asked, experts)
-    check_graphs(TrainSettings(), experts)
+    check_graphs(TrainConfig(), experts)

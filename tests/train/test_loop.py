@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,42 +17,16 @@ from megtool.errors import LayoutError, TrainingError, UsageError
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_decoder
-from megtool.reshard.source import CheckpointSource as Stored
-from megtool.reshard.source import SourceOptions
 from megtool.train.build_model import load_for_training
-from megtool.train.collate import batch_of
-from megtool.train.config import TrainSettings
+from megtool.train.collate import collate_rows
+from megtool.train.config import TrainConfig
 from megtool.train.evaluation import evaluate
 from megtool.train.features.protocol import Further
-from megtool.train.loop import Job, Outcome, Standing, is_tired, train
+from megtool.train.loop import TrainJob, TrainOutcome, TrainState, patience_exhausted, train
 from megtool.train.run_log import RunLog
-from megtool.train.run_plan import RunPlan, freeze, make_optimizer, plan_of, schedule_of
+from megtool.train.run_plan import RunPlan, freeze, make_optimizer, plan_run, make_lr_schedule
 from tests.support.models import tiny_text
-
-LENGTH, VOCABULARY = 16, 262
-
-
-class Numbers:
-    """Rows of random tokens, the same for the same number."""
-
-    def __init__(self, size: int = 12) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def rows(self, first: int, count: int) -> PackedRows:
-        rows = [self._row(n % self.size) for n in range(first, first + count)]
-        tokens = np.stack(rows)
-        return PackedRows(
-            tokens_BS=tokens[:, :-1],
-            labels_BS=tokens[:, 1:],
-            positions_BS=np.tile(np.arange(LENGTH), (count, 1)),
-            documents_BS=np.arange(count)[:, None].repeat(LENGTH, 1),
-        )
-
-    def _row(self, n: int) -> np.ndarray:
-        return np.random.default_rng(n).integers(0, 50, LENGTH + 1)
+from tests.support.runs.numbered_data import LENGTH, Numbers
 
 
 @pytest.fixture(scope="module")
@@ -63,33 +36,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model: Path, dtype: str = "float32") -> list[Decoder]:
     torch.set_num_threads(1)
-    opened = open_decoder(SourceOptions(path=model)).opened
-    stored = Stored(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+    stored = open_decoder(model)
     return load_for_training(stored, ProcessGroups.alone(), dtype=dtype, threads=1)
 
 
-def job(model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any) -> Job:
-    settings = TrainSettings(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
+def job(model: Path, *, folder: Path | None = None, dtype: str = "float32", **options: Any) -> TrainJob:
+    settings = TrainConfig(**{"train_iters": 4, "lr": 1e-3, "global_batch_size": 4} | options)
     stages = load(model, dtype)
     freeze(stages, settings.freeze)
-    plan = plan_of(settings, seq_length=LENGTH, num_samples=12, replicas=1)
-    return Job(
+    plan = plan_run(settings, seq_length=LENGTH, num_samples=12, replicas=1)
+    return TrainJob(
         stages=stages,
         optimizer=make_optimizer(stages, settings, plan, ProcessGroups.alone()),
-        feed=Numbers(),
+        dataset=Numbers(),
         plan=plan,
         settings=settings,
-        schedule=schedule_of(settings, plan),
+        schedule=make_lr_schedule(settings, plan),
         log=RunLog(folder or Path(model) / "logs"),
     )
 
 
-def run(job: Job) -> Outcome:
+def run(job: TrainJob) -> TrainOutcome:
     with job.log:
-        return train(job, Standing())
+        return train(job, TrainState())
 
 
-def losses(job: Job) -> list[float]:
+def losses(job: TrainJob) -> list[float]:
     run(job)
     return [loss for _, loss in job.log.losses()]
 
@@ -110,7 +82,7 @@ def test_a_run_is_torchs_own_adamw_bit_for_bit(model: Path, clip_grad: float) ->
     )
     expected = []
     for step in range(4):
-        batch, labels = batch_of(Numbers().rows(4 * step, 4), torch.device("cpu"))
+        batch, labels = collate_rows(Numbers().rows(4 * step, 4), torch.device("cpu"))
         adam.zero_grad()
         total = 0.0
         for row in range(4):
@@ -168,7 +140,7 @@ def test_frozen_parameters_stay(model: Path) -> None:
 def test_an_evaluation_is_the_mean_over_all_labels(model: Path) -> None:
     stages = load(model)
     expected = [
-        stages[0].loss(*batch_of(Numbers().rows(n, 1), torch.device("cpu")))[0].item()
+        stages[0].loss(*collate_rows(Numbers().rows(n, 1), torch.device("cpu")))[0].item()
         for n in range(5)
     ]
     found = evaluate(stages, Numbers(5), micro_batch_size=2)
@@ -243,11 +215,11 @@ def test_patience_and_time_end_a_run(model: Path) -> None:
         job(model, train_iters=8, eval_interval=1, patience=2, lr=0.0, hold_out=0.5),
         eval_feed=Numbers(2),
     )
-    assert run(tired).reason == "patience"
+    assert run(tired).stop_reason == "patience"
     assert tired.log.lines[-1]["iteration"] == 2
     late = job(model, exit_duration_in_mins=1e-9)
     outcome = run(late)
-    assert (outcome.reason, outcome.standing.iteration) == ("time", 1)
+    assert (outcome.stop_reason, outcome.state.iteration) == ("time", 1)
 
 
 def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
@@ -259,21 +231,21 @@ def test_sigterm_ends_a_run_after_its_step(model: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     outcome = run(replace(job(model, exit_signal_handler=True), feed=Signals()))
-    assert (outcome.reason, outcome.standing.iteration) == ("signal", 2)
+    assert (outcome.stop_reason, outcome.state.iteration) == ("signal", 2)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_patience_counts_evaluations_since_the_best() -> None:
     curve = [(n, x) for n, x in enumerate((3.0, 2.0, 2.5, 2.1))]
-    assert not is_tired(curve, 3)
-    assert is_tired(curve, 2)
-    assert not is_tired(curve[:2], 2)
+    assert not patience_exhausted(curve, 3)
+    assert patience_exhausted(curve, 2)
+    assert not patience_exhausted(curve[:2], 2)
 
 
 def test_a_plan_says_what_fits() -> None:
     def plan(replicas: int = 2, samples: int = 100, **options: Any) -> RunPlan:
-        settings = TrainSettings(**options)
-        return plan_of(settings, seq_length=8, num_samples=samples, replicas=replicas)
+        settings = TrainConfig(**options)
+        return plan_run(settings, seq_length=8, num_samples=samples, replicas=replicas)
 
     assert plan(global_batch_size=8, micro_batch_size=2).num_microbatches == 2
     assert plan(global_batch_size=8).train_iters == 13  # one pass over 100 rows

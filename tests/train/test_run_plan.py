@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megtool.errors import UsageError
-from megtool.train.config import TrainSettings
-from megtool.train.run_plan import RunPlan, schedule_of
+from megtool.train.config import TrainConfig
+from megtool.train.run_plan import RunPlan, make_lr_schedule
 
 BATCH, ITERS = 4, 25
 
@@ -28,7 +28,7 @@ def plan() -> RunPlan:
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.3, 1 / 3])
 def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: float) -> None:
     core = pytest.importorskip("megatron.core.optimizer_param_scheduler")
-    settings = TrainSettings(lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=fraction)
+    settings = TrainConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_fraction=fraction)
     group: dict[str, Any] = {}
     # As Megatron-LM's `get_optimizer_param_scheduler` makes it of its arguments.
     theirs = core.OptimizerParamScheduler(
@@ -44,7 +44,7 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
         wd_incr_steps=ITERS * BATCH,
         wd_incr_style="constant",
     )
-    schedule = schedule_of(settings, plan())
+    schedule = make_lr_schedule(settings, plan())
     for step in range(0, (ITERS + 1) * BATCH, BATCH):
         assert schedule.lr(step) == group["lr"], step
         theirs.step(BATCH)
@@ -53,4 +53,4 @@ def test_a_share_of_warm_up_is_not_rounded_as_it_is_not_in_megatron(fraction: fl
 
 def test_a_warm_up_that_is_all_is_refused() -> None:
     with pytest.raises(UsageError, match="25 steps of warm-up"):
-        schedule_of(TrainSettings(lr=1e-2, lr_warmup_fraction=1.0), plan())
+        make_lr_schedule(TrainConfig(lr=1e-2, lr_warmup_fraction=1.0), plan())

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.containers import pickle_guard, pickle_reader
-from megtool.checkpoint.containers.pickle_writer import encode, namespace
+from megtool.checkpoint.containers.pickle_writer import encode, make_namespace
 from megtool.errors import FormatError
 
 
@@ -144,7 +144,7 @@ def test_every_truncation_is_an_error() -> None:
 @given(st.binary(max_size=60))
 def test_noise_decodes_or_is_refused(data: bytes) -> None:
     try:
-        pickle_reader.plain(pickle_reader.decode(b"\x80\x02" + data, file="x"))
+        pickle_reader.to_plain(pickle_reader.decode(b"\x80\x02" + data, file="x"))
     except FormatError:
         return
 
@@ -154,7 +154,7 @@ def test_flipped_bits_decode_or_are_refused(data: st.DataObject) -> None:
     good = bytearray(pickle.dumps({"a": [1, (2, "b")], "c": argparse.Namespace(x=1.5)}, 2))
     good[data.draw(st.integers(0, len(good) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        pickle_reader.plain(pickle_reader.decode(bytes(good), file="x"))
+        pickle_reader.to_plain(pickle_reader.decode(bytes(good), file="x"))
     except FormatError:
         return
 
@@ -178,7 +178,7 @@ PLAIN = st.recursive(
 def test_what_we_write_python_reads_and_so_do_we(value: Any) -> None:
     data = encode(value)
     assert pickle.loads(data) == value
-    assert pickle_reader.plain(pickle_reader.decode(data, file="x")) == value
+    assert pickle_reader.to_plain(pickle_reader.decode(data, file="x")) == value
 
 
 @given(PLAIN, st.sampled_from([2, 4, 5]))
@@ -200,7 +200,7 @@ def test_well_known_nodes_become_plain_and_return_as_they_were() -> None:
     }
     for protocol in (2, 4):
         tree = pickle_reader.decode(pickle.dumps(value, protocol), file="x")
-        shown = pickle_reader.plain(tree)
+        shown = pickle_reader.to_plain(tree)
         assert shown["args"] == {"a": 1, "p": "/a/b", "d": "torch.bfloat16"}
         assert shown["simple"] == {"x": [1]}
         assert list(shown["ordered"].items()) == [("b", 2), ("a", 1)]
@@ -215,7 +215,7 @@ def test_an_edited_namespace_is_written() -> None:
     tree = pickle_reader.decode(pickle.dumps({"args": argparse.Namespace(tp=8, pp=4)}, 2), file="x")
     tree["args"].state["tp"] = 2
     assert pickle.loads(encode(tree))["args"] == argparse.Namespace(tp=2, pp=4)
-    assert pickle.loads(encode(namespace({"tp": 3}))) == argparse.Namespace(tp=3)
+    assert pickle.loads(encode(make_namespace({"tp": 3}))) == argparse.Namespace(tp=3)
 
 
 def test_shared_and_recursive_values_stay_so() -> None:
@@ -225,7 +225,7 @@ def test_shared_and_recursive_values_stay_so() -> None:
     assert out["a"] is out["b"]
     assert out["a"][1] is out["a"]
     with pytest.raises(FormatError, match="no plain form"):
-        pickle_reader.plain(shared)
+        pickle_reader.to_plain(shared)
 
 
 def test_billion_laughs_stay_small() -> None:
@@ -234,10 +234,10 @@ def test_billion_laughs_stay_small() -> None:
         laugh = [laugh, laugh]
     data = pickle.dumps(laugh, 2)
     tree = pickle_reader.decode(data, file="x")
-    shown = pickle_reader.plain(tree)
+    shown = pickle_reader.to_plain(tree)
     assert shown[0] is shown[1]
     assert len(encode(tree)) < 10 * len(data)
-    assert pickle_reader.references(tree) == []
+    assert pickle_reader.find_references(tree) == []
 
 
 def test_persistent_ids_are_kept() -> None:
@@ -249,7 +249,7 @@ def test_persistent_ids_are_kept() -> None:
     Saver(out, 2).dump([7, 8])
     tree = pickle_reader.decode(out.getvalue(), file="x")
     assert tree[0].id == ("storage", "seven")
-    assert pickle_reader.references(tree) == [tree[0]]
+    assert pickle_reader.find_references(tree) == [tree[0]]
     assert encode(tree).count(b"Q") == 1
 
 

@@ -21,17 +21,22 @@ import torch
 from megtool.checkpoint.containers import pickle_reader
 from megtool.checkpoint.containers.te_extra_state import (
     ExtraState,
-    at_release,
-    bytes_tensor,
+    convert_release,
     decode,
+    detect_release,
     is_empty,
+    make_bytes_tensor,
     merge,
     raw_bytes,
-    release_of,
+    resize_history,
     to_tree,
-    with_length,
 )
-from megtool.checkpoint.containers.te_grouped_state import join, mixed, split, unmixed
+from megtool.checkpoint.containers.te_grouped_state import (
+    join_gemms,
+    mix_expert_states,
+    split_gemms,
+    unmix_expert_states,
+)
 from megtool.errors import FormatError
 from megtool.number_formats.delayed_scaling import KINDS
 from tests.support.checkpoints.te_payloads import DELAYED_2_4, DELAYED_2_20, MXFP8_2_4
@@ -115,9 +120,9 @@ def saved(value: Any) -> Any:
     torch.save(value, out)
     outer = io.BytesIO()
     torch.save([out], outer)
-    from megtool.checkpoint.containers.zip_reader import load_bytes
+    from megtool.checkpoint.containers.zip_reader import load_object_bytes
 
-    return load_bytes(outer.getvalue(), file="")[0]
+    return load_object_bytes(outer.getvalue(), file="")[0]
 
 
 def found(value: Any) -> ExtraState:
@@ -147,7 +152,7 @@ def test_what_is_written_back_is_what_was_read(
     gemms: int, protocol: int, recipes: ModuleType
 ) -> None:
     given = state(gemms, recipe=recipes.DelayedScaling(amax_history_len=4))
-    held = found(bytes_tensor(pickle.dumps(given, protocol=protocol)))
+    held = found(make_bytes_tensor(pickle.dumps(given, protocol=protocol)))
     assert (held.num_gemms, held.release, held.history_length) == (gemms, 2, 4)
     back = loaded(held)
     assert_same(back, given)
@@ -166,25 +171,25 @@ def test_the_form_of_releases_before_2(gemms: int) -> None:
 def test_states_that_real_recipes_were_pickled_in() -> None:
     one = found(DELAYED_2_4)
     assert (one.recipe_name, one.num_gemms, one.history_length) == ("DelayedScaling", 1, 4)
-    assert (one.rule.margin, one.rule.algorithm) == (1, "most_recent")
-    assert (one.rule.max_fwd, one.rule.max_bwd) == (448, 57344)
+    assert (one.scaling_rule.margin, one.scaling_rule.algorithm) == (1, "most_recent")
+    assert (one.scaling_rule.max_fwd, one.scaling_rule.max_bwd) == (448, 57344)
     assert one.tensors["amax_history_fwd"][-1].tolist() == [1.25, 1.375, 1.5]
     three = found(DELAYED_2_20)
-    assert (three.num_gemms, three.rule.max_bwd, three.rule.margin) == (3, 448, 0)
+    assert (three.num_gemms, three.scaling_rule.max_bwd, three.scaling_rule.margin) == (3, 448, 0)
     want = np.float32(448) / three.tensors["amax_history_bwd"].max(0)
     assert np.allclose(three.tensors["scale_bwd"], want, rtol=2e-7, atol=0)
     assert "backward_override" in three.recipe
     flat = found(MXFP8_2_4)
     assert not flat.is_delayed
     assert flat.recipe_name == "MXFP8BlockScaling"
-    parts = split(flat, 2)
+    parts = split_gemms(flat, 2)
     assert parts is not None
-    assert join(parts, "blocked") == flat
+    assert join_gemms(parts, "blocked") == flat
 
 
 def test_only_what_transformer_engine_pickles_is_named() -> None:
     """Readers that allow its recipes and torch's tensors alone refuse any other global."""
-    for held in (found(DELAYED_2_4), at_release(found(saved(state(2))), 2)):
+    for held in (found(DELAYED_2_4), convert_release(found(saved(state(2))), 2)):
         assert held is not None
         raw = raw_bytes(to_tree(held))
         named = {arg for op, arg, _ in pickletools.genops(raw) if op.name == "GLOBAL"}
@@ -211,8 +216,8 @@ def test_products_are_told_apart_as_transformer_engine_lays_them_out(gemms: int)
     for columns in ("blocked", "interleaved"):
         given = trained(gemms, columns)
         held = found(pickle.dumps(given))
-        assert held.columns == columns
-        parts = split(held, gemms)
+        assert held.column_order == columns
+        parts = split_gemms(held, gemms)
         assert parts is not None
         for k, part in enumerate(parts):
             mine = {"blocked": given["scale_fwd"].view(3, -1)[:, k],
@@ -222,11 +227,11 @@ def test_products_are_told_apart_as_transformer_engine_lays_them_out(gemms: int)
             if columns == "interleaved":
                 history = given["amax_history_bwd"].view(4, -1, 2)[:, k]
             assert np.array_equal(part.tensors["amax_history_bwd"], history)
-        whole = join(parts, "interleaved" if columns == "interleaved" else "blocked")
+        whole = join_gemms(parts, "interleaved" if columns == "interleaved" else "blocked")
         assert whole is not None
         assert whole.facts == held.facts
         assert all(np.array_equal(whole.tensors[n], t) for n, t in held.tensors.items())
-        assert split(held, gemms + 1) is None
+        assert split_gemms(held, gemms + 1) is None
 
 
 @pytest.mark.parametrize("gemms", [2, 3, 4, 7])
@@ -240,19 +245,19 @@ def test_what_megatron_splits_as_if_blocked_is_put_right(gemms: int) -> None:
                  for d, n in KINDS.items()}  # fmt: skip
         part["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": 1}
         saved_parts.append(found(pickle.dumps(part)))
-    right = unmixed(saved_parts)
+    right = unmix_expert_states(saved_parts)
     assert right is not None
     assert right[1] == "interleaved"
-    own = split(found(pickle.dumps(given)), gemms)
+    own = split_gemms(found(pickle.dumps(given)), gemms)
     assert own is not None
     for a, b in zip(right[0], own, strict=True):
         assert a is not None
         assert all(np.array_equal(a.tensors[n], t) for n, t in b.tensors.items())
-    again = mixed(own)
+    again = mix_expert_states(own)
     assert again is not None
     for a, b in zip(again, saved_parts, strict=True):
         assert all(np.array_equal(a.tensors[n], t) for n, t in b.tensors.items())
-    sound = unmixed(own)
+    sound = unmix_expert_states(own)
     assert sound is not None
     assert (sound[0], sound[1]) == (own, "blocked")
 
@@ -261,17 +266,17 @@ def test_what_does_not_tell_its_columns(recipes: ModuleType) -> None:
     """States in which all columns are in use: the recipe's fields name few releases."""
     odd = state(2, recipe=recipes.DelayedScaling(amax_history_len=4))
     held = found(pickle.dumps(odd))
-    assert held.columns is None
-    assert split(held, 2) is None
-    assert unmixed(split(held, 2, "blocked") or []) is None
+    assert held.column_order is None
+    assert split_gemms(held, 2) is None
+    assert unmix_expert_states(split_gemms(held, 2, "blocked") or []) is None
     for field, columns in (("interval", "blocked"), ("backward_override", "interleaved")):
         recipe = recipes.DelayedScaling(amax_history_len=4)
         vars(recipe)[field] = None
-        assert found(pickle.dumps(odd | {"recipe": recipe})).columns == columns
-    assert found(saved(state(2))).columns == "blocked"  # 1.x has no other
+        assert found(pickle.dumps(odd | {"recipe": recipe})).column_order == columns
+    assert found(saved(state(2))).column_order == "blocked"  # 1.x has no other
     nothing = {n: torch.zeros_like(t) if "amax" in n else torch.ones_like(t)
                for n, t in state(2).items() if isinstance(t, torch.Tensor)}  # fmt: skip
-    assert len(split(found(pickle.dumps(nothing)), 2) or ()) == 2
+    assert len(split_gemms(found(pickle.dumps(nothing)), 2) or ()) == 2
 
 
 def test_products_that_megatron_itself_split(recipes: ModuleType) -> None:
@@ -285,9 +290,9 @@ def test_products_that_megatron_itself_split(recipes: ModuleType) -> None:
 
 
 def test_a_product_without_a_state_gets_one_that_saw_nothing() -> None:
-    parts = split(found(pickle.dumps(trained(2, "blocked"))), 2)
+    parts = split_gemms(found(pickle.dumps(trained(2, "blocked"))), 2)
     assert parts is not None
-    whole = join([None, parts[1]], "blocked")
+    whole = join_gemms([None, parts[1]], "blocked")
     assert whole is not None
     assert whole.num_gemms == 2
     assert whole.tensors["scale_fwd"].reshape(3, 2)[:, 0].tolist() == [1, 1, 1]
@@ -296,7 +301,7 @@ def test_a_product_without_a_state_gets_one_that_saw_nothing() -> None:
 
 def test_histories_of_other_lengths_are_brought_to_the_longest() -> None:
     one, other = found(pickle.dumps(state(1))), found(pickle.dumps(state(1, length=8)))
-    whole = join([one, other], "blocked")
+    whole = join_gemms([one, other], "blocked")
     assert whole is not None
     assert whole.tensors["amax_history_fwd"].shape == (8, 6)
 
@@ -305,7 +310,7 @@ def test_from_release_1_to_2_and_back(recipes: ModuleType) -> None:
     given = state(2, length=16)
     given |= {f"scale_inv_{d}": 1 / given[f"scale_{d}"] for d in ("fwd", "bwd")}
     old = found(saved(given))
-    new = at_release(old, 2)
+    new = convert_release(old, 2)
     assert new is not None
     back = loaded(new)
     assert list(back) == [
@@ -319,11 +324,11 @@ def test_from_release_1_to_2_and_back(recipes: ModuleType) -> None:
     assert isinstance(back["recipe"], recipes.DelayedScaling)
     assert back["recipe"].amax_history_len == 16
     assert back["recipe"].fp8_format is recipes.Format.HYBRID
-    again = at_release(new, 1)
+    again = convert_release(new, 1)
     assert again is not None
     assert_same(loaded(again), given)
     flat = found(MXFP8_2_4)
-    assert at_release(flat, 1) is None
+    assert convert_release(flat, 1) is None
 
 
 def test_a_margin_that_release_1_does_not_keep_shows_in_the_scales() -> None:
@@ -331,12 +336,12 @@ def test_a_margin_that_release_1_does_not_keep_shows_in_the_scales() -> None:
     for d, largest in (("fwd", 448), ("bwd", 57344)):
         given[f"scale_{d}"] = largest / given[f"amax_history_{d}"].max(0).values / 8
     held = found(saved(given))
-    assert held.rule.margin == 3
-    assert found(saved(state(1))).rule.margin == 0
+    assert held.scaling_rule.margin == 3
+    assert found(saved(state(1))).scaling_rule.margin == 0
 
 
 def test_the_recipe_follows_the_length_of_the_history() -> None:
-    held = with_length(found(DELAYED_2_4), 9)
+    held = resize_history(found(DELAYED_2_4), 9)
     assert held.history_length == 9
     assert held.recipe["amax_history_len"] == 9
     assert loaded(held)["recipe"].amax_history_len == 9
@@ -353,7 +358,7 @@ def test_ranks_of_both_releases_are_merged_in_the_form_of_the_first() -> None:
     assert merge([a, found(pickle.dumps(state(2)))]) is None
 
 
-NOTHING = [None, b"", bytes_tensor(b""), pickle.dumps(None), saved(None)]
+NOTHING = [None, b"", make_bytes_tensor(b""), pickle.dumps(None), saved(None)]
 
 
 @pytest.mark.parametrize("value", NOTHING)
@@ -372,7 +377,7 @@ def test_what_is_not_transformer_engines_is_left_alone(value: Any) -> None:
 def test_a_module_without_fp8_in_both_forms(release: int) -> None:
     tree = to_tree(None, release=release)
     assert is_empty(tree)
-    assert release_of(tree) == release
+    assert detect_release(tree) == release
     if release == 1:
         assert torch.load(io.BytesIO(raw_bytes(tree)), weights_only=True) is None
     with pytest.raises(ValueError, match="release"):
@@ -419,7 +424,7 @@ def test_hostile_states_are_refused_and_nothing_runs(release: int, where: str) -
         data = encode({"scale_fwd": node}, protocol=3)
     else:
         data = pickle.dumps(inner | {where: Hostile()})
-    value = bytes_tensor(data)
+    value = make_bytes_tensor(data)
     if release == 1:
         if where == "storage":
             pytest.skip("releases 1.x keep storages in the container")

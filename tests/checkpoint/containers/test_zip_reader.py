@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.containers import pickle_reader, zip_reader
-from megtool.checkpoint.containers.zip_tensor import LocatedTensor, locate_tensor_item
-from megtool.checkpoint.containers.zip_writer import archive, object_item, tensor_item
+from megtool.checkpoint.containers.zip_tensor import TensorLocation, locate_tensor_item
+from megtool.checkpoint.containers.zip_writer import encode_object, plan_tensor_item, write_archive
 from megtool.dtypes import DTYPES, DType, dtype
 from megtool.errors import FormatError
 
@@ -44,8 +44,8 @@ def put(tmp_path: Path) -> Put:
         os.close(fd)
 
 
-def locate(place: tuple[int, int, int]) -> LocatedTensor:
-    return locate_tensor_item(*place, file="x", tensor="t", known={})
+def locate(place: tuple[int, int, int]) -> TensorLocation:
+    return locate_tensor_item(*place, file="x", tensor="t", views={})
 
 
 def saved(value: Any) -> bytes:
@@ -69,7 +69,7 @@ def test_torch_and_we_read_each_others_items(kind: DType, shape: tuple[int, ...]
     tensor = some(kind, shape)
     raw = raw_bytes(tensor)
     for at in (0, 77, 4095):
-        item = tensor_item(kind, shape, at=at)
+        item = plan_tensor_item(kind, shape, offset=at)
         assert item.length == item.offset + len(raw) + len(item.suffix)
         assert (at + item.offset) % (4096 if len(raw) >= 65536 else 64) == 0
         blob = item.prefix.ljust(item.offset, b"\0") + raw + item.suffix
@@ -119,7 +119,7 @@ def test_an_object_is_read_edited_and_written_again(put: Put) -> None:
     }
     tree = zip_reader.load_object(*put(saved(value)), file="x")
     tree["iteration"] = 8
-    out = torch.load(io.BytesIO(object_item(tree)), weights_only=False)
+    out = torch.load(io.BytesIO(encode_object(tree)), weights_only=False)
     assert out["iteration"] == 8
     assert torch.equal(out["rng"][0], value["rng"][0])
     assert np.array_equal(out["rng"][1][1], value["rng"][1][1])
@@ -127,11 +127,11 @@ def test_an_object_is_read_edited_and_written_again(put: Put) -> None:
     assert torch.equal(out["a"]["x"], value["a"]["x"])
     assert raw_bytes(out["a"]["y"]) == raw_bytes(value["a"]["y"])
     with pytest.raises(ValueError, match="no bytes"):
-        object_item(pickle_reader.Persistent(("storage", "x", "0")))
+        encode_object(pickle_reader.PersistentRef(("storage", "x", "0")))
 
 
 def test_zip_tools_accept_what_we_write() -> None:
-    blob = object_item({"a": [1, 2, "three"]})
+    blob = encode_object({"a": [1, 2, "three"]})
     with zipfile.ZipFile(io.BytesIO(blob)) as z:
         assert z.testzip() is None
     assert torch.load(io.BytesIO(blob), weights_only=True) == {"a": [1, 2, "three"]}
@@ -140,7 +140,7 @@ def test_zip_tools_accept_what_we_write() -> None:
 def test_sizes_beyond_four_gibibytes_fit(tmp_path: Path) -> None:
     """A hole of 5 GiB: torch finds the tensor, and we do."""
     count = (5 << 30) // 2
-    item = tensor_item(dtype("bfloat16"), (count,), at=0)
+    item = plan_tensor_item(dtype("bfloat16"), (count,), offset=0)
     path = tmp_path / "large.pt"
     with path.open("wb") as f:
         f.write(item.prefix)
@@ -171,7 +171,7 @@ def test_bytes_after_the_end_are_an_error(put: Put) -> None:
 
 def test_a_flipped_bit_never_moves_the_data(put: Put) -> None:
     """Each bit of the headers: either refused, or of no consequence for where and what it is."""
-    item = tensor_item(dtype("float32"), (5, 3))
+    item = plan_tensor_item(dtype("float32"), (5, 3))
     data = np.arange(15, dtype="<f4").tobytes()
     blob = item.prefix.ljust(item.offset, b"\0") + data + item.suffix
     fd, at, length = put(blob, 0)
@@ -214,14 +214,14 @@ def with_field(blob: bytes, sign: bytes, at: int, value: bytes, nth: int = 0) ->
     return blob[: start + at] + value + blob[start + at + len(value) :]
 
 
-PICKLE = tensor_item(dtype("float32"), (4,)).prefix
+PICKLE = plan_tensor_item(dtype("float32"), (4,)).prefix
 _START = PICKLE.index(b"\x80\x02")
 MEMBERS = [
     ("a/data.pkl", PICKLE[_START : PICKLE.index(b"PK\3\4", _START)]),
     ("a/data/0", b"0123456789abcdef"),
 ]
 STORED = zip_of(MEMBERS)
-OURS = archive({name[2:]: data for name, data in MEMBERS})
+OURS = write_archive({name[2:]: data for name, data in MEMBERS})
 
 
 def test_the_corpus_starts_from_what_is_good(put: Put) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from megtool.checkpoint.formats.dcp_metadata import read_metadata
-from megtool.checkpoint.formats.torch_dist import lay_out, open_checkpoint
+from megtool.checkpoint.formats.torch_dist import open_checkpoint, plan_torch_dist_layout
 from megtool.dtypes import dtype
 from megtool.errors import CoverageError, FormatError
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -219,7 +219,9 @@ def test_damaged_metadata_is_refused_or_harmless(data: st.DataObject) -> None:
 def small_metadata() -> bytes:
     tensors = [GlobalTensor(name="a", shape=(4, 6), dtype=dtype("float32"))]
     shards = Shards.build([(0, [0, 0], [2, 6], 0), (0, [2, 0], [4, 6], 1)], 2)
-    return lay_out(tensors, shards, num_files=2, megatron=False).last[".metadata"]
+    return plan_torch_dist_layout(tensors, shards, num_files=2, megatron=False).final_files[
+        ".metadata"
+    ]
 
 
 SMALL_METADATA = small_metadata()

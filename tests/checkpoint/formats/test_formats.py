@@ -11,7 +11,7 @@ import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
 
-from megtool.checkpoint.formats import FORMATS, detect_format, named, open_checkpoint
+from megtool.checkpoint.formats import FORMATS, detect_format, find_format, open_checkpoint
 from megtool.errors import FormatError, UsageError
 
 
@@ -24,12 +24,12 @@ def test_names_are_unique_and_modules_complete():
         assert callable(module.detect)
         assert callable(module.open_checkpoint)
         assert hasattr(module, "lay_out") == one.writable
-        assert all(named(n) is one for n in one.names)
+        assert all(find_format(n) is one for n in one.names)
 
 
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(UsageError, match="unknown format 'npz'") as e:
-        named("npz")
+        find_format("npz")
     assert "torch_dist" in e.value.hint
 
 

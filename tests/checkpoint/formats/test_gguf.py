@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.formats.gguf import detect, open_checkpoint
 from megtool.checkpoint.formats.gguf_header import read_header
-from megtool.checkpoint.formats.gguf_tokenizer import tokenizer_files
+from megtool.checkpoint.formats.gguf_tokenizer import convert_gguf_tokenizer
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.gguf import decode
 from tests.support.checkpoints.reads import read_so_far
@@ -178,7 +178,7 @@ def test_the_tokenizer_of_a_real_model(smollm2, tmp_path):
     from transformers import AutoTokenizer
 
     warnings = []
-    files = tokenizer_files(smollm2, warnings=warnings)
+    files = convert_gguf_tokenizer(smollm2, warnings=warnings)
     assert warnings == []
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(files)
     config = json.loads(files["tokenizer_config.json"])
@@ -210,7 +210,7 @@ def test_the_tokenizer_of_a_real_model(smollm2, tmp_path):
 def test_a_file_without_a_tokenizer_says_so(tmp_path):
     save(tmp_path / "m.gguf", {"t": (grid(2), "F32")})
     with pytest.raises(FormatError, match="holds no tokenizer") as e:
-        tokenizer_files(tmp_path / "m.gguf")
+        convert_gguf_tokenizer(tmp_path / "m.gguf")
     assert "--like" in e.value.hint
 
 

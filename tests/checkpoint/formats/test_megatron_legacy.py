@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megtool.checkpoint.containers import pickle_reader
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import detect_format, megatron_legacy, open_checkpoint, torch_dist
-from megtool.checkpoint.formats.megatron_legacy_ranks import Sizes, rank_folder
+from megtool.checkpoint.formats.megatron_legacy_ranks import RankSizes, rank_folder_name
 from tests.support.checkpoints import rank_folders as saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,7 +65,7 @@ def test_what_lies_beside_the_tensors_is_told(tmp_path: Path) -> None:
     assert common["args"].state["hidden_size"] == 8
     assert list(m["rank_trees"]) == list(m["ranks"])
     again = torch.load(
-        io.BytesIO(object_item(m["rank_trees"]["mp_rank_01_001"])), weights_only=False
+        io.BytesIO(encode_object(m["rank_trees"]["mp_rank_01_001"])), weights_only=False
     )
     expected = saved.rank_state()
     extra = {k: v for k, v in expected["model"].items() if k.endswith("_extra_state")}
@@ -108,7 +108,7 @@ def test_optimizers_with_a_state_for_each_parameter(tmp_path: Path) -> None:
     assert c.metadata["aliases"] == {alias: f"{MODEL}/model/decoder.layers.0.mlp.linear_fc2.weight"}
     kept = c.metadata["common"]["optimizer"][0]["optimizer"]["state"]
     assert {i: list(v) for i, v in kept.items()} == {i: ["step"] for i in range(3)}
-    assert len(pickle_reader.references(kept)) == 3
+    assert len(pickle_reader.find_references(kept)) == 3
     tree = c.metadata["trees"]["mp_rank_00/model_optim_rng.pt"]
     assert tree["optimizer"][0]["fp32_from_fp32_params"][1][0].name == c.metadata["aliases"][alias]
 
@@ -201,7 +201,7 @@ def test_ranks_are_told_by_args_or_by_what_they_hold(
     found = c.metadata["ranks"]
     assert len(found) == int(np.prod(list(sizes.values())))
     assert {k: found[k] for k in ranks} == ranks
-    assert all(rank_folder(rank) == name for name, rank in found.items())
+    assert all(rank_folder_name(rank) == name for name, rank in found.items())
     assert ("args" in c.metadata) == has_args
     assert bool(c.warnings) != has_args
 
@@ -212,7 +212,10 @@ def test_experts_are_cut_by_tensors_of_their_own(tmp_path: Path) -> None:
         shutil.rmtree(folder / other)
     assert list(open_checkpoint(tmp_path).metadata["ranks"]) == ["mp_rank_00_000", "mp_rank_01_001"]
     # A rank that is only the first of its experts, in a stage without any, has no optimizer file.
-    assert Sizes(tp=1, pp=1, ep=2, etp=1).ranks() == {(0, None, 0): True, (0, None, 1): False}
+    assert RankSizes(tp=1, pp=1, ep=2, etp=1).writing_ranks() == {
+        (0, None, 0): True,
+        (0, None, 1): False,
+    }
     other = saved.save_all(tmp_path / "dense", ep=2)
     for file in other.glob("*/model_optim_rng.pt"):
         state = torch.load(file, weights_only=False)
@@ -246,7 +249,7 @@ def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
     state = saved.rank_state()
     state["model"] = {f"w{i}": torch.zeros(1 << 19) for i in range(20)}
     saved.save(tmp_path / "mp_rank_00", model_optim_rng=state)
-    small = sum(len(n.data or b"") for n in pickle_reader.references(_tree(tmp_path)))
+    small = sum(len(n.data or b"") for n in pickle_reader.find_references(_tree(tmp_path)))
     before = int(Path("/proc/self/io").read_text().split()[1])
     open_checkpoint(tmp_path)
     read = int(Path("/proc/self/io").read_text().split()[1]) - before
@@ -264,7 +267,7 @@ def test_files_beside_the_ranks_travel(tmp_path: Path) -> None:
     torch.save({}, folder / "mp_rank_00/layer_wise_optimizer_0.pt")
     (folder / "mp_rank_x").mkdir()
     c = open_checkpoint(folder)
-    assert list(c.attachments) == ["hf/config.json"]
+    assert list(c.auxiliary_files) == ["hf/config.json"]
     assert [w.split(" is ")[0] for w in c.warnings] == [
         "mp_rank_x",
         "mp_rank_00/layer_wise_optimizer_0.pt",

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint.containers.torch_file import Budget
-from megtool.checkpoint.containers.zip_writer import archive
+from megtool.checkpoint.containers.torch_file import StorageBudget
+from megtool.checkpoint.containers.zip_writer import write_archive
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.megatron_legacy import lay_out
+from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layout
 from megtool.checkpoint.formats.megatron_legacy_file import read_rank_file
 from megtool.errors import FormatError
 from tests.support.checkpoints import rank_folders as saved
@@ -143,7 +143,7 @@ def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
 def test_a_hostile_pickle_is_refused(tmp_path: Path, audit: Any) -> None:
     folder = saved.save_all(tmp_path)
     executes = b"\x80\x02cos\nsystem\nX\x05\x00\x00\x00false\x85R."
-    (folder / FILE).write_bytes(archive({"data.pkl": executes}))
+    (folder / FILE).write_bytes(write_archive({"data.pkl": executes}))
     audit.seen.clear()
     audit.watching = True
     try:
@@ -235,9 +235,9 @@ def test_a_view_past_its_storage(tmp_path: Path) -> None:
 def test_what_lies_beside_tensors_is_bounded(tmp_path: Path) -> None:
     state = {"model": {}, "rng_state": [torch.zeros(100, dtype=torch.uint8)] * 3}
     saved.save(tmp_path / "mp_rank_00", model_optim_rng=state)
-    read_rank_file(tmp_path, FILE, Budget(100))
+    read_rank_file(tmp_path, FILE, StorageBudget(100))
     with pytest.raises(FormatError, match="more than 99 bytes") as e:
-        read_rank_file(tmp_path, FILE, Budget(99))
+        read_rank_file(tmp_path, FILE, StorageBudget(99))
     assert e.value.hint
 
 
@@ -271,4 +271,4 @@ def test_damage_anywhere_is_refused_or_harmless(
         assert e.hint
     else:
         assert all(len(v) == c[n].num_bytes for n, v in saved.stored(c).items())
-        lay_out(c.metadata["trees"], iteration=1)
+        plan_megatron_legacy_layout(c.metadata["trees"], iteration=1)

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint import copy
 from megtool.checkpoint.catalogue import Catalogue, Destination
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.containers.pickle_reader import inert_global
-from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.torch_file import lay_out_torch_file
+from megtool.checkpoint.containers.pickle_writer import make_namespace
+from megtool.checkpoint.containers.torch_file import plan_torch_file
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.megatron_legacy import lay_out
-from megtool.checkpoint.plan import Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.formats.megatron_legacy import plan_megatron_legacy_layout
+from megtool.checkpoint.plan import PlanSource
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import UsageError
@@ -52,8 +52,8 @@ def copied(source: Catalogue, target: Destination, out: Path) -> None:
         )
         for t in source.tensors
     }
-    plan = build([Source(catalogue=source, placements=same)], target, same)
-    with Stage(out, files=Files(), fingerprint=plan.fingerprint) as stage:
+    plan = build_plan([PlanSource(catalogue=source, placements=same)], target, same)
+    with StagingFolder(out, files=Files(), fingerprint=plan.fingerprint) as stage:
         copy.execute(plan, stage, files=Files(), threads=2)
         stage.commit(fsync=False)
 
@@ -82,7 +82,9 @@ def test_what_was_opened_is_written_again_and_loaded_by_torch(tmp_path: Path) ->
     large["model"]["tied"] = large["model"]["decoder.layers.0.mlp.linear_fc1.weight"]
     saved.save(folder / "mp_rank_00_000", model_optim_rng=large)
     source = open_checkpoint(tmp_path / "from")
-    target = lay_out(source.metadata["trees"], iteration=7, small={"hf/config.json": b"{}"})
+    target = plan_megatron_legacy_layout(
+        source.metadata["trees"], iteration=7, small_files={"hf/config.json": b"{}"}
+    )
     assert target.catalogue.format == "megatron"
     target.catalogue.check()
     copied(source, target, tmp_path / "to")
@@ -105,7 +107,7 @@ def test_what_was_opened_is_written_again_and_loaded_by_torch(tmp_path: Path) ->
     assert {t.name: t for t in again.tensors} == names
     assert saved.stored(again) == saved.stored(source)
     assert again.metadata["aliases"] == source.metadata["aliases"]
-    assert list(again.attachments) == ["hf/config.json"]
+    assert list(again.auxiliary_files) == ["hf/config.json"]
     laid = target.catalogue
     assert {f.path: f.size for f in laid.files} == {
         f"iter_0000007/{f.path}": f.size for f in again.files
@@ -118,12 +120,14 @@ def test_what_was_opened_is_written_again_and_loaded_by_torch(tmp_path: Path) ->
 def test_a_release_of_new_trees(tmp_path: Path, materialize: Materialize) -> None:
     size = inert_global("torch", "Size")
     tree = {
-        "args": namespace({"num_layers": 2, "params_dtype": inert_global("torch", "bfloat16")}),
+        "args": make_namespace(
+            {"num_layers": 2, "params_dtype": inert_global("torch", "bfloat16")}
+        ),
         "iteration": 0,
         "model": {"w": leaf("w", (3, 5), "bfloat16"), "shape": size((3, 5)), "none": None},
         "path": inert_global("pathlib", "PosixPath")("a", "b"),
     }
-    target = lay_out({"mp_rank_00/model_optim_rng.pt": tree}, iteration=None)
+    target = plan_megatron_legacy_layout({"mp_rank_00/model_optim_rng.pt": tree}, iteration=None)
     materialize(target, tmp_path, {"w": np.arange(15, dtype="<u2").reshape(3, 5)})
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     file = tmp_path / "release/mp_rank_00/model_optim_rng.pt"
@@ -214,7 +218,9 @@ def test_torch_loads_any_tree(
     root = tmp_path_factory.mktemp("trees")
     case = Case()
     made = {f"mp_rank_{i:02d}/x.pt": make(tree, case) for i, tree in enumerate(trees)}
-    target = lay_out({path: ours for path, (ours, _) in made.items()}, iteration=3)
+    target = plan_megatron_legacy_layout(
+        {path: ours for path, (ours, _) in made.items()}, iteration=3
+    )
     target.catalogue.check()
     materialize(target, root, case.arrays)
     for path, (_, want) in made.items():
@@ -229,7 +235,7 @@ def test_small_values_of_several_files_meet_in_one(
     saved.save_all(tmp_path / "from", tp=2)
     trees = open_checkpoint(tmp_path / "from").metadata["rank_trees"]
     state = {"rng_state": [t["rng_state"][0] for t in trees.values()], "w": leaf("w", (2,))}
-    target = lay_out({"mp_rank_00/model_optim_rng.pt": state}, iteration=1)
+    target = plan_megatron_legacy_layout({"mp_rank_00/model_optim_rng.pt": state}, iteration=1)
     materialize(target, tmp_path / "to", {"w": np.ones(2, "<f4")})
     found = torch.load(
         tmp_path / "to/iter_0000001/mp_rank_00/model_optim_rng.pt", weights_only=False
@@ -240,7 +246,7 @@ def test_small_values_of_several_files_meet_in_one(
 
 def test_files_beyond_four_gibibytes() -> None:
     tensors = [leaf(f"t{i}", (5 << 30,), "uint8") for i in range(2)] + [leaf("small", (3,))]
-    laid = lay_out_torch_file({"all": tensors})
+    laid = plan_torch_file({"all": tensors})
     assert [t.name for t in laid.tensors] == ["t0", "t1", "small"]
     assert laid.offsets[2] > 10 << 30
     assert laid.size > laid.offsets[2]
@@ -250,7 +256,9 @@ def test_files_beyond_four_gibibytes() -> None:
 @pytest.mark.slow
 def test_a_file_beyond_four_gibibytes_is_loaded(tmp_path: Path) -> None:
     tensors = {"large": leaf("large", (5 << 30,), "uint8"), "after": leaf("after", (3,), "int64")}
-    laid = lay_out({"mp_rank_00/model_optim_rng.pt": {"model": tensors}}, iteration=1)
+    laid = plan_megatron_legacy_layout(
+        {"mp_rank_00/model_optim_rng.pt": {"model": tensors}}, iteration=1
+    )
     file = tmp_path / laid.catalogue.files[0].path
     file.parent.mkdir(parents=True)
     with file.open("wb") as f:
@@ -269,12 +277,14 @@ def test_a_file_beyond_four_gibibytes_is_loaded(tmp_path: Path) -> None:
 def test_what_cannot_be_laid_out_says_so() -> None:
     path = "mp_rank_00/model_optim_rng.pt"
     with pytest.raises(UsageError, match="two tensors have this name") as e:
-        lay_out({path: [leaf("a", (2,)), leaf("a", (3,))]}, iteration=1)
+        plan_megatron_legacy_layout({path: [leaf("a", (2,)), leaf("a", (3,))]}, iteration=1)
     assert e.value.tensor == "a"
     with pytest.raises(UsageError, match="two files hold a tensor of this name"):
-        lay_out({path: [leaf("a", (2,))], "mp_rank_01/x.pt": leaf("a", (2,))}, iteration=1)
+        plan_megatron_legacy_layout(
+            {path: [leaf("a", (2,))], "mp_rank_01/x.pt": leaf("a", (2,))}, iteration=1
+        )
     packed = GlobalTensor(name="p", shape=(32,), dtype=dtype("float32"), packing="gguf:Q4_0")
     with pytest.raises(UsageError, match="gguf:Q4_0"):
-        lay_out({path: packed}, iteration=1)
+        plan_megatron_legacy_layout({path: packed}, iteration=1)
     with pytest.raises(TypeError, match="cannot pickle a complex"):
-        lay_out({path: 1j}, iteration=1)
+        plan_megatron_legacy_layout({path: 1j}, iteration=1)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import FormatError, MegtoolError
 from megtool.tensors.placement import Placement
@@ -63,8 +63,8 @@ def test_the_peers_own_numbers(kind: str, tmp_path: Path) -> None:
     assert catalogue["layer.weight"].dtype.name == "bfloat16"
     assert catalogue["layer.weight"].packing is not None
     assert catalogue["norm.weight"].dtype.name == "float32"
-    with Reader(catalogue, Files()) as reader:
-        view = reader.stored("layer.weight")
+    with CheckpointReader(catalogue, Files()) as reader:
+        view = reader.open_stored("layer.weight")
         if kind == "modelopt nvfp4":  # modelopt reads minus zero as zero
             zero = (bits(made.decoded) == 0) & (view.read() == 0x8000)
             made.decoded[torch.from_numpy(zero)] = -0.0
@@ -105,8 +105,10 @@ def test_any_view(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
             mults=tuple(by[d] for d in dims),
             base=tuple(lo),
         )
-        with Reader(catalogue, Files()) as reader:
-            tiles = reader.canonical(place).tiles(data.draw(st.sampled_from([64, 2000, 1 << 20])))
+        with CheckpointReader(catalogue, Files()) as reader:
+            tiles = reader.open_canonical(place).tiles(
+                data.draw(st.sampled_from([64, 2000, 1 << 20]))
+            )
             found = np.concatenate([tile.copy() for _, tile in tiles])
         np.testing.assert_array_equal(found, want.transpose(dims).reshape(-1))
 
@@ -136,11 +138,11 @@ def test_what_transformers_reads_as_fp8(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     catalogue = open_checkpoint(write(tmp_path / "hf", stored, config, parts=2))
     peer = fp8.Fp8Dequantize(None)
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
         for name, (made, by) in weights.items():
             want = peer._dequantize_one(made, by, torch.bfloat16)
-            assert reader.stored(name).shape == tuple(want.shape)
-            np.testing.assert_array_equal(reader.stored(name).read(), bits(want))
+            assert reader.open_stored(name).shape == tuple(want.shape)
+            np.testing.assert_array_equal(reader.open_stored(name).read(), bits(want))
     assert catalogue["four.weight"].packing == "mxfp4:32"
 
 
@@ -159,9 +161,9 @@ def test_experts_of_gpt_oss(shape: tuple[int, int, int], tmp_path: Path) -> None
     }
     want = bits(gpt_oss(blocks, scales))
     assert want.shape == (experts, groups * 32, rows)
-    with Reader(catalogue, Files()) as reader:
-        np.testing.assert_array_equal(reader.stored(name).read(), want)
-        tiles = [t.copy() for _, t in reader.stored(name).tiles(3000)]
+    with CheckpointReader(catalogue, Files()) as reader:
+        np.testing.assert_array_equal(reader.open_stored(name).read(), want)
+        tiles = [t.copy() for _, t in reader.open_stored(name).tiles(3000)]
     np.testing.assert_array_equal(np.concatenate(tiles), want.reshape(-1))
 
 
@@ -172,13 +174,15 @@ def test_scales_of_activations_are_set_aside(tmp_path: Path) -> None:
     stored |= {name: torch.ones(1) for name in asides}
     stored |= {"a.k_proj.bias": torch.ones(3), "logit_scale": torch.ones(1)}
     catalogue = open_checkpoint(write(tmp_path / "hf", stored, made.config))
-    assert sorted(s.name for s in catalogue.set_aside) == sorted(asides)
-    assert all("need none" in s.reason for s in catalogue.set_aside)
+    assert sorted(s.name for s in catalogue.ignored) == sorted(asides)
+    assert all("need none" in s.reason for s in catalogue.ignored)
     names = sorted(t.name for t in catalogue.tensors)
     assert names == ["a.k_proj.bias", "a.q_proj.weight", "logit_scale"]
     picked = catalogue.select(lambda name: name == "a.q_proj.weight")
-    with Reader(picked, Files()) as reader:
-        np.testing.assert_array_equal(reader.stored("a.q_proj.weight").read(), bits(made.decoded))
+    with CheckpointReader(picked, Files()) as reader:
+        np.testing.assert_array_equal(
+            reader.open_stored("a.q_proj.weight").read(), bits(made.decoded)
+        )
 
 
 def test_the_config_s_dtype_and_where_it_stands(tmp_path: Path) -> None:
@@ -324,9 +328,9 @@ def test_whatever_a_folder_holds_is_read_or_refused(
         catalogue = open_checkpoint(folder)
     except MegtoolError:
         return
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
         for t in catalogue.tensors:
-            assert reader.stored(t.name).read().shape == t.shape
+            assert reader.open_stored(t.name).read().shape == t.shape
 
 
 def test_tiles_stay_small(tmp_path: Path) -> None:
@@ -337,8 +341,8 @@ def test_tiles_stay_small(tmp_path: Path) -> None:
     scales = torch.randint(110, 130, shape, generator=generator, dtype=torch.uint8)
     stored = {"x_blocks": blocks, "x_scales": scales}
     catalogue = open_checkpoint(write(tmp_path / "hf", stored, {"quant_method": "mxfp4"}))
-    with Reader(catalogue, Files()) as reader:
-        view = reader.stored("x")
+    with CheckpointReader(catalogue, Files()) as reader:
+        view = reader.open_stored("x")
         sizes = [tile.nbytes for _, tile in view.tiles(1 << 14)]
         assert sum(sizes) == 2 * math.prod((2, 1024, 256))
         assert max(sizes) <= 16 << 14

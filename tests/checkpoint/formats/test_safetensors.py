@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint.formats.safetensors import INDEX, lay_out, open_checkpoint
+from megtool.checkpoint.formats.safetensors import INDEX, open_checkpoint, plan_safetensors_layout
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import DestinationError, FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor
@@ -129,7 +129,7 @@ def test_opens_what_transformers_saved(llama):
     assert c.metadata["config"]["num_key_value_heads"] == 2
     assert len(c.files) > 1
     assert contents(c) == {k: raw(v) for k, v in state.items()}
-    assert set(c.attachments) == {"config.json", "generation_config.json"}
+    assert set(c.auxiliary_files) == {"config.json", "generation_config.json"}
     assert c.warnings == []
     by_index = open_checkpoint(folder / INDEX)
     assert contents(by_index) == contents(c)
@@ -169,7 +169,7 @@ def test_attachments_are_the_small_files(tmp_path):
         f.truncate((64 << 20) + 1)
     (tmp_path / "secret.txt").symlink_to("/etc/hostname")
     c = open_checkpoint(tmp_path)
-    assert sorted(c.attachments) == [
+    assert sorted(c.auxiliary_files) == [
         "LICENSE",
         "README.md",
         "additional_chat_templates/rag.jinja",
@@ -216,7 +216,7 @@ def test_hugging_face_cache_links_are_followed(tmp_path):
     c = open_checkpoint(snapshot)
     assert sorted(t.name for t in c.tensors) == ["a", "b", "c"]
     assert c.metadata["config"] == {"model_type": "llama"}
-    assert list(c.attachments) == ["config.json"]
+    assert list(c.auxiliary_files) == ["config.json"]
 
 
 # -- folders that lie
@@ -526,12 +526,14 @@ def test_transformers_loads_what_we_lay_out(llama, tmp_path):
 
     folder, state = llama
     source = open_checkpoint(folder)
-    small = {name: path.read_bytes() for name, path in source.attachments.items()}
+    small = {name: path.read_bytes() for name, path in source.auxiliary_files.items()}
     for name, limit, files in [("many", 100_000, 5), ("one", 10**9, 1)]:
         root = tmp_path / name
         root.mkdir()
-        destination = lay_out(tensors_of(state), max_shard_bytes=limit, small=small)
-        assert (INDEX in destination.small) == (files > 1)
+        destination = plan_safetensors_layout(
+            tensors_of(state), max_shard_bytes=limit, small_files=small
+        )
+        assert (INDEX in destination.small_files) == (files > 1)
         write(destination, root, contents(source))
         assert len(open_checkpoint(root).files) == files
         assert open_checkpoint(root).warnings == []
@@ -542,7 +544,7 @@ def test_transformers_loads_what_we_lay_out(llama, tmp_path):
 def test_a_shard_holds_no_more_than_asked(llama):
     _, state = llama
     for limit in (1, 20_000, 70_000, 10**9):
-        catalogue = lay_out(tensors_of(state), max_shard_bytes=limit).catalogue
+        catalogue = plan_safetensors_layout(tensors_of(state), max_shard_bytes=limit).catalogue
         for file in range(len(catalogue.files)):
             rows = np.flatnonzero(catalogue.extents.file == file)
             assert catalogue.extents.length[rows].sum() <= limit or len(rows) == 1
@@ -565,7 +567,7 @@ def test_layouts_reopen_as_laid_out(tmp_path_factory, parts, limit, bare):
     ]
     rng = np.random.default_rng(0)
     data = {t.name: rng.integers(0, 2, t.num_bytes, np.uint8).tobytes() for t in tensors}
-    destination = lay_out(
+    destination = plan_safetensors_layout(
         tensors, max_shard_bytes=limit, single_file="x.safetensors" if bare else None
     )
     laid = destination.catalogue
@@ -582,15 +584,15 @@ def test_layouts_reopen_as_laid_out(tmp_path_factory, parts, limit, bare):
         assert offset % (4096 if page else t.dtype.itemsize) == 0
     for file in laid.files:
         with safetensors.safe_open(root / file.path, "pt") as f:
-            for name in f.keys():  # noqa: SIM118 - safe_open is no dictionary
+            for name in f.keys():  # noqa: SIM118
                 assert raw(f.get_tensor(name)) == data[name]
 
 
 def test_layouts_are_deterministic(llama):
     _, state = llama
-    a, b = (lay_out(tensors_of(state), max_shard_bytes=90_000) for _ in range(2))
+    a, b = (plan_safetensors_layout(tensors_of(state), max_shard_bytes=90_000) for _ in range(2))
     assert a.fragments == b.fragments
-    assert a.small == b.small
+    assert a.small_files == b.small_files
 
 
 def test_layouts_that_cannot_be_written_are_refused():
@@ -598,12 +600,12 @@ def test_layouts_that_cannot_be_written_are_refused():
     packed = GlobalTensor(name="t", shape=(32,), dtype=dtype("float32"), packing="gguf:Q4_1")
     odd = GlobalTensor(name="t", shape=(2,), dtype=dtype("float8_e4m3fnuz"))
     with pytest.raises(FormatError, match="two tensors of one name"):
-        lay_out([t, t])
+        plan_safetensors_layout([t, t])
     with pytest.raises(FormatError, match="cannot hold gguf:Q4_1"):
-        lay_out([packed])
+        plan_safetensors_layout([packed])
     with pytest.raises(FormatError, match="cannot hold float8_e4m3fnuz"):
-        lay_out([odd])
+        plan_safetensors_layout([odd])
     with pytest.raises(UsageError, match="0 bytes"):
-        lay_out([t], max_shard_bytes=0)
+        plan_safetensors_layout([t], max_shard_bytes=0)
     with pytest.raises(DestinationError, match=r"model\.safetensors"):
-        lay_out([t], small={"model.safetensors": b""})
+        plan_safetensors_layout([t], small_files={"model.safetensors": b""})

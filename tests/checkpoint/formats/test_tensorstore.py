@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import CheckpointError, FormatError
 
@@ -25,8 +25,8 @@ def numbers(shape, kind, seed=0):
 
 def read(root):
     found = open_checkpoint(root)
-    with Reader(found, Files()) as reader:
-        return {t.name: (t.dtype.name, reader.stored(t.name).read()) for t in found.tensors}
+    with CheckpointReader(found, Files()) as reader:
+        return {t.name: (t.dtype.name, reader.open_stored(t.name).read()) for t in found.tensors}
 
 
 def check(root, wanted):
@@ -108,7 +108,7 @@ def test_raw_shards_are_read_by_their_index(tmp_path, shape, at):
         codecs=[{"name": "sharding_indexed", "configuration": inner}],
     )
     found = open_checkpoint(tmp_path / "a")
-    assert found.cells is None or not array.all()
+    assert found.encoded_chunks is None or not array.all()
     check(tmp_path / "a", {"a": array})
 
 
@@ -132,7 +132,7 @@ def database(tmp_path):
 def test_a_database(database):
     found = open_checkpoint(database)
     assert found.format == "ocdbt"
-    assert found.cells.held.all()
+    assert found.encoded_chunks.mask.all()
     check(database, dict.fromkeys(["params.a", "params.b"], numbers((20, 30), "bfloat16")))
 
 

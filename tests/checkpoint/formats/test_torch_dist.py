@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megtool.checkpoint.catalogue import Catalogue, Destination
 from megtool.checkpoint.containers import zip_reader
-from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.zip_writer import archive
+from megtool.checkpoint.containers.pickle_writer import make_namespace
+from megtool.checkpoint.containers.zip_writer import write_archive
 from megtool.checkpoint.formats import torch_dist
-from megtool.checkpoint.formats.torch_dist import lay_out, open_checkpoint
+from megtool.checkpoint.formats.torch_dist import open_checkpoint, plan_torch_dist_layout
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.box import split
@@ -182,13 +182,13 @@ def test_what_we_lay_out_torch_loads(
 ) -> None:
     state = plain[1]
     tensors = described(state)
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         cut(tensors, ranks),
         num_files=ranks,
         objects={"nested.iteration": 7, "nested.text": "x"},
         key_paths={"nested.iteration": ("nested", "iteration"), "nested.text": ("nested", "text")},
-        small={"hf/config.json": b"{}"},
+        small_files={"hf/config.json": b"{}"},
         megatron=False,
     )
     arrays = {t.name: view(state[t.name]) for t in tensors}
@@ -208,7 +208,7 @@ def test_what_we_lay_out_torch_loads(
     assert [t.name for t in c.tensors] == [t.name for t in expected.tensors]
     assert np.array_equal(c.shards.boxes.lo, expected.shards.boxes.lo)
     assert np.array_equal(c.locate(np.arange(len(c.shards))).offset, expected.extents.offset)
-    assert list(c.attachments) == ["hf/config.json"]
+    assert list(c.auxiliary_files) == ["hf/config.json"]
     large = [r for r, n in enumerate(expected.extents.length) if n >= 65536]
     assert all(expected.extents.offset[r] % 4096 == 0 for r in large)
     assert large or ranks > 1
@@ -219,19 +219,19 @@ def save_folder(root: Path, materialize: Materialize, iteration: int | None = 5)
         GlobalTensor(name="a.weight", shape=(4, 6), dtype=dtype("float32")),
         GlobalTensor(name="b.weight", shape=(7,), dtype=dtype("bfloat16")),
     ]
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         cut(tensors, 2),
         num_files=2,
         objects={"rng_state/shard_0.0_1.1": {"seed": 1}},
         common={
-            "args": namespace({"num_layers": 2, "kind": "x"}),
+            "args": make_namespace({"num_layers": 2, "kind": "x"}),
             "iteration": iteration or 0,
             "checkpoint_version": 3.0,
             "content_metadata": {"a": 1},
         },
         iteration=iteration,
-        small={"hf/config.json": b"{}", "tokenizer/vocab.txt": b"x"},
+        small_files={"hf/config.json": b"{}", "tokenizer/vocab.txt": b"x"},
         megatron=True,
     )
     arrays = {
@@ -259,7 +259,7 @@ def test_a_megatron_save_folder_is_opened(tmp_path: Path, materialize: Materiali
         assert c.metadata["args"] == {"num_layers": 2, "kind": "x"}
         assert c.metadata["content_metadata"] == {"a": 1}
         assert c.metadata["common"]["args"].state["num_layers"] == 2
-        assert sorted(c.attachments) == ["hf/config.json", "tokenizer/vocab.txt"]
+        assert sorted(c.auxiliary_files) == ["hf/config.json", "tokenizer/vocab.txt"]
         assert contents(c)["a.weight"][3, 5] == 23
         assert list(c.objects) == ["rng_state/shard_0.0_1.1"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
@@ -288,8 +288,8 @@ def test_common_state_inside_is_read_as_newer_cores_write_it(
     tmp_path: Path, materialize: Materialize
 ) -> None:
     tensors = [GlobalTensor(name="a", shape=(4,), dtype=dtype("float32"))]
-    common = {"args": namespace({"x": 1}), "iteration": 3}
-    laid = lay_out(
+    common = {"args": make_namespace({"x": 1}), "iteration": 3}
+    laid = plan_torch_dist_layout(
         tensors,
         cut(tensors, 1),
         num_files=1,
@@ -350,7 +350,7 @@ def test_swapped_files_are_noticed_at_first_use(tmp_path: Path, materialize: Mat
         GlobalTensor(name=str(n), shape=(n, 24 // n), dtype=dtype("float32")) for n in (4, 6)
     ]
     shards = Shards.build([(i, [0, 0], list(t.shape), i) for i, t in enumerate(tensors)], 2)
-    laid = lay_out(tensors, shards, num_files=2, megatron=False)
+    laid = plan_torch_dist_layout(tensors, shards, num_files=2, megatron=False)
     materialize(laid, tmp_path, {t.name: np.zeros(t.shape, t.dtype.view) for t in tensors})
     (tmp_path / "__0_0.distcp").rename(tmp_path / "x")
     (tmp_path / "__1_0.distcp").rename(tmp_path / "__0_0.distcp")
@@ -368,7 +368,7 @@ def test_a_hostile_common_state_is_refused(
     tmp_path: Path, materialize: Materialize, audit: Any
 ) -> None:
     folder = save_folder(tmp_path, materialize)
-    (folder / "common.pt").write_bytes(archive({"data.pkl": EXECUTES}))
+    (folder / "common.pt").write_bytes(write_archive({"data.pkl": EXECUTES}))
     audit.seen.clear()
     audit.watching = True
     try:
@@ -398,8 +398,8 @@ def test_what_cannot_be_laid_out_says_so() -> None:
     tensors = [GlobalTensor(name="a", shape=(4, 6), dtype=dtype("float32"))]
     shards = cut(tensors, 2)
     with pytest.raises(UsageError, match="rank 1 in 1 files"):
-        lay_out(tensors, shards, num_files=1, megatron=False)
+        plan_torch_dist_layout(tensors, shards, num_files=1, megatron=False)
     with pytest.raises(UsageError, match="called 'a'"):
-        lay_out(tensors, shards, num_files=2, objects={"a": 1}, megatron=False)
+        plan_torch_dist_layout(tensors, shards, num_files=2, objects={"a": 1}, megatron=False)
     with pytest.raises(UsageError, match="common state"):
-        lay_out(tensors, shards, num_files=2, megatron=True)
+        plan_torch_dist_layout(tensors, shards, num_files=2, megatron=True)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megtool.checkpoint.catalogue import Destination
-from megtool.checkpoint.containers.pickle_writer import namespace
+from megtool.checkpoint.containers.pickle_writer import make_namespace
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.torch_dist_integrity import check_integrity, read_integrity
-from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards
@@ -37,11 +37,11 @@ def save(
 ) -> Path:
     """A small save folder: the folder of its iteration."""
     tensor = GlobalTensor(name="a.weight", shape=(4, 6), dtype=dtype("float32"))
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         [tensor],
         Shards.build([(0, [0, 0], [2, 6], 0), (0, [2, 0], [4, 6], 1)], 2),
         num_files=2,
-        common={"args": namespace({"x": 1}), "iteration": iteration or 0, "t": (1, 2.5)},
+        common={"args": make_namespace({"x": 1}), "iteration": iteration or 0, "t": (1, 2.5)},
         iteration=iteration,
         megatron=True,
         core_version=core_version,
@@ -101,7 +101,7 @@ def test_train_state_is_copied_beside_the_iterations(
 ) -> None:
     folder = save(tmp_path, materialize, small={"train_state.pt": b"state", "run_config.yaml": b""})
     assert (tmp_path / "latest_train_state.pt").read_bytes() == b"state"
-    found = open_checkpoint(folder).attachments
+    found = open_checkpoint(folder).auxiliary_files
     assert sorted(found) == ["run_config.yaml", "train_state.pt"]
 
 

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import detect_format, open_checkpoint
-from megtool.checkpoint.formats.zarr_layout import TRUE_DTYPE
+from megtool.checkpoint.formats.zarr_layout import DTYPE_ATTRIBUTE
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.encoded_chunks import Readers
+from megtool.checkpoint.transport.encoded_chunks import SourceFiles
 from megtool.errors import CheckpointError, FormatError, SourceChangedError
 from tests.support.checkpoints.reads import contents
 
@@ -47,7 +47,7 @@ def check(root: Path, wanted: dict[str, np.ndarray]) -> Catalogue:
 
 
 def cells(catalogue: Catalogue) -> int:
-    return int(catalogue.cells.held.sum()) if catalogue.cells else 0
+    return int(catalogue.encoded_chunks.mask.sum()) if catalogue.encoded_chunks else 0
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +149,15 @@ def test_decoded_cells_are_held_within_their_bound(tmp_path):
     array[:] = numbers((64, 64), "float64")
     found = open_checkpoint(tmp_path / "t")
     times = []
-    decode = found.cells.read
-    found.cells = type(found.cells)(found.cells.held, lambda i: times.append(i) or decode(i))
-    with Readers(Files(), [found], cell_bytes=20 * 512) as readers:
+    decode = found.encoded_chunks.read
+    found.encoded_chunks = type(found.encoded_chunks)(
+        found.encoded_chunks.mask, lambda i: times.append(i) or decode(i)
+    )
+    with SourceFiles(Files(), [found], cache_bytes=20 * 512) as readers:
         for shard in [*range(64), 63, 62, 0]:
-            with readers.use(found.cell_path(shard)):
+            with readers.use(found.encoded_chunk_path(shard)):
                 pass
-        assert len(readers._held) == 20
+        assert len(readers._entries) == 20
     assert times == [*range(64), 0]
 
 
@@ -280,7 +282,7 @@ SHARDING = {"name": "sharding_indexed", "configuration": {"chunk_shape": [3, 3]}
         ({"codecs": [SHARDING]}, "do not divide"),
         ({"chunk_key_encoding": {"name": "hilbert"}}, "chunk key encoding"),
         ({"fill_value": "much"}, "fill value"),
-        ({"attributes": {TRUE_DTYPE: "bfloat16"}}, "said to be"),
+        ({"attributes": {DTYPE_ATTRIBUTE: "bfloat16"}}, "said to be"),
         ({"storage_transformers": [{"name": "x"}]}, "transformer"),
         ({"node_type": "tree"}, "node_type"),
         ({"zarr_format": 4}, "zarr_format"),
@@ -388,6 +390,6 @@ def test_flipped_bytes_never_crash(sharded, data):
 def test_a_hostile_common_state_runs_nothing(tmp_path):
     megatron_save(tmp_path)
     path = tmp_path / "iter_0000010/common.pt"
-    path.write_bytes(object_item([1]))
+    path.write_bytes(encode_object([1]))
     with pytest.raises(FormatError, match="no dict"):
         open_checkpoint(tmp_path)

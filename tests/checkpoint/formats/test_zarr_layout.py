@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint import copy
 from megtool.checkpoint.catalogue import Catalogue, Destination, Extents, StoredFile
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.checkpoint.formats.zarr_compression import compress
-from megtool.checkpoint.formats.zarr_layout import is_one_run, lay_out, rows_of
-from megtool.checkpoint.plan import Source
-from megtool.checkpoint.planner import build
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.formats.zarr_layout import (
+    choose_chunk_shape,
+    is_contiguous_chunk,
+    plan_zarr_layout,
+)
+from megtool.checkpoint.plan import PlanSource
+from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import DTYPES, dtype
 from megtool.errors import UsageError
@@ -58,8 +62,8 @@ def write(
     held: Catalogue, target: Destination, root: Path, how: str | None = None, *, commit: bool = True
 ) -> int:
     places = {t.name: Placement.identity(t.name, t.shape) for t in held.tensors}
-    plan = build([Source(catalogue=held, placements=places)], target, places)
-    with Stage(root, files=Files(), fingerprint=plan.fingerprint) as stage:
+    plan = build_plan([PlanSource(catalogue=held, placements=places)], target, places)
+    with StagingFolder(root, files=Files(), fingerprint=plan.fingerprint) as stage:
         report = copy.execute(plan, stage, files=Files(), threads=2)
         if how:
             compress(target, stage, how, threads=2)
@@ -70,8 +74,8 @@ def write(
 
 def ours(root: Path) -> dict[str, bytes]:
     found = open_checkpoint(root)
-    with Reader(found, Files()) as reader:
-        return {t.name: reader.stored(t.name).read().tobytes() for t in found.tensors}
+    with CheckpointReader(found, Files()) as reader:
+        return {t.name: reader.open_stored(t.name).read().tobytes() for t in found.tensors}
 
 
 def by_zarr(root: Path, name: str) -> np.ndarray:
@@ -108,7 +112,7 @@ def test_both_libraries_read_what_is_written(
         for i, (s, k) in enumerate(zip(shapes, kinds, strict=False))
     ]
     held, wanted = source(folder / "source", tensors)
-    target = lay_out(
+    target = plan_zarr_layout(
         tensors, kind=kind, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, compress=how
     )
     write(held, target, folder / "out", how)
@@ -116,7 +120,7 @@ def test_both_libraries_read_what_is_written(
     assert {t.name: (t.shape, t.dtype) for t in found.tensors} == {
         t.name: (t.shape, t.dtype) for t in tensors
     }
-    assert how or found.cells is None
+    assert how or found.encoded_chunks is None
     assert ours(folder / "out") == wanted
     for t in tensors:
         new = t.dtype.name == "bfloat16" or t.dtype.name.startswith("float8")
@@ -138,20 +142,26 @@ def test_both_libraries_read_what_is_written(
 )
 def test_chunks_are_runs_of_at_most_the_size_asked_for(shape, num_bytes):
     kind = dtype("float32")
-    chunk = rows_of(shape, kind, num_bytes)
-    assert is_one_run(shape, chunk)
+    chunk = choose_chunk_shape(shape, kind, num_bytes)
+    assert is_contiguous_chunk(shape, chunk)
     assert numel(chunk) * 4 <= max(num_bytes, 4)
 
 
 def test_files_and_their_number(tmp_path):
     t = GlobalTensor(name="w", shape=(1000, 256), dtype=dtype("float32"))
-    sizes = [f.size for f in lay_out([t], kind="zarr", chunk_bytes=100 << 10).catalogue.files]
+    sizes = [
+        f.size for f in plan_zarr_layout([t], kind="zarr", chunk_bytes=100 << 10).catalogue.files
+    ]
     assert sizes == [10 * 100 * 1024 + 10 * 16 + 4]
-    files = lay_out([t], kind="zarr", chunk_bytes=100 << 10, shard_bytes=None).catalogue.files
+    files = plan_zarr_layout(
+        [t], kind="zarr", chunk_bytes=100 << 10, shard_bytes=None
+    ).catalogue.files
     assert [f.path for f in files] == [f"w/c/{i}/0" for i in range(10)]
-    files = lay_out([t], kind="zarr", chunk_bytes=100 << 10, shard_bytes=300 << 10).catalogue.files
+    files = plan_zarr_layout(
+        [t], kind="zarr", chunk_bytes=100 << 10, shard_bytes=300 << 10
+    ).catalogue.files
     assert len(files) == 4
-    chosen = lay_out([t], kind="zarr", chunks={"w": (100, 64)}, shard_bytes=1 << 30)
+    chosen = plan_zarr_layout([t], kind="zarr", chunks={"w": (100, 64)}, shard_bytes=1 << 30)
     assert len(chosen.catalogue.shards) == 40
     held, wanted = source(tmp_path / "source", [t])
     write(held, chosen, tmp_path / "out")
@@ -166,7 +176,7 @@ def test_compression_saves_and_survives_a_stopped_run(tmp_path, how):
     wanted = np.arange(256000, dtype=np.float32).reshape(1000, 256)
     (tmp_path / "source/raw").write_bytes(wanted.tobytes())
     held.files[:] = [StoredFile.stat(tmp_path / "source", "raw")]
-    target = lay_out([t], kind="zarr", chunk_bytes=100 << 10, compress=how)
+    target = plan_zarr_layout([t], kind="zarr", chunk_bytes=100 << 10, compress=how)
     assert write(held, target, tmp_path / "out", how, commit=False) == 0
     assert write(held, target, tmp_path / "out", how) > 0
     assert (tmp_path / "out/w/c/0/0").stat().st_size < wanted.nbytes * 3 // 4
@@ -174,28 +184,28 @@ def test_compression_saves_and_survives_a_stopped_run(tmp_path, how):
     np.testing.assert_array_equal(by_tensorstore(tmp_path / "out", "w"), wanted)
     assert ours(tmp_path / "out")["w"] == wanted.tobytes()
     with pytest.raises(UsageError, match="unknown compression"):
-        lay_out([t], kind="zarr", compress="rar")
+        plan_zarr_layout([t], kind="zarr", compress="rar")
 
 
 def test_state_travels_beside_the_arrays(tmp_path):
     t = GlobalTensor(name="module.w", shape=(3,), dtype=dtype("bfloat16"))
     held, wanted = source(tmp_path / "source", [t])
     common = {"iteration": 4, "checkpoint_version": 3.0}
-    target = lay_out(
+    target = plan_zarr_layout(
         [t],
         kind="zarr",
         objects={"rng_state/shard_0_1": {"seed": 3}, "w._extra_state/shard_0_2": None},
         common=common,
-        small={"hf/config.json": b"{}"},
+        small_files={"hf/config.json": b"{}"},
     )
-    assert list(target.last) == ["metadata.json", "zarr.json"]
+    assert list(target.final_files) == ["metadata.json", "zarr.json"]
     write(held, target, tmp_path / "out")
     found = open_checkpoint(tmp_path / "out")
     assert found.metadata["common"] == common
     assert found.metadata["iteration"] == 4
     assert set(found.objects) == {"rng_state/shard_0_1", "w._extra_state/shard_0_2"}
     assert {o.kind for o in found.objects.values()} == {"bytes"}
-    assert list(found.attachments) == ["hf/config.json"]
+    assert list(found.auxiliary_files) == ["hf/config.json"]
     assert ours(tmp_path / "out") == wanted
     loaded = torch.load(tmp_path / "out/objects/rng_state/shard_0_1.pt", weights_only=True)
     assert loaded == [{"seed": 3}]
@@ -222,11 +232,11 @@ def test_state_travels_beside_the_arrays(tmp_path):
 def test_names_that_no_folder_can_have(names, says):
     tensors = [GlobalTensor(name=n, shape=(2,), dtype=dtype("int8")) for n in names]
     with pytest.raises(UsageError, match=says):
-        lay_out(tensors, kind="zarr")
+        plan_zarr_layout(tensors, kind="zarr")
 
 
 @pytest.mark.parametrize("chunk", [(2,), (0, 2), (2, 3)])
 def test_chunks_that_do_not_fit(chunk):
     t = GlobalTensor(name="a", shape=(4, 4), dtype=dtype("int8"))
     with pytest.raises(UsageError, match="do not fit"):
-        lay_out([t], kind="zarr", chunks={"a": chunk})
+        plan_zarr_layout([t], kind="zarr", chunks={"a": chunk})

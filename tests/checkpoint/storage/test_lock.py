@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import DestinationError
 from tests.support.checkpoints.faulty_files import FaultyFiles
 from tests.support.paths import ROOT
@@ -24,10 +24,10 @@ def no_folder() -> None:
 
 
 def test_a_second_run_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
-    with Stage(tmp_path / "out", files=Files(), fingerprint="f") as stage:
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint="f") as stage:
         stage.write("a", b"a")
         for fingerprint in ("f", "another"):
-            second = Stage(tmp_path / "out", files=Files(), fingerprint=fingerprint)
+            second = StagingFolder(tmp_path / "out", files=Files(), fingerprint=fingerprint)
             who = f"process {os.getpid()} on host {socket.gethostname()}"
             with pytest.raises(DestinationError, match=who), second:
                 pass
@@ -54,21 +54,21 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
         assert process.stdout
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(DestinationError, match=f"process {process.pid} on host"):
-            Lock(Files(), path, no_folder)
+            LockFile(Files(), path, no_folder)
         process.kill()
-    Lock(Files(), path, no_folder).release()
+    LockFile(Files(), path, no_folder).release()
 
 
 def test_without_locks_living_processes_of_this_host_count(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.write_text(f"{os.getpid()} {socket.gethostname()}\n")
     with pytest.raises(DestinationError, match=f"process {os.getpid()}"):
-        Lock(FaultyFiles(2, errno.ENOSYS), path, no_folder)
+        LockFile(FaultyFiles(2, errno.ENOSYS), path, no_folder)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     path.write_text(f"{gone.pid} {socket.gethostname()}\n")
-    lock = Lock(FaultyFiles(2, errno.ENOLCK), path, no_folder)
-    assert not lock.certain
+    lock = LockFile(FaultyFiles(2, errno.ENOLCK), path, no_folder)
+    assert not lock.is_certain
     lock.release()
 
 
@@ -85,7 +85,7 @@ def test_a_lock_file_removed_while_taken_is_made_again(tmp_path: Path) -> None:
     def make_folder() -> None:
         path.parent.mkdir(exist_ok=True)
 
-    lock = Lock(Racing(), path, make_folder)
+    lock = LockFile(Racing(), path, make_folder)
     assert path.read_text() == f"{os.getpid()} {socket.gethostname()}\n"
     lock.release()
 
@@ -93,5 +93,5 @@ def test_a_lock_file_removed_while_taken_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
 def test_a_read_only_place_is_a_wrong_destination(tmp_path: Path, code: int) -> None:
     with pytest.raises(DestinationError) as caught:
-        Lock(FaultyFiles(1, code), tmp_path / "lock", no_folder)
+        LockFile(FaultyFiles(1, code), tmp_path / "lock", no_folder)
     assert caught.value.hint

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megtool.checkpoint.transport.cast import cast, element, needs_torch
+from megtool.checkpoint.transport.cast import cast, encode_element, needs_torch
 from megtool.dtypes import dtype
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +99,7 @@ def test_other_types_need_torch() -> None:
 
 
 def test_an_element_of_bfloat16_takes_no_torch() -> None:
-    assert element(1.0, dtype("bfloat16")).tolist() == [0x3F80]
+    assert encode_element(1.0, dtype("bfloat16")).tolist() == [0x3F80]
     code = (
         "import sys; from megtool.checkpoint.transport.cast import element;"
         "from megtool.dtypes import dtype; element(1.0, dtype('bfloat16'));"

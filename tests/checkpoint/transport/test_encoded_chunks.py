@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from megtool.checkpoint import copy
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.plan import Source
-from megtool.checkpoint.planner import build
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.rechunk import Regrouping, regroup
+from megtool.checkpoint.plan import PlanSource
+from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.rechunk import Rechunking, rechunk
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.transport import encoded_chunks, work_units
 from megtool.dtypes import dtype
@@ -60,7 +60,9 @@ def plan(raw, root, rng, *, turned=False, kind="float32"):
         root, tensors, [raw.random_grid(rng, t.shape, 3) for t in tensors], align=8
     )
     places = {t.name: Placement.identity(t.name, t.shape) for t in source.tensors}
-    return build([Source(catalogue=source, placements=places)], raw.destination(target), to)
+    return build_plan(
+        [PlanSource(catalogue=source, placements=places)], raw.destination(target), to
+    )
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -71,7 +73,7 @@ def test_chunks_reach_any_layout(raw, tmp_path, monkeypatch, saved, turned, mode
     monkeypatch.setattr(work_units, "UNIT_BYTES", 50_000)
     monkeypatch.setattr(encoded_chunks, "CELL_BYTES", 1 << 16)
     job = plan(raw, root, random.Random(threads), turned=turned)
-    with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = copy.execute(
             job, stage, files=Files(), threads=threads, memory_bytes=1 << 20, digest=mode
         )
@@ -94,7 +96,7 @@ def test_a_stopped_run_is_resumed(raw, tmp_path, monkeypatch, saved):
             raise KeyboardInterrupt
 
     def run(progress=None):
-        with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+        with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
             report = copy.execute(job, stage, files=Files(), progress=progress)
             stage.commit(fsync=False)
         return report
@@ -113,7 +115,7 @@ def test_a_regrouped_cell_is_read_at_its_start(saved):
     rows = np.flatnonzero(source.shards.boxes.shape.prod(axis=1) == 48 * 40)[:3]
     lo = np.arange(3, dtype=np.int64)[:, None] * 900
     tensor = GlobalTensor(name="flat", shape=(2700,), dtype=dtype("float32"))
-    pieces = Regrouping(
+    pieces = Rechunking(
         tensors=[tensor],
         tensor=np.zeros(3, np.int64),
         boxes=Boxes(lo, lo + 900),
@@ -121,10 +123,10 @@ def test_a_regrouped_cell_is_read_at_its_start(saved):
         start=np.array([0, 7, 1000], np.int64),
         copies=np.zeros(3, bool),
     )
-    found = regroup(source, lambda name: False, pieces)
+    found = rechunk(source, lambda name: False, pieces)
     found.check()
-    with Reader(found, Files()) as reader:
-        flat = reader.stored("flat").read()
+    with CheckpointReader(found, Files()) as reader:
+        flat = reader.open_stored("flat").read()
     for k, start in enumerate((0, 7, 1000)):
         box = source.shards.boxes[rows[k : k + 1]]
         where = tuple(slice(*p) for p in zip(box.lo[0], box.hi[0], strict=True))
@@ -138,11 +140,13 @@ def test_long_runs_of_cells_are_copied_by_the_kernel(raw, tmp_path, mode):
     how = {"shape": wanted.shape, "chunks": (30000,), "dtype": "float64"}
     zarr.create_array(tmp_path / "t", **how)[:] = wanted
     source = open_checkpoint(tmp_path / "t")
-    assert source.cells.held.all()
+    assert source.encoded_chunks.mask.all()
     target = raw.lay_out(tmp_path, source.tensors, [[([0], [1 << 16], 0)]])
     places = {"t": Placement.identity("t", wanted.shape)}
-    job = build([Source(catalogue=source, placements=places)], raw.destination(target), places)
-    with Stage(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
+    job = build_plan(
+        [PlanSource(catalogue=source, placements=places)], raw.destination(target), places
+    )
+    with StagingFolder(tmp_path / "out", files=Files(), fingerprint=job.fingerprint) as stage:
         report = copy.execute(job, stage, files=Files(), digest=mode)
         stage.commit(fsync=False)
     assert report.kernel_bytes == (wanted.nbytes if mode is DigestMode.NONE else 0)

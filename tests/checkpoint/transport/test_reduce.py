@@ -11,16 +11,16 @@ from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megtool.checkpoint.commit import Stage
+from megtool.checkpoint.commit import StagingFolder
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.plan import Op, Plan, Source
+from megtool.checkpoint.plan import Op, PlanSource, ReshardPlan
 from megtool.checkpoint.plan_summary import summarize
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.worker import SLOTS
+from megtool.checkpoint.transport.worker import NUM_BUFFERS
 from megtool.errors import CoverageError, MappingError
-from tests.checkpoint.test_copy import LAYOUTS, in_kind, laid_out, place
+from tests.support.checkpoints.plan_layouts import LAYOUTS, in_kind, laid_out, place
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -59,7 +59,7 @@ class Mean:
                 term = in_kind(bits, wide.name, own) * wide.type(self.shares[number])
                 sums[name] = term if sums[name] is None else sums[name] + term
             raw.write(catalogue, held)
-            sources.append(Source(catalogue=catalogue, placements=at))
+            sources.append(PlanSource(catalogue=catalogue, placements=at))
         self.wanted = {n: in_kind(x, kind, wide.name) for n, x in sums.items()}
         to = place(here, names, rows, cols)
         target = laid_out(raw, folder / "tree", rng, to, kind)
@@ -69,12 +69,12 @@ class Mean:
         self.target, self.to, self.sources = target, to, sources
         self.plan = self.planned(self.shares)
 
-    def planned(self, shares: list[float]) -> Plan:
+    def planned(self, shares: list[float]) -> ReshardPlan:
         destination = self.raw.destination(self.target, small={}, last={"done": b"1"})
-        return build(self.sources, destination, self.to, shares=shares)
+        return build_plan(self.sources, destination, self.to, shares=shares)
 
-    def stage(self) -> Stage:
-        return Stage(self.folder / "out", files=Files(), fingerprint=self.plan.fingerprint)
+    def stage(self) -> StagingFolder:
+        return StagingFolder(self.folder / "out", files=Files(), fingerprint=self.plan.fingerprint)
 
     def check(self, root: Any) -> None:
         found = self.raw.read(self.plan.target.catalogue, root)
@@ -130,7 +130,7 @@ def test_sums_of_any_layouts(
     job.check(job.folder / "out")
     total = job.plan.target.catalogue.num_bytes
     assert report.num_bytes == {Op.REDUCE: total}
-    assert report.peak_buffer_bytes <= 2 * threads * (SLOTS + 1) * 64 * 1024
+    assert report.peak_buffer_bytes <= 2 * threads * (NUM_BUFFERS + 1) * 64 * 1024
     for name, array in job.wanted.items():
         assert report.digests.get(name) == crc32c(array.tobytes())
     s = summarize(job.plan)
@@ -182,9 +182,11 @@ def test_every_source_has_to_be_whole(mean: Mean) -> None:
     torn.shards = type(torn.shards)(
         torn.shards.tensor[rows], torn.shards.boxes[rows], torn.shards.owner[rows]
     )
-    mean.sources = [first, Source(catalogue=torn, placements=second.placements), third]
+    mean.sources = [first, PlanSource(catalogue=torn, placements=second.placements), third]
     with pytest.raises(CoverageError, match="would be written"):
         mean.planned(mean.shares)
-    mean.sources = [Source(catalogue=s.catalogue, placements={}) for s in (first, second, third)]
+    mean.sources = [
+        PlanSource(catalogue=s.catalogue, placements={}) for s in (first, second, third)
+    ]
     with pytest.raises(MappingError, match="does not hold"):
         mean.planned(mean.shares)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megtool.checkpoint.storage.files import Files
 from megtool.checkpoint.storage.open_files import OpenFiles
-from megtool.checkpoint.transport.shard_locator import Side
-from megtool.checkpoint.transport.strided import Buffers, Peak, way_to_assign
-from megtool.checkpoint.transport.tile import Traffic, cut, halved, tile_bytes
+from megtool.checkpoint.transport.shard_locator import FileView
+from megtool.checkpoint.transport.strided import Buffers, PeakMemory, choose_assign
+from megtool.checkpoint.transport.tile import TileIO, choose_tile_bytes, halve_box, split_box
 
 
 @given(
@@ -26,7 +26,7 @@ def test_cut_gives_consecutive_boxes(shape, most, depth):
     flat = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     inner = int(np.prod(shape[depth:], dtype=int))
     seen = []
-    for lo, hi in cut((0,) * len(shape), shape, 2, most, depth=depth):
+    for lo, hi in split_box((0,) * len(shape), shape, 2, most, depth=depth):
         part = flat[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))].reshape(-1)
         assert len(part) <= max(most // 2, inner, 1)
         seen += part.tolist()
@@ -36,7 +36,7 @@ def test_cut_gives_consecutive_boxes(shape, most, depth):
 @given(shape=st.lists(st.integers(1, 7), max_size=4).map(tuple), most=st.integers(1, 40))
 def test_halved_boxes_cover_once(shape, most):
     count = np.zeros(shape, int)
-    for lo, hi in halved((0,) * len(shape), shape, most):
+    for lo, hi in halve_box((0,) * len(shape), shape, most):
         box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
         assert count[box].size <= most
         count[box] += 1
@@ -58,7 +58,7 @@ def strided(file, shape, order, gaps, start, scale=2):
         step[d] = reach * gap
         reach = step[d] * shape[d]
     shape_row = np.array([shape], np.int64).reshape(1, -1)
-    return Side(
+    return FileView(
         paths=[file],
         start=np.array([start * scale]),
         step=np.array([step], np.int64).reshape(1, -1) * scale,
@@ -85,12 +85,12 @@ LATTICES = st.lists(st.integers(1, 5), max_size=4).flatmap(
 def test_reading_any_lattice(file, lattice):
     shape, order, gaps, start, most, room, sieve = lattice
     side, step = strided(file, shape, order, gaps, start)
-    buffers, files = Buffers(Peak()), Files()
+    buffers, files = Buffers(PeakMemory()), Files()
     with OpenFiles(files) as opened:
-        traffic = Traffic(side, files, opened, buffers.take("scratch", room), buffers, sieve=sieve)
+        traffic = TileIO(side, files, opened, buffers.take("scratch", room), buffers, sieve=sieve)
         tiles = {}
         with traffic:
-            for lo, hi in cut((0,) * len(shape), shape, 2, most):
+            for lo, hi in split_box((0,) * len(shape), shape, 2, most):
                 size = tuple(b - a for a, b in zip(lo, hi, strict=True))
                 tile = tiles.setdefault(size, np.zeros(size, "<u2"))
                 traffic.read(lo, tile)
@@ -115,7 +115,7 @@ def test_writing_any_lattice_leaves_the_rest_alone(tmp_path_factory, lattice):
     for index in itertools.product(*(range(n) for n in shape)):
         want[start + sum(i * s for i, s in zip(index, step, strict=True))] = new[index]
     with OpenFiles(files, writing=True) as opened:
-        traffic = Traffic(side, files, opened, buffers.take("scratch", room), buffers, sieve=sieve)
+        traffic = TileIO(side, files, opened, buffers.take("scratch", room), buffers, sieve=sieve)
         with traffic:
             for repaired in (None, False, True):
                 if repaired:  # damage one element of what was written
@@ -124,7 +124,7 @@ def test_writing_any_lattice_leaves_the_rest_alone(tmp_path_factory, lattice):
                     damaged[where] ^= 1
                     path.write_bytes(damaged.tobytes())
                 found = False
-                for lo, hi in cut((0,) * len(shape), shape, 2, most):
+                for lo, hi in split_box((0,) * len(shape), shape, 2, most):
                     box = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
                     tile = np.array(new[box], order="C")
                     if repaired is None:
@@ -143,7 +143,7 @@ def test_assigning_in_squares_is_assigning(shape, data):
     order = data.draw(st.permutations(range(len(shape))))
     what = np.random.default_rng(0).integers(0, 1 << 16, shape, "<u2")
     to = np.zeros([shape[d] for d in order], "<u2").transpose(np.argsort(order))
-    way_to_assign(to, what)(to, what)
+    choose_assign(to, what)(to, what)
     np.testing.assert_array_equal(to, what)
 
 
@@ -152,6 +152,6 @@ def test_tiles_grow_until_both_sides_have_decent_runs(file):
     rows, _ = strided(file, shape, (1, 0), (1, 1), 0)
     turned, _ = strided(file, shape, (0, 1), (1, 1), 0)
     whole = (0, 0), shape
-    assert tile_bytes([rows, rows], *whole, 2, 1 << 18, 1 << 24) == 1 << 18
-    assert tile_bytes([rows, turned], *whole, 2, 1 << 18, 1 << 23) == 1 << 23
-    assert tile_bytes([rows, turned], *whole, 2, 1 << 18, 1 << 18) == 1 << 18
+    assert choose_tile_bytes([rows, rows], *whole, 2, 1 << 18, 1 << 24) == 1 << 18
+    assert choose_tile_bytes([rows, turned], *whole, 2, 1 << 18, 1 << 23) == 1 << 23
+    assert choose_tile_bytes([rows, turned], *whole, 2, 1 << 18, 1 << 18) == 1 << 18

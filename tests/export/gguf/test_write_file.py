@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
@@ -24,7 +25,6 @@ from megtool.export.gguf.write_file import export_gguf
 from tests.support.models import gguf_models
 
 gguf = pytest.importorskip("gguf")
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 UNKNOWN_TO_TRANSFORMERS = ("llama-biases", "mixtral", "gemma")

@@ -15,7 +15,7 @@ from megtool.commands.lint import lint
 from megtool.commands.verify import verify
 from megtool.errors import FormatError, LayoutError, MappingError, MegtoolError, UsageError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
-from tests.support.checkpoints.quantized_folder import quantize
+from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.models import tiny_llama, trtllm_models
 
 
@@ -109,7 +109,7 @@ def test_what_was_written_is_not_read(
 @pytest.mark.parametrize(("algo", "nearest"), [("W4A16_NVFP4", "int4_awq"), ("MXFP8", "fp8")])
 def test_formats(tmp_path: Path, algo: str, nearest: str) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
-    made = quantize(source, tmp_path / "q", algos=algo, cache=False)
+    made = make_quantized(source, tmp_path / "q", algos=algo, cache=False)
     work = lambda: export_legacy(made.path, tmp_path / "out")  # noqa: E731
     refused(MappingError, work, algo, "model.layers.0.mlp.down_proj", nearest, "25 more")
 
@@ -117,7 +117,7 @@ def test_formats(tmp_path: Path, algo: str, nearest: str) -> None:
 def test_groups(tmp_path: Path) -> None:
     """Four ranks would have 32 columns each of `o`, and groups have 64."""
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
-    made = quantize(source, tmp_path / "q", algos="W4A16_AWQ", group=64, cache=False)
+    made = make_quantized(source, tmp_path / "q", algos="W4A16_AWQ", group=64, cache=False)
     work = lambda: export_legacy(made.path, tmp_path / "out", tp=4)  # noqa: E731
     refused(LayoutError, work, "128 columns of o", "groups of 64", "tp may be 1, 2")
     export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
@@ -126,7 +126,7 @@ def test_groups(tmp_path: Path) -> None:
 def test_siblings_of_other_formats(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"attn.q": "NVFP4", "attn.k": "", "": "NVFP4"}
-    made = quantize(source, tmp_path / "q", algos=algos, cache=False)
+    made = make_quantized(source, tmp_path / "q", algos=algos, cache=False)
     work = lambda: export_legacy(made.path, tmp_path / "out")  # noqa: E731
     refused(MappingError, work, "layers.0.attn.k is not quantized", "attention.qkv")
 
@@ -134,7 +134,7 @@ def test_siblings_of_other_formats(tmp_path: Path) -> None:
 def test_layers_that_stages_number_alike(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"layers.3.attn.o": "", "": "NVFP4"}
-    made = quantize(source, tmp_path / "q", algos=algos, cache=False)
+    made = make_quantized(source, tmp_path / "q", algos=algos, cache=False)
     work = lambda: export_legacy(made.path, tmp_path / "out", pp=2)  # noqa: E731
     refused(MappingError, work, "transformer.layers.1.attention.dense", "pp 1")
     report = export_legacy(made.path, tmp_path / "out", pp=1, fsync=False)
@@ -143,7 +143,7 @@ def test_layers_that_stages_number_alike(tmp_path: Path) -> None:
 
 def test_scales_that_are_missing(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
-    made = quantize(source, tmp_path / "q", algos="FP8", cache=False)
+    made = make_quantized(source, tmp_path / "q", algos="FP8", cache=False)
     file = made.path / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.input_scale"]

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
 from megtool.number_formats.small_floats import single
 from megtool.reshard.open_source import open_source
-from tests.support.checkpoints.quantized_folder import quantize
+from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.checkpoints.trtllm_joined import config_of, joined, ranks_of
 from tests.support.models import trtllm_models
 
@@ -36,9 +36,9 @@ def decoded_source(folder: Path) -> dict[str, Tensor]:
     """What megtool reads the folder's weights as (float32), by the names of `joined`."""
     opened = open_source(folder)
     out = {}
-    with Reader(opened.catalogue, Files()) as reader:
+    with CheckpointReader(opened.catalogue, Files()) as reader:
         for t in opened.catalogue.tensors:
-            tensor = reader.stored(t.name)
+            tensor = reader.open_stored(t.name)
             tensor.dtype = dtype("float32")
             out[t.name] = torch.from_numpy(np.array(single(tensor.read(), "float32")))
     renamed = {}
@@ -69,7 +69,7 @@ def check(folder: Path, source: Path, *, step: float = 0.0) -> None:
 def test_numbers_stay(tmp_path: Path, algo: str) -> None:
     """FP8 siblings of several scales are encoded again; a step of e4m3 is 1/8, half of it 1/16."""
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=100, num_hidden_layers=2)
-    made = quantize(source, tmp_path / "q", algos=algo, group=32, smooth="AWQ" in algo)
+    made = make_quantized(source, tmp_path / "q", algos=algo, group=32, smooth="AWQ" in algo)
     alone = algo == "FP8"
     for tp, pp in ((1, 1), (4, 2)):
         out = tmp_path / f"{tp}{pp}"
@@ -148,7 +148,7 @@ def _check_shapes(rank: dict[str, Tensor], algo: str, tp: int) -> None:
 def test_factors_follow_columns(tmp_path: Path) -> None:
     """A rank has those of its columns; where a norm took them, engines are given ones."""
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
-    made = quantize(source, tmp_path / "q", algos="W4A16_AWQ", group=32, smooth=True)
+    made = make_quantized(source, tmp_path / "q", algos="W4A16_AWQ", group=32, smooth=True)
     export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
     want = load_file(made.path / "model.safetensors")
     ranks = ranks_of(tmp_path / "out")
@@ -165,7 +165,7 @@ def test_factors_follow_columns(tmp_path: Path) -> None:
 def test_mixtral(tmp_path: Path, algo: str) -> None:
     """Halves of an expert have one scale; all experts one of inputs."""
     source = trtllm_models.mixtral(tmp_path / "hf")
-    made = quantize(source, tmp_path / "q", algos=algo, group=32, cache=False)
+    made = make_quantized(source, tmp_path / "q", algos=algo, group=32, cache=False)
     tensors = load_file(made.path / "model.safetensors")
     inputs = {}
     for name in tensors:
@@ -192,7 +192,7 @@ def test_mixtral(tmp_path: Path, algo: str) -> None:
 def test_mixed_precision(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=64)
     algos = {"attn.o": "FP8_PER_CHANNEL_PER_TOKEN", "": "NVFP4"}
-    made = quantize(source, tmp_path / "q", algos=algos, cache=True)
+    made = make_quantized(source, tmp_path / "q", algos=algos, cache=True)
     report = export_legacy(made.path, tmp_path / "out", tp=2, pp=2, fsync=False)
     check(tmp_path / "out", made.path)
     assert report.algo == "MIXED_PRECISION"
@@ -213,7 +213,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
 
 def test_cache_scales(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf")
-    made = quantize(source, tmp_path / "q", algos="FP8")
+    made = make_quantized(source, tmp_path / "q", algos="FP8")
     file = made.path / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:
@@ -236,7 +236,7 @@ def test_cache_scales(tmp_path: Path) -> None:
 def test_weights_that_engines_quantize_themselves(tmp_path: Path) -> None:
     """INT8 weights alone: engines store them for one kind of GPU, out of plain ones."""
     source = trtllm_models.llama(tmp_path / "hf")
-    made = quantize(source, tmp_path / "q", algos="W8A16", cache=False)
+    made = make_quantized(source, tmp_path / "q", algos="W8A16", cache=False)
     report = export_legacy(made.path, tmp_path / "out", tp=2, fsync=False)
     assert report.decoded == 28
     assert report.algo == "W8A16"
@@ -249,7 +249,7 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
     """Kept modules are excluded, by patterns that fit names of weights too; caches have scales."""
     source = trtllm_models.llama(tmp_path / "hf")
     algos = {f"layers.0.mlp.{n}": "" for n in ("gate", "up", "down")} | {"": "W8A16"}
-    made = quantize(source, tmp_path / "q", algos=algos)
+    made = make_quantized(source, tmp_path / "q", algos=algos)
     report = export_legacy(made.path, tmp_path / "out", tp=2, fsync=False, keep_cache_scales=True)
     assert (report.algo, report.kv_algo) == ("W8A16", "FP8")
     said = config_of(tmp_path / "out")["quantization"]
@@ -265,6 +265,6 @@ def test_what_engines_quantize_themselves_and_what_they_leave(tmp_path: Path) ->
             found = [float(rank[f"{at}.{n}_cache_scaling_factor"]) for n in ("k", "v", "kv")]
             assert found == pytest.approx([3 / 448, 5 / 448, 5 / 448])
     algos = {"attn.q": "", "": "W8A16"}
-    made = quantize(source, tmp_path / "mixed", algos=algos)
+    made = make_quantized(source, tmp_path / "mixed", algos=algos)
     with pytest.raises(MappingError, match=r"attn\.q is not quantized and .*attn\.k is W8A16"):
         export_legacy(made.path, tmp_path / "other")

@@ -10,7 +10,7 @@ import pytest
 from megtool.checkpoint.storage.files import Files
 from megtool.errors import DestinationError, StorageError
 from megtool.export.trtllm_legacy.write_checkpoint import export_legacy
-from tests.support.checkpoints.quantized_folder import quantize
+from tests.support.checkpoints.quantized_folder import make_quantized
 from tests.support.models import trtllm_models
 from tests.support.models.tiny_llama import contents, left_overs, state
 
@@ -32,7 +32,7 @@ class Failing(Files):
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
     source = trtllm_models.llama(tmp_path / "hf", vocab_size=100, num_hidden_layers=2)
-    made = quantize(source, tmp_path / "q", algos="FP8")
+    made = make_quantized(source, tmp_path / "q", algos="FP8")
     before = state(made.path)
     export_legacy(made.path, tmp_path / "whole", tp=2, pp=2, fsync=False)
     for writes in (3, 25):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megtool.errors import UsageError
 from megtool.number_formats import delayed_scaling
-from megtool.optim.fp8.amax_history import Histories, scales
-from megtool.optim.fp8.settings import Fp8Settings
+from megtool.optim.fp8.amax_history import AmaxHistories, update_scales
+from megtool.optim.fp8.settings import Fp8Config
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.gloo_world import run_world
 from tests.support.worlds.optimizer_layouts import start
@@ -39,7 +39,7 @@ def documented(amax: float, before: float, fp8_max: float, margin: int) -> float
 @settings(max_examples=100, deadline=None)
 def test_scales_are_the_documented_ones(amaxes: list[float], fp8_max: float, margin: int) -> None:
     before = torch.arange(1.0, len(amaxes) + 1)
-    got = scales(torch.tensor(amaxes), before, fp8_max, margin)
+    got = update_scales(torch.tensor(amaxes), before, fp8_max, margin)
     want = [documented(a, float(b), fp8_max, margin) for a, b in zip(amaxes, before, strict=True)]
     assert got.tolist() == want
     read = delayed_scaling.scale(np.array(amaxes, np.float32), before.numpy(), fp8_max, margin)
@@ -51,8 +51,8 @@ def test_scales_are_the_documented_ones(amaxes: list[float], fp8_max: float, mar
 @pytest.mark.parametrize("format", ["hybrid", "e4m3"])
 def test_a_run_of_steps(algorithm: Any, length: int, format: Any) -> None:
     """Rolled as Transformer Engine rolls: row 0 is empty after a step, the newest comes last."""
-    how = Fp8Settings(amax_history_len=length, amax_compute_algo=algorithm, margin=1, format=format)
-    histories = Histories(2, how)
+    how = Fp8Config(amax_history_len=length, amax_compute_algo=algorithm, margin=1, format=format)
+    histories = AmaxHistories(2, how)
     assert histories.is_fresh == [True, True]
     generator = torch.Generator().manual_seed(0)
     seen = torch.rand(9, 2, 5, generator=generator) * 10
@@ -81,14 +81,14 @@ def test_a_run_of_steps(algorithm: Any, length: int, format: Any) -> None:
 
 
 def test_what_no_pass_has_seen_keeps_its_scale() -> None:
-    histories = Histories(1, Fp8Settings(amax_history_len=4))
+    histories = AmaxHistories(1, Fp8Config(amax_history_len=4))
     histories.record(0, "fwd", 0, torch.tensor(2.0))
     histories.end_step(ProcessGroups.alone())
     assert histories.scale["fwd"].tolist() == [[224.0, 1.0, 1.0]]
 
 
 def test_a_state_goes_into_another_and_is_the_same() -> None:
-    one, other = (Histories(2, Fp8Settings(amax_history_len=3)) for _ in range(2))
+    one, other = (AmaxHistories(2, Fp8Config(amax_history_len=3)) for _ in range(2))
     for step in range(4):
         one.record(1, "fwd", 1, torch.tensor(1.0 + step))
         one.end_step(ProcessGroups.alone())
@@ -101,7 +101,7 @@ def test_a_state_goes_into_another_and_is_the_same() -> None:
 def reduced(rank: int, size: int) -> list[Any]:
     groups = start(tp=2)
     assert (groups.tp.size, groups.replicas.size) == (2, 2)
-    histories = Histories(1, Fp8Settings(amax_history_len=4), groups.device)
+    histories = AmaxHistories(1, Fp8Config(amax_history_len=4), groups.device)
     histories.record(0, "fwd", 0, torch.tensor(1.0 + rank))
     histories.record(0, "bwd", 0, torch.tensor(8.0 - rank))
     histories.end_step(groups)
@@ -126,5 +126,5 @@ def test_all_ranks_of_tp_and_dp_have_the_same_scales() -> None:
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any], hint: str) -> None:
     with pytest.raises(UsageError) as error:
-        Fp8Settings(**wrong)
+        Fp8Config(**wrong)
     assert hint in str(error.value.hint)

@@ -11,8 +11,8 @@ from torch import nn
 from megtool.errors import UsageError
 from megtool.kernels.fp8 import dequantize, quantize_tensor
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.fp8.fp8_param_gather import forget, gathered, mark_for_gather
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.fp8.fp8_param_gather import forget, gathered_fp8_weight, mark_for_gather
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.models.small_models import Small, batches, train_step
 from tests.support.worlds.gloo_world import run_world
@@ -45,7 +45,7 @@ def check(model: Small, optimizer: DistributedOptimizer) -> None:
     optimizer.wait_for_parameters()
     mains = whole_mains(optimizer, model)
     for name, p in model.named_parameters():
-        main, held = mains[name].view(p.shape), gathered(p)
+        main, held = mains[name].view(p.shape), gathered_fp8_weight(p)
         if p.dim() == 1:
             assert held is None
             assert torch.equal(p.detach(), main.bfloat16())
@@ -61,7 +61,7 @@ def check(model: Small, optimizer: DistributedOptimizer) -> None:
 def on_ranks(rank: int, size: int, overlap: bool, bucket_size: int | None) -> None:
     groups = start() if size > 1 else ProcessGroups.alone()
     model = marked()
-    how = OptimizerSettings(
+    how = OptimizerConfig(
         **SETTINGS,
         overlap_param_gather=overlap,
         overlap_grad_reduce=overlap,
@@ -84,7 +84,7 @@ def on_ranks(rank: int, size: int, overlap: bool, bucket_size: int | None) -> No
     check(model, optimizer)
     assert all(torch.equal(p.detach(), before[n]) for n, p in model.named_parameters())
     optimizer.reload_parameters()
-    assert gathered(model.fc1.weight) is None
+    assert gathered_fp8_weight(model.fc1.weight) is None
     optimizer.close()
 
 
@@ -110,7 +110,7 @@ def test_it_is_refused_where_main_parameters_would_be_lost_or_nothing_gained() -
         (marked(), {"main_params": "remainder"}, "own main"),
         (marked(), {"offload_fraction": 0.5}, "on the host"),
     ):
-        how = OptimizerSettings(**SETTINGS, **settings)
+        how = OptimizerConfig(**SETTINGS, **settings)
         with pytest.raises(UsageError, match=message):
             DistributedOptimizer(
                 model.named_parameters(), how, ProcessGroups.alone(), chunks=[model]
@@ -119,13 +119,13 @@ def test_it_is_refused_where_main_parameters_would_be_lost_or_nothing_gained() -
 
 def test_what_was_gathered_can_be_forgotten() -> None:
     model = marked()
-    how = OptimizerSettings(**SETTINGS)
+    how = OptimizerConfig(**SETTINGS)
     optimizer = DistributedOptimizer(
         model.named_parameters(), how, ProcessGroups.alone(), chunks=[model]
     )
     x, y = next(batches(1))
     train_step(optimizer, model, x, y)
-    assert gathered(model.fc1.weight) is not None
+    assert gathered_fp8_weight(model.fc1.weight) is not None
     forget(model.fc1.weight)
     forget(model.fc1.weight)
-    assert gathered(model.fc1.weight) is None
+    assert gathered_fp8_weight(model.fc1.weight) is None

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from megtool.kernels.dispatch import requested_implementation, use
 from megtool.kernels.fp8 import Quantized
 from megtool.optim.fp8.linear import fp8_product, multiply
-from megtool.optim.fp8.scaling import Operand, Scaling, Tensorwise, make_scalings
-from megtool.optim.fp8.settings import Fp8Settings, Recipe
+from megtool.optim.fp8.scaling import Fp8Scaling, Operand, TensorwiseScaling, make_scalings
+from megtool.optim.fp8.settings import Fp8Config, Recipe
 from megtool.parallel.process_groups import ProcessGroups
 
 RECIPES: tuple[Recipe, ...] = ("delayed", "tensorwise", "blockwise")
@@ -67,7 +67,7 @@ def tensors(seed: int, t: int, i: int, o: int, dtype: torch.dtype) -> tuple[Tens
     return x.to(dtype), w.to(dtype), g.to(dtype)
 
 
-def passed(x: Tensor, w: Tensor, g: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
+def passed(x: Tensor, w: Tensor, g: Tensor, scaling: Fp8Scaling) -> tuple[Tensor, Tensor, Tensor]:
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = fp8_product(x, w, scaling)
     y.backward(g)
@@ -84,7 +84,7 @@ def test_all_three_products_are_the_recipes(
     shape: tuple[int, int, int], recipe: Recipe, format: Any, dtype: torch.dtype
 ) -> None:
     """In the second step the delayed recipe uses what the first has seen."""
-    settings = Fp8Settings(recipe=recipe, format=format, amax_history_len=4)
+    settings = Fp8Config(recipe=recipe, format=format, amax_history_len=4)
     (scaling,), histories = make_scalings(1, settings, "cpu")
     kind = "e5m2" if format == "hybrid" else "e4m3"
     amaxes = None
@@ -107,7 +107,7 @@ def test_all_three_products_are_the_recipes(
 def test_the_error_is_that_of_eight_bits(recipe: Recipe) -> None:
     """Relative errors of sums are near 2^-4 / sqrt(3) for e4m3's three bits; gradients have two."""
     x, w, g = tensors(0, 256, 256, 256, torch.float32)
-    (scaling,), _ = make_scalings(1, Fp8Settings(recipe=recipe), "cpu")
+    (scaling,), _ = make_scalings(1, Fp8Config(recipe=recipe), "cpu")
     got = passed(x, w, g, scaling)
     exact = x @ w.T, g @ w, g.T @ x
     for ours, true, bound in zip(got, exact, (0.05, 0.08, 0.08), strict=True):
@@ -119,7 +119,7 @@ def test_the_error_is_that_of_eight_bits(recipe: Recipe) -> None:
 def test_what_is_saved_for_backward_is_bytes(recipe: Recipe) -> None:
     kept: list[Tensor] = []
     x, w, _ = tensors(0, 64, 128, 256, torch.bfloat16)
-    (scaling,), _ = make_scalings(1, Fp8Settings(recipe=recipe), "cpu")
+    (scaling,), _ = make_scalings(1, Fp8Config(recipe=recipe), "cpu")
 
     def keep(t: Tensor) -> Tensor:
         kept.append(t)
@@ -132,7 +132,7 @@ def test_what_is_saved_for_backward_is_bytes(recipe: Recipe) -> None:
 
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:
     x, w, g = tensors(0, 8, 16, 24, torch.float32)
-    (scaling,), _ = make_scalings(1, Fp8Settings(recipe="tensorwise"), "cpu")
+    (scaling,), _ = make_scalings(1, Fp8Config(recipe="tensorwise"), "cpu")
     want = passed(x, w, g, scaling)
     frozen, rows = w.clone(), x.clone().requires_grad_()
     fp8_product(rows, frozen, scaling).backward(g)
@@ -148,7 +148,7 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_leading_dimensions_stay(recipe: Recipe) -> None:
     x, w, g = tensors(0, 12, 16, 24, torch.float32)
-    (scaling,), _ = make_scalings(1, Fp8Settings(recipe=recipe), "cpu")
+    (scaling,), _ = make_scalings(1, Fp8Config(recipe=recipe), "cpu")
     want = passed(x, w, g, scaling)
     got = passed(x.view(3, 4, 16), w, g.view(3, 4, 24), scaling)
     for ours, theirs in zip(got, want, strict=True):
@@ -159,7 +159,7 @@ def test_magnitudes_are_noted_in_training_alone_and_once_for_recomputed_rows() -
     x, w, g = tensors(0, 12, 16, 24, torch.float32)
     ends = []
     for again in (False, True):
-        (scaling,), histories = make_scalings(1, Fp8Settings(amax_history_len=3), "cpu")
+        (scaling,), histories = make_scalings(1, Fp8Config(amax_history_len=3), "cpu")
         assert histories is not None
         with torch.no_grad():
             fp8_product(x * 100, w, scaling)
@@ -178,7 +178,7 @@ def test_magnitudes_are_noted_in_training_alone_and_once_for_recomputed_rows() -
 
 def test_zeros_stay_zeros() -> None:
     for recipe in RECIPES:
-        (scaling,), _ = make_scalings(1, Fp8Settings(recipe=recipe), "cpu")
+        (scaling,), _ = make_scalings(1, Fp8Config(recipe=recipe), "cpu")
         y, gx, gw = passed(torch.zeros(3, 16), torch.zeros(8, 16), torch.zeros(3, 8), scaling)
         assert not y.any()
         assert not gx.any()
@@ -191,7 +191,7 @@ def test_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("shape", [(7, 24, 40), (256, 512, 384)])
 def test_cuda_products_are_those_of_the_cpu(shape: tuple[int, int, int], recipe: Recipe) -> None:
     x, w, g = tensors(0, *shape, torch.bfloat16)
-    settings = Fp8Settings(recipe=recipe)
+    settings = Fp8Config(recipe=recipe)
     here = passed(x, w, g, make_scalings(1, settings, "cpu")[0][0])
     there = passed(x.cuda(), w.cuda(), g.cuda(), make_scalings(1, settings, "cuda")[0][0])
     for ours, theirs in zip(there, here, strict=True):
@@ -210,7 +210,7 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
     """On a GPU a backward pass runs in a thread that has not asked for any."""
     seen: list[str] = []
 
-    class Noted(Tensorwise):
+    class Noted(TensorwiseScaling):
         """Says which kernels it takes."""
 
         def gradient(self, g_TO: Tensor) -> Operand:
@@ -220,7 +220,7 @@ def test_gradients_are_rounded_by_the_kernels_of_the_forward_pass() -> None:
 
     x, w, _ = tensors(0, 16, 32, 16, torch.float32)
     with use("torch"):
-        y = fp8_product(x.requires_grad_(), w.requires_grad_(), Noted(Fp8Settings()))
+        y = fp8_product(x.requires_grad_(), w.requires_grad_(), Noted(Fp8Config()))
     thread = threading.Thread(target=y.sum().backward)
     thread.start()
     thread.join()

@@ -18,10 +18,10 @@ from megtool.kernels.dispatch import use
 from megtool.kernels.te_linear import check_sides
 from megtool.kernels.transformer_engine import INSTALL
 from megtool.optim.fp8.scaling import make_scalings
-from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.optim.fp8.transformer_engine import multiple_of, recipe_of
+from megtool.optim.fp8.settings import Fp8Config, Recipe
+from megtool.optim.fp8.transformer_engine import make_te_recipe, required_multiple
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.features.fp8 import Fp8Training, check_te
+from megtool.train.features.fp8 import Fp8Feature, check_te_shapes
 from tests.support.worlds.optimizer_layouts import MODELS, whole
 
 CLASSES: tuple[tuple[Recipe, str], ...] = (
@@ -56,25 +56,25 @@ def test_every_recipe_is_one_of_transformer_engines(
     recipe: Recipe, name: str, recipes: Any
 ) -> None:
     for kind in ("hybrid", "e4m3"):
-        made = recipe_of(Fp8Settings(recipe=recipe, format=kind), recipes)
+        made = make_te_recipe(Fp8Config(recipe=recipe, format=kind), recipes)
         assert type(made) is getattr(recipes, name)
         assert made.fp8_format is recipes.Format[kind.upper()]
-        largest = Fp8Settings(recipe=recipe, format=kind).largest
+        largest = Fp8Config(recipe=recipe, format=kind).largest
         assert (made.fp8_format.value.max_fwd, made.fp8_format.value.max_bwd) == largest
 
 
 def test_delayed_scaling_takes_every_setting(recipes: Any) -> None:
-    settings = Fp8Settings(amax_history_len=7, amax_compute_algo="most_recent", margin=2)
+    settings = Fp8Config(amax_history_len=7, amax_compute_algo="most_recent", margin=2)
     for shared in (True, False):
-        made = recipe_of(settings, recipes, reduce_amax=shared)
+        made = make_te_recipe(settings, recipes, reduce_amax=shared)
         assert (made.amax_history_len, made.amax_compute_algo) == (7, "most_recent")
         assert (made.margin, made.reduce_amax) == (2, shared)
-    usual = recipe_of(Fp8Settings(), recipes)
+    usual = make_te_recipe(Fp8Config(), recipes)
     assert usual == recipes.DelayedScaling()
 
 
 def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
-    made = recipe_of(Fp8Settings(recipe="blockwise"), recipes)
+    made = make_te_recipe(Fp8Config(recipe="blockwise"), recipes)
     sizes = made.x_block_scaling_dim, made.w_block_scaling_dim, made.grad_block_scaling_dim
     assert sizes == (1, 2, 1)
 
@@ -83,7 +83,7 @@ def test_blocks_have_the_sizes_of_our_own(recipes: Any) -> None:
 def test_a_missing_package_is_named_before_anything_is_changed() -> None:
     stage = whole("tied")
     with pytest.raises(MissingPackageError, match="not installed") as caught, use("te"):
-        Fp8Training([stage], Fp8Settings(), ProcessGroups.alone())
+        Fp8Feature([stage], Fp8Config(), ProcessGroups.alone())
     assert caught.value.hint == INSTALL
     assert all(getattr(m, "product", None) is None for m in stage.modules())
     assert "run" not in vars(stage)
@@ -91,10 +91,10 @@ def test_a_missing_package_is_named_before_anything_is_changed() -> None:
 
 def test_mxfp8_is_transformer_engines_alone() -> None:
     with pytest.raises(UsageError, match="mxfp8") as caught:
-        make_scalings(1, Fp8Settings(recipe="mxfp8"), "cpu")
+        make_scalings(1, Fp8Config(recipe="mxfp8"), "cpu")
     assert "--kernels te" in str(caught.value)
     with pytest.raises(UsageError, match="mxfp8"):
-        Fp8Training([whole("tied")], Fp8Settings(recipe="mxfp8"), ProcessGroups.alone())
+        Fp8Feature([whole("tied")], Fp8Config(recipe="mxfp8"), ProcessGroups.alone())
 
 
 def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
@@ -102,8 +102,8 @@ def test_sizes_that_it_cannot_multiply_are_refused_by_their_layer() -> None:
     with pytest.raises(UsageError, match="48 x 32"):
         check_sides((48, 32), 32)
     config = MODELS["tied"]
-    settings = Fp8Settings(recipe="mxfp8", start_in_bf16=1)
-    assert multiple_of("mxfp8") == 32
+    settings = Fp8Config(recipe="mxfp8", start_in_bf16=1)
+    assert required_multiple("mxfp8") == 32
     with pytest.raises(UsageError, match="multiples of 32") as caught:
-        check_te(settings, config, 1)
+        check_te_shapes(settings, config, 1)
     assert "decoder.layers.1.self_attention.linear_qkv" in str(caught.value)

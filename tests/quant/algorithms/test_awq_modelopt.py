@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megtool.quant.algorithms import awq, clip, smoothquant
-from megtool.quant.algorithms.weight_grid import grid_of
-from megtool.quant.recipes.formats import Format
+from megtool.quant.algorithms.weight_grid import make_grid
+from megtool.quant.recipes.formats import RecipeFormat
 from tests.support.quant import algorithm_inputs
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 GROUP = 32
-INT4 = grid_of(Format(name="f", algo="W4A16_AWQ", group_size=GROUP))
+INT4 = make_grid(RecipeFormat(name="f", algo="W4A16_AWQ", group_size=GROUP))
 
 
 def grouped(settings: Any) -> Any:
@@ -56,7 +56,7 @@ def factor(layer: Any) -> Tensor:
 def test_smoothquant(alpha: float) -> None:
     x, weight = algorithm_inputs.rows(64, 128), algorithm_inputs.weight(96, 128)
     theirs = quantized(weight, x, "INT8_SMOOTHQUANT_CFG", {"method": "smoothquant", "alpha": alpha})
-    ours = smoothquant.factors(x.abs().amax(dim=0), [weight], alpha)
+    ours = smoothquant.compute_scale(x.abs().amax(dim=0), [weight], alpha)
     torch.testing.assert_close(ours, factor(theirs), rtol=1e-5, atol=0)
 
 
@@ -67,9 +67,9 @@ def test_awq_lite(seed: int) -> None:
         algorithm_inputs.weight(96, 128, seed=seed),
     )
     theirs = quantized(weight, x, "INT4_AWQ_CFG", {"method": "awq_lite", "alpha_step": 0.1})
-    share = awq.weight_share([weight], GROUP)
-    tried = awq.candidates([x.abs().mean(dim=0)], share, 0.1, exact=True)
-    ours = awq.searched([weight], x.T @ x, INT4, tried)
+    share = awq.measure_weight_share([weight], GROUP)
+    tried = awq.propose_scales([x.abs().mean(dim=0)], share, 0.1, matches_modelopt=True)
+    ours = awq.search_scale([weight], x.T @ x, INT4, tried)
     torch.testing.assert_close(ours, factor(theirs), rtol=1e-4, atol=0)
 
 
@@ -77,7 +77,7 @@ def test_awq_clip() -> None:
     x, weight = algorithm_inputs.rows(64, 128), algorithm_inputs.weight(96, 128)
     theirs: Any = quantized(weight, x, "INT4_AWQ_CFG", {"method": "awq_clip"})
     shrinks = [round(0.5 + 0.05 * i, 2) for i in range(11)]
-    ours = clip.by_output(weight, x.T @ x, INT4, None, shrinks)
+    ours = clip.search_by_output(weight, x.T @ x, INT4, None, shrinks)
     found = theirs.weight_quantizer.amax.reshape(ours.shape)
     # Two shares may lose the same to the last places.
     assert torch.isclose(ours, found, rtol=1e-5).float().mean() > 0.99

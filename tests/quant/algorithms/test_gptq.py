@@ -10,20 +10,20 @@ from torch import Tensor
 
 from megtool.errors import CalibrationError
 from megtool.quant.algorithms import gptq
-from megtool.quant.algorithms.weight_grid import grid_of
-from megtool.quant.recipes.formats import Format
+from megtool.quant.algorithms.weight_grid import make_grid
+from megtool.quant.recipes.formats import RecipeFormat
 from tests.support.quant import algorithm_inputs
 
-INT4 = grid_of(Format(name="f", algo="W4A16_AWQ", group_size=32))
-INT8 = grid_of(Format(name="f", algo="W8A8_SQ_PER_CHANNEL"))
-W4A8 = grid_of(Format(name="f", algo="W4A8_AWQ", group_size=32))
+INT4 = make_grid(RecipeFormat(name="f", algo="W4A16_AWQ", group_size=32))
+INT8 = make_grid(RecipeFormat(name="f", algo="W8A8_SQ_PER_CHANNEL"))
+W4A8 = make_grid(RecipeFormat(name="f", algo="W4A8_AWQ", group_size=32))
 
 
 def chosen(weight: Tensor, gram: Tensor, grid: object = INT4, *, descending: bool = True) -> Tensor:
-    order = gptq.order_of(gram, descending=descending)
-    upper = gptq.upper_factor(gram[order][:, order])
+    order = gptq.order_columns(gram, desc_act=descending)
+    upper = gptq.compute_inverse_cholesky(gram[order][:, order])
     second = float(weight.abs().max()) if grid is W4A8 else None
-    return gptq.rounded_columns(weight, upper, order, grid, grid.amax(weight), second)  # type: ignore[attr-defined,arg-type]
+    return gptq.quantize_columns(weight, upper, order, grid, grid.amax(weight), second)  # type: ignore[attr-defined,arg-type]
 
 
 def lost(weight: Tensor, codes: Tensor, gram: Tensor, amax: Tensor) -> float:
@@ -35,17 +35,17 @@ def test_independent_inputs_leave_nothing_to_make_up_for(descending: bool) -> No
     weight = algorithm_inputs.weight(24, 128)
     gram = torch.diag(torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.1)
     codes = chosen(weight, gram, descending=descending)
-    nearest = INT4.integers(weight / INT4.spread(INT4.scale(INT4.amax(weight))))
+    nearest = INT4.nearest_codes(weight / INT4.broadcast(INT4.scale(INT4.amax(weight))))
     assert torch.equal(codes, nearest)
-    assert torch.equal(gptq.improved(weight, codes, gram, INT4, INT4.amax(weight)), nearest)
+    assert torch.equal(gptq.refine_codes(weight, codes, gram, INT4, INT4.amax(weight)), nearest)
 
 
 def test_columns_are_made_up_for_one_by_one() -> None:
     """The textbook's recursion: H^-1 without the columns that are done."""
     weight, x = algorithm_inputs.weight(8, 64), algorithm_inputs.rows(200, 64)
-    gram = gptq.damped(x.T @ x / 200, 0.01).double()
+    gram = gptq.damp_gram(x.T @ x / 200, 0.01).double()
     amax = INT4.amax(weight)
-    scale = INT4.spread(INT4.scale(amax)).double()
+    scale = INT4.broadcast(INT4.scale(amax)).double()
     rest, inverse = weight.double().clone(), torch.linalg.inv(gram)
     codes = torch.zeros_like(rest)
     for i in range(64):
@@ -65,12 +65,12 @@ def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
         algorithm_inputs.weight(out, width, seed=seed),
         algorithm_inputs.rows(3 * width, width, seed=seed),
     )
-    gram = gptq.damped(x.T @ x / len(x), 0.01)
+    gram = gptq.damp_gram(x.T @ x / len(x), 0.01)
     amax = INT4.amax(weight)
     codes = chosen(weight, gram)
-    better = gptq.improved(weight, codes, gram, INT4, amax, passes=2)
+    better = gptq.refine_codes(weight, codes, gram, INT4, amax, passes=2)
     assert lost(weight, better, gram, amax) <= lost(weight, codes, gram, amax) * (1 + 1e-5)
-    scales = gptq.rescaled(weight, better, gram, INT4, amax)
+    scales = gptq.refit_amax(weight, better, gram, INT4, amax)
     assert lost(weight, better, gram, scales) <= lost(weight, better, gram, amax) * (1 + 1e-5)
     assert codes.abs().max() <= 8
     assert bool((scales >= 0).all())
@@ -79,7 +79,7 @@ def test_each_step_lowers_the_error(seed: int, groups: int, out: int) -> None:
 @pytest.mark.parametrize("grid", [INT4, INT8, W4A8], ids=["int4", "int8", "w4a8"])
 def test_the_output_is_nearer_than_rounded_to_nearest(grid: object) -> None:
     weight, x = algorithm_inputs.weight(32, 128), algorithm_inputs.rows(400, 128)
-    gram = gptq.damped(x.T @ x / len(x), 0.01)
+    gram = gptq.damp_gram(x.T @ x / len(x), 0.01)
     second = float(weight.abs().max())
     amax = grid.amax(weight)  # type: ignore[attr-defined]
     by = grid.spread(grid.scale(amax))  # type: ignore[attr-defined]
@@ -93,10 +93,10 @@ def test_a_column_that_is_always_zero_is_harmless() -> None:
     x = algorithm_inputs.rows(100, 64)
     x[:, 5] = 0
     weight = algorithm_inputs.weight(8, 64)
-    codes = chosen(weight, gptq.damped(x.T @ x, 0.0001))
+    codes = chosen(weight, gptq.damp_gram(x.T @ x, 0.0001))
     assert bool(torch.isfinite(codes).all())
 
 
 def test_what_cannot_be_inverted_is_an_error() -> None:
     with pytest.raises(CalibrationError, match="cannot be inverted"):
-        gptq.upper_factor(-torch.eye(4))
+        gptq.compute_inverse_cholesky(-torch.eye(4))

@@ -9,7 +9,7 @@ from megtool.convert.dialects import read_side
 from megtool.dtypes import dtype
 from megtool.model.decoder import Decoder
 from megtool.model.hooks import places
-from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.recipes.modules import list_modules
 from megtool.tensors.sharded import GlobalTensor
 from tests.support.worlds.moe_layouts import MODELS, SIZES
@@ -21,7 +21,7 @@ CASES = MODELS | {
 }
 
 
-def points_and_decoder(name: str) -> tuple[tuple[Point, ...], Decoder]:
+def points_and_decoder(name: str) -> tuple[tuple[ActivationSite, ...], Decoder]:
     config = ModelConfig(**SIZES | CASES[name])
     decoder = Decoder(config)
     tensors = [
@@ -29,7 +29,7 @@ def points_and_decoder(name: str) -> tuple[tuple[Point, ...], Decoder]:
         for n, t in decoder.state_dict().items()
     ]
     side = read_side(tensors, config=config)
-    return list_points(list_modules(side).modules, config), decoder
+    return list_activation_sites(list_modules(side).modules, config), decoder
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,8 +23,8 @@ from megtool.model.batch import Batch
 from megtool.parallel.process_groups import Group
 from megtool.quant.calibration import resume_folder as work_room
 from megtool.quant.calibration import sequential
-from megtool.quant.calibration.calibrate import settled_anew
-from megtool.quant.calibration.micro_batches import cut, share
+from megtool.quant.calibration.calibrate import resolve_calibration
+from megtool.quant.calibration.micro_batches import shard_micro_batches, split_batches
 from tests.support.quant.calibrated import case, killed_behind, random_moe, saved, tokens
 
 
@@ -116,7 +116,7 @@ def test_algorithms_run_layer_by_layer(llama: Path, recipe: str, tmp_path: Path)
     made = case(llama, recipe)
     found = made.run(work=tmp_path / "work")
     quantized = {d.module.name for d in made.decided.matched.decisions if d.format is not None}
-    assert set(found.settlement.treatments) == quantized
+    assert set(found.qparams.weights) == quantized
     assert saved(found, tmp_path / "a") == saved(made.run(), tmp_path / "b")
 
 
@@ -202,14 +202,14 @@ def test_what_is_torn_is_made_again(
 
 
 def stop_behind(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
-    whole = work_room.Work.record
+    whole = work_room.ResumeFolder.write_unit
 
     def record(self: Any, number: int, *facts: Any) -> None:
         whole(self, number, *facts)
         if number == unit:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(work_room.Work, "record", record)
+    monkeypatch.setattr(work_room.ResumeFolder, "record", record)
 
 
 def test_a_finished_run_loads_nothing(
@@ -323,13 +323,13 @@ def test_pieces_hold_every_row_once(llama: Path) -> None:
     config = case(llama).source.config
     assert config is not None
     batches = tokens(128, rows=7, count=2, width=1000)
-    pieces = cut(batches, config)
-    assert [p.first for p in pieces] == [0, 4, 7, 11]
+    pieces = split_batches(batches, config)
+    assert [p.first_row for p in pieces] == [0, 4, 7, 11]
     whole = torch.cat([b.tokens_BS for b in batches])
     assert torch.equal(torch.cat([p.batch.tokens_BS for p in pieces]), whole)
-    ranks = [share(pieces, Group(ranks=(0, 1, 2), rank=r)) for r in range(3)]
+    ranks = [shard_micro_batches(pieces, Group(ranks=(0, 1, 2), rank=r)) for r in range(3)]
     assert [len(own) for own in ranks] == [2, 2, 2]
-    counted = [p.first for own in ranks for p in own if p.counts]
+    counted = [p.first_row for own in ranks for p in own if p.is_counted]
     assert sorted(counted) == [0, 4, 7, 11]
 
 
@@ -345,7 +345,7 @@ def test_layers_may_be_recorded_as_graphs(llama: Path) -> None:
 
 def test_another_recipe_is_settled_without_data(llama: Path) -> None:
     made, other = case(llama, "fp8"), case(llama, "nvfp4")
-    found = settled_anew(
+    found = resolve_calibration(
         made.run(),
         other.source,
         other.decided.matched.decisions,
@@ -353,7 +353,7 @@ def test_another_recipe_is_settled_without_data(llama: Path) -> None:
         other.points,
     )
     wanted = other.run()
-    assert found.settlement.treatments.keys() == wanted.settlement.treatments.keys()
-    for name, t in wanted.settlement.treatments.items():
-        assert found.settlement.treatments[name].input_amax == t.input_amax, name
+    assert found.qparams.weights.keys() == wanted.qparams.weights.keys()
+    for name, t in wanted.qparams.weights.items():
+        assert found.qparams.weights[name].input_amax == t.input_amax, name
         assert t.format.algo == "NVFP4"

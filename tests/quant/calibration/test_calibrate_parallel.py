@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.calibration_file import Artefact
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.calibration_file import CalibrationFile
+from megtool.quant.calibration.statistics import ActivationStatistics
 from tests.support.quant.calibrated import case, on_rank, random_moe
 from tests.support.worlds.gloo_world import run_world
 
@@ -20,7 +20,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_moe(tmp_path_factory.mktemp("parallel") / "moe")
 
 
-def same(found: dict[str, Statistics], wanted: dict[str, Statistics], *, exact: bool) -> None:
+def same(
+    found: dict[str, ActivationStatistics], wanted: dict[str, ActivationStatistics], *, exact: bool
+) -> None:
     assert list(found) == list(wanted)
     for name, s in wanted.items():
         tolerance = 0 if exact else 1e-5
@@ -49,8 +51,8 @@ def test_a_dense_model(
         same(statistics, wanted.statistics, exact=exact)
         assert data == results[0][1], "every rank has the same artefact"
     (tmp_path / "a").write_bytes(results[0][1])
-    treatments = Artefact.load(tmp_path / "a").settlement.treatments
-    for name, t in wanted.settlement.treatments.items():
+    treatments = CalibrationFile.load(tmp_path / "a").qparams.weights
+    for name, t in wanted.qparams.weights.items():
         assert treatments[name].input_amax == pytest.approx(t.input_amax, rel=1e-5)
 
 

@@ -15,23 +15,27 @@ import pytest
 
 from megtool.errors import CalibrationError
 from megtool.quant.calibration import calibration_file_io
-from megtool.quant.calibration.calibration_file import Artefact, check_fits, merged
-from megtool.quant.calibration.fingerprint import Fingerprint, fingerprint_of
+from megtool.quant.calibration.calibration_file import (
+    CalibrationFile,
+    check_fits,
+    merge_calibrations,
+)
+from megtool.quant.calibration.fingerprint import Fingerprint, compute_fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
-from megtool.quant.calibration.statistics import BINS, Statistics
-from megtool.quant.qparams import Cache, Settlement, Treatment
-from megtool.quant.recipes.formats import Format
+from megtool.quant.calibration.statistics import BINS, ActivationStatistics
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import RecipeFormat
 from tests.support.quant.calibrated import Case, case, random_moe, tokens
 
-FP8 = Format(name="fp8", algo="FP8", input_amax=7.5)
+FP8 = RecipeFormat(name="fp8", algo="FP8", input_amax=7.5)
 SEEN = Fingerprint(model="m" * 64, recipe="r" * 64, data="d" * 64, seed=3)
 
 
-def made(seed: int = 0, data: str = "d") -> Artefact:
+def made(seed: int = 0, data: str = "d") -> CalibrationFile:
     draw = np.random.default_rng(seed)
     histogram = np.zeros(BINS, np.int64)
     histogram[[0, 900, 1400]] = 5, 6, 7
-    seen = Statistics(
+    seen = ActivationStatistics(
         num_tokens=9,
         amax=draw.random(4, np.float32),
         abs_sum=draw.random(4),
@@ -39,62 +43,62 @@ def made(seed: int = 0, data: str = "d") -> Artefact:
         histogram=histogram,
         gram=np.ones((4, 4), np.float32),
     )
-    treatment = Treatment(
+    treatment = WeightQParams(
         module="layers.0.attn.q",
         format=FP8,
-        columns=np.full(4, 0.5, np.float32),
+        smoothing_scale=np.full(4, 0.5, np.float32),
         amax=np.array(0.1, np.float32),
-        second_amax=0.1,
+        global_amax=0.1,
         codes=np.array([[1, -8]], np.int8),
         input_amax=1 / 3,
     )
-    cache = Cache(
+    cache = KVCacheQParams(
         module="layers.0.attn.kv",
-        format=Format(name="kv", kv_algo="FP8"),
+        format=RecipeFormat(name="kv", kv_algo="FP8"),
         key_amax=0.7,
         value_amax=1e-30,
     )
-    return Artefact(
+    return CalibrationFile(
         fingerprint=replace(SEEN, data=data * 64),
         num_samples=3,
         num_tokens=9,
-        statistics={"layers.0.attn.qkv": seen, "empty": Statistics.empty(2)},
-        settlement=Settlement(
-            treatments={treatment.module: treatment},
-            caches={cache.module: cache},
-            norms={"layers.0.attn_norm": np.full(4, 2, np.float32)},
+        statistics={"layers.0.attn.qkv": seen, "empty": ActivationStatistics.empty(2)},
+        qparams=QParams(
+            weights={treatment.module: treatment},
+            kv_caches={cache.module: cache},
+            norm_scales={"layers.0.attn_norm": np.full(4, 2, np.float32)},
             notes=["a note"],
         ),
         sensitivities=Sensitivities(
             method="kl_div", num_tokens=9 + seed, losses={"u": {"FP8:0:max": 1 / (3 + seed)}}
         ),
-        settled_for="chosen",
+        solved_recipe="chosen",
     )
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     wanted = made()
     wanted.save(tmp_path / "a")
-    found = Artefact.load(tmp_path / "a")
+    found = CalibrationFile.load(tmp_path / "a")
     assert found.fingerprint == wanted.fingerprint
     assert (found.num_samples, found.num_tokens) == (3, 9)
     for name, s in wanted.statistics.items():
         for key in ("amax", "abs_sum", "square_sum", "histogram"):
             np.testing.assert_array_equal(getattr(found.statistics[name], key), getattr(s, key))
         assert found.statistics[name].gram is None
-    one, other = (a.settlement.treatments["layers.0.attn.q"] for a in (found, wanted))
+    one, other = (a.qparams.weights["layers.0.attn.q"] for a in (found, wanted))
     for key in ("columns", "amax", "codes"):
         np.testing.assert_array_equal(getattr(one, key), getattr(other, key))
-    assert (one.format, one.input_amax, one.second_amax) == (FP8, 1 / 3, 0.1)
-    assert found.settlement.caches == wanted.settlement.caches
-    assert found.settlement.notes == ["a note"]
+    assert (one.format, one.input_amax, one.global_amax) == (FP8, 1 / 3, 0.1)
+    assert found.qparams.kv_caches == wanted.qparams.kv_caches
+    assert found.qparams.notes == ["a note"]
     assert found.sensitivities == wanted.sensitivities
-    assert found.settled_for == "chosen"
+    assert found.solved_recipe == "chosen"
     found.save(tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def as_said(artefact: Artefact, path: Path, **facts: object) -> Path:
+def as_said(artefact: CalibrationFile, path: Path, **facts: object) -> Path:
     """An artefact's file that says something else; None: nothing."""
     artefact.save(path)
     said, arrays = calibration_file_io.read(path)
@@ -105,11 +109,11 @@ def as_said(artefact: Artefact, path: Path, **facts: object) -> Path:
 
 def test_a_file_from_before_sensitivities_is_read(tmp_path: Path) -> None:
     older = {"version": 2, "sensitivities": None, "settled_for": None}
-    found = Artefact.load(as_said(made(), tmp_path / "a", **older))
+    found = CalibrationFile.load(as_said(made(), tmp_path / "a", **older))
     assert found.sensitivities is None
-    assert found.settled_for == SEEN.recipe
+    assert found.solved_recipe == SEEN.recipe
     with pytest.raises(CalibrationError, match="version 4"):
-        Artefact.load(as_said(made(), tmp_path / "b", version=4))
+        CalibrationFile.load(as_said(made(), tmp_path / "b", version=4))
 
 
 @pytest.mark.parametrize(
@@ -126,24 +130,24 @@ def test_a_file_from_before_sensitivities_is_read(tmp_path: Path) -> None:
 def test_sensitivities_that_are_none(tmp_path: Path, wrong: object) -> None:
     path = as_said(made(), tmp_path / "a", sensitivities=wrong)
     with pytest.raises(CalibrationError, match="a damaged calibration"):
-        Artefact.load(path)
+        CalibrationFile.load(path)
 
 
 def test_sensitivities_add_up_by_tokens_where_all_have_them() -> None:
     one, two = made(), made(2, "e")
-    found = merged([one, two]).sensitivities
+    found = merge_calibrations([one, two]).sensitivities
     assert found is not None
     assert found.num_tokens == 9 + 11
     assert found.losses == {"u": {"FP8:0:max": pytest.approx((9 / 3 + 11 / 5) / 20)}}
-    assert merged([one, replace(two, sensitivities=None)]).sensitivities is None
+    assert merge_calibrations([one, replace(two, sensitivities=None)]).sensitivities is None
     own = two.sensitivities
     assert own is not None
     other = replace(own, losses={"u": {"FP8:0:mse": 1.0}, "v": {"FP8:0:max": 1.0}})
-    found = merged([one, replace(two, sensitivities=other)]).sensitivities
+    found = merge_calibrations([one, replace(two, sensitivities=other)]).sensitivities
     assert found is not None
     assert found.losses == {}, "what one knows nothing about is not known"
     by_gradient = replace(own, method="gradient")
-    assert merged([one, replace(two, sensitivities=by_gradient)]).sensitivities is None
+    assert merge_calibrations([one, replace(two, sensitivities=by_gradient)]).sensitivities is None
 
 
 def test_an_artefact_is_read_without_torch(tmp_path: Path) -> None:
@@ -169,7 +173,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
         hurt[place] ^= 1 << draw.randrange(8)
         (tmp_path / "b").write_bytes(hurt)
         try:
-            Artefact.load(tmp_path / "b")
+            CalibrationFile.load(tmp_path / "b")
         except CalibrationError:
             continue
         assert place < header, "the name of the digest may change unnoticed, and nothing else"
@@ -180,55 +184,60 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
     for size in (0, 7, 100, header, len(data) - 1):
         (tmp_path / "b").write_bytes(data[:size])
         with pytest.raises(CalibrationError):
-            Artefact.load(tmp_path / "b")
+            CalibrationFile.load(tmp_path / "b")
     with pytest.raises(CalibrationError):
-        Artefact.load(tmp_path / "nothing")
+        CalibrationFile.load(tmp_path / "nothing")
     (tmp_path / "b").write_text(json.dumps({"a": 1}))
     with pytest.raises(CalibrationError):
-        Artefact.load(tmp_path / "b")
+        CalibrationFile.load(tmp_path / "b")
 
 
 def test_statistics_add_up_and_wait_to_be_settled() -> None:
     one, other = made(0, "d"), made(1, "e")
-    both = merged([one, other])
+    both = merge_calibrations([one, other])
     name = "layers.0.attn.qkv"
     assert both.num_tokens == 18
-    assert both.needs_settling
-    assert not both.settlement.treatments
+    assert both.needs_solving
+    assert not both.qparams.weights
     a, b, c = (x.statistics[name] for x in (one, other, both))
     np.testing.assert_array_equal(c.amax, np.maximum(a.amax, b.amax))
     np.testing.assert_array_equal(c.histogram, a.histogram + b.histogram)
-    assert merged([other, one]).fingerprint == both.fingerprint
+    assert merge_calibrations([other, one]).fingerprint == both.fingerprint
 
 
 def test_what_does_not_add_up_is_refused() -> None:
     with pytest.raises(CalibrationError, match="different models"):
-        merged([made(), replace(made(1, "e"), fingerprint=replace(SEEN, model="x", data="e"))])
+        merge_calibrations(
+            [made(), replace(made(1, "e"), fingerprint=replace(SEEN, model="x", data="e"))]
+        )
     with pytest.raises(CalibrationError, match="same data"):
-        merged([made(), made()])
-    less = replace(made(1, "e"), statistics={"layers.0.attn.qkv": Statistics.empty(4)})
+        merge_calibrations([made(), made()])
+    less = replace(made(1, "e"), statistics={"layers.0.attn.qkv": ActivationStatistics.empty(4)})
     with pytest.raises(CalibrationError, match="empty"):
-        merged([made(), less])
+        merge_calibrations([made(), less])
     with pytest.raises(CalibrationError, match="no calibrations"):
-        merged([])
+        merge_calibrations([])
 
 
 @pytest.mark.parametrize("alone", ["d", "e"])
 def test_a_part_is_not_added_to_what_it_is_in(alone: str, tmp_path: Path) -> None:
-    merged([made(0, "d"), made(1, "e")]).save(tmp_path / "both")
-    both = Artefact.load(tmp_path / "both")
+    merge_calibrations([made(0, "d"), made(1, "e")]).save(tmp_path / "both")
+    both = CalibrationFile.load(tmp_path / "both")
     with pytest.raises(CalibrationError, match="same data"):
-        merged([both, made(0, alone)])
+        merge_calibrations([both, made(0, alone)])
     with pytest.raises(CalibrationError, match="same data"):
-        merged([made(2, "f"), merged([made(3, "g"), both]), both])
-    three, same = merged([both, made(2, "f")]), merged([made(2, "f"), made(1, "e")])
-    assert three.seen == ("d" * 64, "e" * 64, "f" * 64)
-    assert three.fingerprint == merged([made(0, "d"), same]).fingerprint
+        merge_calibrations([made(2, "f"), merge_calibrations([made(3, "g"), both]), both])
+    three, same = (
+        merge_calibrations([both, made(2, "f")]),
+        merge_calibrations([made(2, "f"), made(1, "e")]),
+    )
+    assert three.data_hashes == ("d" * 64, "e" * 64, "f" * 64)
+    assert three.fingerprint == merge_calibrations([made(0, "d"), same]).fingerprint
 
 
-def fits(artefact: Artefact, of: Case, **more: Any) -> bool:
+def fits(artefact: CalibrationFile, of: Case, **more: Any) -> bool:
     d = of.decided
-    seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
+    seen = compute_fingerprint(d.source.catalogue, d.source.side, d.recipe, d.matched.decisions)
     return check_fits(artefact, seen, d.recipe, d.matched.decisions, of.points, **more)
 
 
@@ -247,7 +256,7 @@ def test_an_artefact_fits_its_model_and_recipes_that_need_no_more(llama: Path, m
 def test_what_layers_saw_behind_gptq_is_for_its_recipe_alone(llama: Path, tmp_path: Path) -> None:
     mine = case(llama, "int4_gptq", batches=tokens(128, count=1))
     mine.run().save(tmp_path / "a")
-    artefact = Artefact.load(tmp_path / "a")
+    artefact = CalibrationFile.load(tmp_path / "a")
     assert artefact.sequential
     assert fits(artefact, mine)
     with pytest.raises(CalibrationError, match="what rounding had made of those before it"):
@@ -258,7 +267,7 @@ def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     source = random_moe(tmp_path / "moe")
     mine = case(source, batches=tokens(128, count=1))
     mine.run(policy="weights").save(tmp_path / "a")
-    artefact = Artefact.load(tmp_path / "a")
+    artefact = CalibrationFile.load(tmp_path / "a")
     assert artefact.policy == "weights"
     assert fits(artefact, mine)
     assert fits(artefact, mine, policy="weights")
@@ -269,10 +278,10 @@ def test_how_unseen_experts_were_settled_counts(tmp_path: Path) -> None:
     assert fits(everyone, mine, route_all=True)
     assert fits(everyone, mine)
     with pytest.raises(CalibrationError, match="--route-all"):
-        merged([artefact, replace(everyone, seen=("x",))])
+        merge_calibrations([artefact, replace(everyone, seen=("x",))])
     other = case(source, "int4_awq")
     d = other.decided
-    seen = fingerprint_of(d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions)
+    seen = compute_fingerprint(d.source.catalogue, d.source.side, d.recipe, d.matched.decisions)
     searched = replace(artefact, fingerprint=seen, settled_for=seen.recipe)
     assert fits(searched, other)
     with pytest.raises(CalibrationError, match="experts weights, and awq needs the inputs"):

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.expert_coverage import coverage, filled
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.expert_coverage import fill_missing_statistics, measure_coverage
+from megtool.quant.calibration.statistics import ActivationStatistics
 from tests.support.quant.recording import points_of, record
 from tests.support.quant.seen import seen
 from tests.support.worlds.moe_layouts import whole
 
 
-def points(num: int, names: tuple[str, ...] = ("fc1", "down")) -> list[Point]:
+def points(num: int, names: tuple[str, ...] = ("fc1", "down")) -> list[ActivationSite]:
     return [
-        Point(
+        ActivationSite(
             name=f"layers.2.mlp.experts.{e}.{name}",
-            what="input",
+            kind="input",
             layer=2,
             modules=(),
             width=4,
@@ -31,40 +31,40 @@ def points(num: int, names: tuple[str, ...] = ("fc1", "down")) -> list[Point]:
 
 def statistics(
     tokens: list[int], names: tuple[str, ...] = ("fc1", "down")
-) -> dict[str, Statistics]:
+) -> dict[str, ActivationStatistics]:
     rng = np.random.default_rng(0)
     found = {}
     for e, n in enumerate(tokens):
         for name in names:
             x = rng.normal(size=(n, 4)).astype(np.float32)
             key = f"layers.2.mlp.experts.{e}.{name}"
-            found[key] = seen(x, gram=True) if n else Statistics.empty(4, gram=True)
+            found[key] = seen(x, gram=True) if n else ActivationStatistics.empty(4, gram=True)
     return found
 
 
 def test_tokens_of_each_expert() -> None:
-    (found,) = coverage(points(4), statistics([100, 0, 3, 97]))
+    (found,) = measure_coverage(points(4), statistics([100, 0, 3, 97]))
     assert found.mixture == "layers.2.mlp"
     assert found.layer == 2
     assert found.tokens == (100, 0, 3, 97)
     assert found.shares == (0.5, 0.0, 0.015, 0.485)
     assert found.unseen == (1,)
     assert found.uncovered == (1, 2)
-    assert coverage(points(4)[:0], {}) == []
+    assert measure_coverage(points(4)[:0], {}) == []
 
 
 def test_of_a_real_mixture() -> None:
     decoder = whole("shared and gated")
     some = points_of(decoder.config)
-    (found,) = coverage(some, record(decoder))
+    (found,) = measure_coverage(some, record(decoder))
     assert sum(found.tokens) == 74 * decoder.config.num_experts_per_token
-    (every,) = coverage(some, record(decoder, route_all=True))
+    (every,) = measure_coverage(some, record(decoder, route_all=True))
     assert every.tokens == (74,) * 8
 
 
 def test_siblings_share() -> None:
     had = statistics([100, 0, 3, 97])
-    full, notes = filled(points(4), had)
+    full, notes = fill_missing_statistics(points(4), had)
     assert list(full) == list(had)
     for name in ("fc1", "down"):
         at = "layers.2.mlp.experts.{}." + name
@@ -84,27 +84,27 @@ def test_siblings_share() -> None:
 
 def test_weights_alone() -> None:
     had = statistics([100, 0, 3, 97])
-    full, notes = filled(points(4), had, "weights")
+    full, notes = fill_missing_statistics(points(4), had, "weights")
     assert {n.split(".")[4] for n in full} == {"0", "3"}
     assert "their weights alone decide" in notes[0]
-    full, notes = filled(points(4), had, "none")
+    full, notes = fill_missing_statistics(points(4), had, "none")
     assert {n.split(".")[4] for n in full} == {"0", "2", "3"}
     assert notes == ["layers.2.mlp: expert 1 saw no token; their weights alone decide"]
 
 
 def test_nobody_to_share_with() -> None:
-    full, notes = filled(points(3), statistics([0, 0, 0]))
+    full, notes = fill_missing_statistics(points(3), statistics([0, 0, 0]))
     assert full == {}
     assert "experts 0-2 saw fewer than 16 tokens; their weights alone decide" in notes[0]
 
 
 def test_all_have_enough() -> None:
     had = statistics([20, 30])
-    dense = {"layers.2.mlp.router": Statistics.empty(4)}
-    assert filled(points(2), had | dense) == (had | dense, [])
-    assert len(filled(points(2), had, enough=25)[1]) == 1
+    dense = {"layers.2.mlp.router": ActivationStatistics.empty(4)}
+    assert fill_missing_statistics(points(2), had | dense) == (had | dense, [])
+    assert len(fill_missing_statistics(points(2), had, min_tokens=25)[1]) == 1
 
 
 def test_a_policy_nobody_knows() -> None:
     with pytest.raises(CalibrationError, match="'guess'"):
-        filled([], {}, "guess")
+        fill_missing_statistics([], {}, "guess")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megtool.commands.reshard import reshard
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.fingerprint import of_model
+from megtool.quant.calibration.fingerprint import hash_model
 from megtool.reshard.open_source import open_source
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import case, random_moe, tokens
@@ -29,7 +29,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of(folder: Path) -> str:
     opened = open_source(folder, optimizer=False)
-    return of_model(opened.catalogue, opened.side)
+    return hash_model(opened.catalogue, opened.side)
 
 
 def configured(folder: Path, out: Path, **more: Any) -> Path:

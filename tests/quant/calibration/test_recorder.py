@@ -10,10 +10,10 @@ import torch
 
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, MappingError, UsageError
-from megtool.kernels.cuda_graphs import graphed
+from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.recorder import Recorder
+from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.statistics import BINS
 from tests.support.quant.recording import assert_equal, batches, on_rank, points_of, raw, record
 from tests.support.worlds.gloo_world import run_world
@@ -84,9 +84,9 @@ def test_all_experts_see_all_tokens_and_nothing_comes_of_it() -> None:
     assert {s.num_tokens for s in found.values()} == {74}
     one = found["layers.1.mlp.experts.0.fc1"]
     np.testing.assert_array_equal(one.amax, found["layers.1.mlp.router"].amax)
-    recorder = Recorder(decoder, points_of(decoder.config), route_all=True)
+    recorder = ActivationRecorder(decoder, points_of(decoder.config), route_all=True)
     recorder.start(1)
-    recorder.see(batch)
+    recorder.set_batch(batch)
     with torch.no_grad():
         assert torch.equal(decoder(batch), want)
 
@@ -128,18 +128,18 @@ def test_an_activation_that_is_not_finite(value: float) -> None:
         decoder.embedding.word_embeddings.weight[7] = value  # type: ignore[union-attr]
     tokens = torch.full((3, 4), 5)
     tokens[2, 1] = 7
-    recorder = Recorder(decoder, points_of(decoder.config))
+    recorder = ActivationRecorder(decoder, points_of(decoder.config))
     recorder.start(0)
-    recorder.see(Batch(tokens_BS=tokens), first_sample=40)
+    recorder.set_batch(Batch(tokens_BS=tokens), first_sample=40)
     with pytest.raises(CalibrationError, match=r"layers\.0\.attn\.qkv \(layer 0\).*sample 42"):
         decoder(Batch(tokens_BS=tokens))
     # As padding it does not count.
-    recorder = Recorder(decoder, points_of(decoder.config)[:1])
+    recorder = ActivationRecorder(decoder, points_of(decoder.config)[:1])
     recorder.start(0)
     batch = Batch(tokens_BS=tokens, valid_BS=tokens != 7)
-    recorder.see(batch)
+    recorder.set_batch(batch)
     decoder(batch)
-    assert np.isfinite(recorder.take()["layers.0.attn.qkv"].amax).all()
+    assert np.isfinite(recorder.collect()["layers.0.attn.qkv"].amax).all()
 
 
 def test_all_ranks_tell_of_what_one_has_seen() -> None:
@@ -153,17 +153,17 @@ def poisoned(rank: int, size: int) -> str:
     groups = ProcessGroups.start(ParallelConfig(dp=2))
     decoder = whole("shared and gated")
     decoder.groups = groups
-    recorder = Recorder(decoder, points_of(decoder.config), groups=groups)
+    recorder = ActivationRecorder(decoder, points_of(decoder.config), groups=groups)
     recorder.start(0)
     tokens = torch.full((2, 4), 5)
     if rank:
         with torch.no_grad():
             decoder.embedding.word_embeddings.weight[7] = torch.nan  # type: ignore[union-attr]
         tokens[1] = 7
-    recorder.see(Batch(tokens_BS=tokens), first_sample=2 * rank)
+    recorder.set_batch(Batch(tokens_BS=tokens), first_sample=2 * rank)
     decoder(Batch(tokens_BS=tokens))
     try:
-        recorder.take()
+        recorder.collect()
     except CalibrationError as error:
         return str(error)
     return "nothing"
@@ -173,9 +173,9 @@ def test_without_waiting_for_the_device() -> None:
     """What runs on a GPU gives the same, and keeps the rules of CUDA graphs."""
     decoder = whole("biases")
     points = [p for p in points_of(decoder.config) if p.expert is None and p.layer == 0]
-    names = [p.name for p in points if p.what == "input"]
+    names = [p.name for p in points if p.kind == "input"]
     want = record(decoder, gram=True, points=tuple(points))
-    recorder = Recorder(decoder, points, gram=names, even=names[:1])
+    recorder = ActivationRecorder(decoder, points, gram=names, normalize_tokens=names[:1])
     recorder._on_host = False
     recorder.start(0)
     assert recorder.is_graphable
@@ -188,23 +188,23 @@ def test_without_waiting_for_the_device() -> None:
 
     step = graphed(attend, "cpu", state=recorder.state)
     for batch, first in batches():
-        recorder.see(batch, first_sample=first)
+        recorder.set_batch(batch, first_sample=first)
         with torch.no_grad():
             step(decoder.embed(batch, frame))
-    got = recorder.take()
-    alone = Recorder(decoder, points, gram=names, even=names[:1])
+    got = recorder.collect()
+    alone = ActivationRecorder(decoder, points, gram=names, normalize_tokens=names[:1])
     alone.start(0)
     for batch, first in batches():
-        alone.see(batch, first_sample=first)
+        alone.set_batch(batch, first_sample=first)
         with torch.no_grad():
             attend(decoder.embed(batch, frame))
-    assert_equal(got, alone.take())
+    assert_equal(got, alone.collect())
     assert got["layers.0.attn.qkv"].num_tokens == want["layers.0.attn.qkv"].num_tokens
 
 
 def test_a_pass_nobody_announced() -> None:
     decoder = whole("shared and gated")
-    recorder = Recorder(decoder, points_of(decoder.config))
+    recorder = ActivationRecorder(decoder, points_of(decoder.config))
     recorder.start(0)
     with pytest.raises(UsageError, match="nothing to see"):
         decoder(batches()[0][0])
@@ -214,4 +214,4 @@ def test_a_pass_nobody_announced() -> None:
 
 def test_a_point_of_another_model() -> None:
     with pytest.raises(MappingError, match=r"no 'attn\.down'"):
-        Recorder(whole("biases"), points_of(whole("latent").config)).start(0)
+        ActivationRecorder(whole("biases"), points_of(whole("latent").config)).start(0)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import CalibrationError
-from megtool.quant.calibration.running_statistics import Tally
-from megtool.quant.calibration.statistics import BINS, SAMPLE, Statistics
+from megtool.quant.calibration.running_statistics import RunningStatistics
+from megtool.quant.calibration.statistics import BINS, MAX_SAMPLE_ROWS, ActivationStatistics
 from tests.support.quant.seen import seen
 
 
@@ -31,7 +31,7 @@ def test_any_order_is_one_pass(seed: int, sizes: list[int], chance: random.Rando
     one = seen(np.concatenate(parts), gram=True, sample=True)
     singles = [seen(p, gram=True, sample=True) for p in parts]
     chance.shuffle(singles)
-    merged = reduce(Statistics.merged, singles, Statistics.empty(5, gram=True))
+    merged = reduce(ActivationStatistics.merge, singles, ActivationStatistics.empty(5, gram=True))
     for other in (merged, seen(*parts, gram=True, sample=True)):
         assert other.num_tokens == one.num_tokens
         np.testing.assert_array_equal(other.amax, one.amax)
@@ -54,13 +54,13 @@ def test_a_sample_of_many_rows(sizes: list[int]) -> None:
     whole = seen(np.concatenate(numbers), sample=True)
     assert one.sample is not None
     np.testing.assert_array_equal(one.sample, whole.sample)
-    assert min(sum(sizes), SAMPLE // 2) <= len(one.sample) <= SAMPLE
+    assert min(sum(sizes), MAX_SAMPLE_ROWS // 2) <= len(one.sample) <= MAX_SAMPLE_ROWS
     assert len(set(np.diff(one.sample[:, 0]))) <= 1
-    merged = reduce(Statistics.merged, [seen(n, sample=True) for n in numbers])
+    merged = reduce(ActivationStatistics.merge, [seen(n, sample=True) for n in numbers])
     assert merged.sample is not None
-    assert len(merged.sample) <= SAMPLE
-    assert len(merged.sample) >= min(sum(sizes), SAMPLE // 2) - len(sizes)
-    if sum(sizes) > 2 * SAMPLE:
+    assert len(merged.sample) <= MAX_SAMPLE_ROWS
+    assert len(merged.sample) >= min(sum(sizes), MAX_SAMPLE_ROWS // 2) - len(sizes)
+    if sum(sizes) > 2 * MAX_SAMPLE_ROWS:
         for rows in numbers:
             here = np.isin(merged.sample, rows).sum() / len(merged.sample)
             assert here == pytest.approx(len(rows) / sum(sizes), abs=0.03)
@@ -86,24 +86,24 @@ def test_bins_by_arithmetic(values: list[float]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_rows_of_other_types(dtype: torch.dtype) -> None:
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    one, other = (Tally(6, torch.device("cpu"), gram_width=6) for _ in range(2))
+    one, other = (RunningStatistics(6, torch.device("cpu"), gram_width=6) for _ in range(2))
     assert one.add(x) is None
     assert other.add(x.float()) is None
     assert all(torch.equal(a, b) for a, b in zip(one.state, other.state, strict=True))
 
 
 def test_rows_that_are_no_numbers_leave_no_trace() -> None:
-    tally = Tally(3, torch.device("cpu"), gram_width=3, samples=True)
+    tally = RunningStatistics(3, torch.device("cpu"), gram_width=3, keep_sample=True)
     before = [t.clone() for t in tally.state]
     x = torch.ones(8, 3)
     x[5, 1] = torch.nan
     x[6, 1] = torch.inf
     assert tally.add(x) == 5
     assert all(torch.equal(a, b) for a, b in zip(before, tally.state, strict=True))
-    assert tally.sampled is not None
-    assert not len(tally.sampled)
+    assert tally.sample is not None
+    assert not len(tally.sample)
 
 
 def test_other_widths_do_not_add_up() -> None:
     with pytest.raises(CalibrationError, match="3 and of 4 columns"):
-        Statistics.empty(3).merged(Statistics.empty(4))
+        ActivationStatistics.empty(3).merge(ActivationStatistics.empty(4))

@@ -24,7 +24,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_input, fake_weight
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import opened, randomised, settled
 from tests.support.worlds.gloo_world import run_world
@@ -56,14 +56,14 @@ HF = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
 }
 
 
-def in_transformers(folder: Path, settlement: Settlement) -> Tensor:
+def in_transformers(folder: Path, settlement: QParams) -> Tensor:
     """The same model in transformers, each Linear with a weight and inputs of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, t in settlement.treatments.items():
+    for name, t in settlement.weights.items():
         if name == "head":
             linear = model.lm_head
         else:
@@ -156,8 +156,8 @@ def test_experts_each_by_its_own_scale(moe: Path) -> None:
     rows = torch.randn(16, 128)
     want = []
     for e, part in enumerate(rows.split(counts_E.tolist())):
-        t = settlement.treatments[f"layers.2.mlp.experts.{e}.gate"]
-        pair = [settlement.treatments[f"layers.2.mlp.experts.{e}.{n}"] for n in ("gate", "up")]
+        t = settlement.weights[f"layers.2.mlp.experts.{e}.gate"]
+        pair = [settlement.weights[f"layers.2.mlp.experts.{e}.{n}"] for n in ("gate", "up")]
         own = linear.get_parameter("weight")[e].chunk(2)
         weight = torch.cat([fake_weight(w, p) for w, p in zip(own, pair, strict=True)])
         want.append(fake_input(part, t) @ weight.T)
@@ -174,8 +174,8 @@ def test_folded_factors_are_in_the_norms_already(llama: Path) -> None:
     attention = decoder.decoder.layers["0"].get_submodule("self_attention")
     qkv, proj = attention.get_submodule("linear_qkv"), attention.get_submodule("linear_proj")
     x = torch.randn(5, 128)
-    q, o = (settlement.treatments[f"layers.0.attn.{n}"] for n in "qo")
-    assert (q.stores_columns, o.stores_columns) == (False, True)
+    q, o = (settlement.weights[f"layers.0.attn.{n}"] for n in "qo")
+    assert (q.stores_pre_quant_scale, o.stores_pre_quant_scale) == (False, True)
     with FakeQuantModel(decoder, points, settlement, weights=False):
         assert torch.equal(qkv.tap(x), fake_input(x, replace(q, columns=None)))
         assert torch.equal(proj.tap(x), fake_input(x, o))

@@ -25,16 +25,18 @@ from megtool.quant.fake_quant.fake_quantize import (
     fake_weight,
     rounded_input,
 )
-from megtool.quant.qparams import INPUTS, Cache, Treatment, packing_of
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.qparams import KVCacheQParams, WeightQParams
+from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat, packing_of
 
 torch.set_num_threads(1)
 CASES = [(a, g) for a, f in FORMATS.items() for g in (f.groups or (0,))]
 
 
-def treated(algo: str, group: int = 0, **more: object) -> Treatment:
+def treated(algo: str, group: int = 0, **more: object) -> WeightQParams:
     group = group or (FORMATS[algo].groups or (0,))[0]
-    return Treatment(module="m", format=Format(name="f", algo=algo, group_size=group), **more)  # type: ignore[arg-type]
+    return WeightQParams(
+        module="m", format=RecipeFormat(name="f", algo=algo, group_size=group), **more
+    )  # type: ignore[arg-type]
 
 
 def odd_weight(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -53,7 +55,7 @@ def bits(t: Tensor) -> np.ndarray:
     return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
-def packed(weight: Tensor, t: Treatment, *, twice: bool = False) -> np.ndarray:
+def packed(weight: Tensor, t: WeightQParams, *, twice: bool = False) -> np.ndarray:
     """What `megtool.number_formats` decodes of what it encoded, with the scales of a treatment."""
     packing, shape = packing_of(t.format), tuple(weight.shape)
     parts = layout(packing, shape)
@@ -61,7 +63,7 @@ def packed(weight: Tensor, t: Treatment, *, twice: bool = False) -> np.ndarray:
     dtype = str(weight.dtype).removeprefix("torch.")
     scales: dict[str, np.ndarray] = {}
     if SCALE_2 in by_role:
-        top = t.second_amax or float(weight.float().abs().max())
+        top = t.global_amax or float(weight.float().abs().max())
         scales[SCALE_2] = np.asarray(fake_quantize.second_scale(t.format.algo, top))
     if t.amax is not None:
         name = packing.partition(":")[0]
@@ -226,7 +228,7 @@ def test_fp8_inputs_by_torchs_own_cast(algo: str) -> None:
 def test_many_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 3, 48)
     scale, columns = torch.rand(150, 1) + 0.1, torch.rand(150, 48) + 0.1
-    for kind in (*set(INPUTS.values()), "nvfp4:16"):
+    for kind in (*set(INPUT_PACKINGS.values()), "nvfp4:16"):
         for more in ({"scale": 0.01}, {"scale": 0.01, "columns": columns[0]}):
             whole = rounded_input(x, kind, **more)
             with monkeypatch.context() as patch:
@@ -243,11 +245,11 @@ def test_many_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_inputs_as_they_are() -> None:
     x = torch.randn(3, 32)
-    for algo in set(FORMATS) - set(INPUTS):
+    for algo in set(FORMATS) - set(INPUT_PACKINGS):
         assert fake_input(x, treated(algo)) is x
 
 
-@pytest.mark.parametrize("algo", INPUTS)
+@pytest.mark.parametrize("algo", INPUT_PACKINGS)
 def test_inputs_with_columns_in_any_type(algo: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 96)
@@ -261,7 +263,7 @@ def test_inputs_with_columns_in_any_type(algo: str) -> None:
     assert half.dtype == torch.bfloat16
     y = x / by
     error = (fake_input(y, plain) - y).square().mean() / y.square().mean()
-    assert 0 < error < (0.03 if "fp4" in INPUTS[algo] else 0.002)
+    assert 0 < error < (0.03 if "fp4" in INPUT_PACKINGS[algo] else 0.002)
 
 
 def test_inputs_without_calibration() -> None:
@@ -296,22 +298,26 @@ def test_inputs_as_modelopt_fakes_them(kind: str) -> None:
 
 def test_caches() -> None:
     key, value = torch.randn(2, 3, 2, 24), torch.randn(2, 3, 2, 24)
-    fp8 = Cache(module="kv", format=Format(name="c", kv_algo="FP8"), key_amax=2.0, value_amax=9.0)
+    fp8 = KVCacheQParams(
+        module="kv", format=RecipeFormat(name="c", kv_algo="FP8"), key_amax=2.0, value_amax=9.0
+    )
     k, v = fake_cache(key, value, fp8)
     assert k.abs().max() == 2.0  # what is beyond is cut
     for found, x, amax in ((k, key, 2.0), (v, value, 9.0)):
         want = (x * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (amax / 448)
         torch.testing.assert_close(found, want, rtol=0.13, atol=0)
         assert (found - want).abs().mean() < 1e-3
-    nvfp4 = Cache(
-        module="kv", format=Format(name="c", kv_algo="NVFP4"), key_amax=4.0, value_amax=4.0
+    nvfp4 = KVCacheQParams(
+        module="kv", format=RecipeFormat(name="c", kv_algo="NVFP4"), key_amax=4.0, value_amax=4.0
     )
     k, _ = fake_cache(key.bfloat16(), value.bfloat16(), nvfp4)
     assert k.dtype == torch.bfloat16
     assert k.shape == key.shape
     assert 0.05 < (k - key).norm() / key.norm() < 0.15
     with pytest.raises(CalibrationError, match="what kv holds"):
-        fake_cache(key, value, Cache(module="kv", format=fp8.format, key_amax=0.0, value_amax=1.0))
+        fake_cache(
+            key, value, KVCacheQParams(module="kv", format=fp8.format, key_amax=0.0, value_amax=1.0)
+        )
 
 
 @pytest.mark.gpu
@@ -323,7 +329,7 @@ def test_a_gpu_rounds_alike(algo: str) -> None:
         assert torch.equal(fake_weight(w.cuda(), t).cpu(), fake_weight(w, t))
         assert torch.equal(fake_input(x.cuda(), t).cpu(), fake_input(x, t))
         graph, there = torch.cuda.CUDAGraph(), x.cuda()
-        factors = None if t.columns is None else torch.from_numpy(columns).cuda()
+        factors = None if t.smoothing_scale is None else torch.from_numpy(columns).cuda()
         with torch.cuda.graph(graph):  # nothing waits for the host
             out = fake_input(there, t, columns=factors)
         there.mul_(0.5)

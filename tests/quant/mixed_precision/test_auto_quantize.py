@@ -17,20 +17,20 @@ from megtool.errors import CalibrationError, FormatError, RecipeError, UsageErro
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.micro_batches import Piece
-from megtool.quant.calibration.recorder import Recorder
+from megtool.quant.calibration.micro_batches import MicroBatch
+from megtool.quant.calibration.recorder import ActivationRecorder
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.mixed_precision.auto_quantize import FormatChoice, choose
 from megtool.quant.mixed_precision.decision_units import key_of, list_units
 from megtool.quant.mixed_precision.sensitivity import measure, spread
 from megtool.quant.recipes.dialects import recipe_from
-from megtool.quant.recipes.engine_support import read_target
-from megtool.quant.recipes.formats import Format
-from megtool.quant.recipes.match import match
-from megtool.quant.recipes.rules import Problems
-from megtool.quant.resolve import Decided, decide
-from megtool.quant.solve_qparams import settle
+from megtool.quant.recipes.engine_support import parse_engine
+from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quant.recipes.match import match_rules
+from megtool.quant.recipes.rules import RecipeProblems
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.quant.solve_qparams import solve_qparams
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import points_of, source_of
 
@@ -56,8 +56,8 @@ def moe_random(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def decided(folder: Path) -> Decided:
-    return decide(folder, "auto_nvfp4_fp8")
+def decided(folder: Path) -> ResolvedRecipe:
+    return resolve_recipe(folder, "auto_nvfp4_fp8")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
 
 
-def measured(decided: Decided, batches: list[Batch], **more: object) -> Sensitivities:
+def measured(decided: ResolvedRecipe, batches: list[Batch], **more: object) -> Sensitivities:
     return measure(
         source_of(decided),
         decided.matched.decisions,
@@ -78,11 +78,11 @@ def measured(decided: Decided, batches: list[Batch], **more: object) -> Sensitiv
 
 
 @pytest.fixture(scope="module")
-def sensitivities(decided: Decided, batches: list[Batch]) -> Sensitivities:
+def sensitivities(decided: ResolvedRecipe, batches: list[Batch]) -> Sensitivities:
     return measured(decided, batches)
 
 
-def chosen(decided: Decided, sensitivities: Sensitivities, **more: object) -> FormatChoice:
+def chosen(decided: ResolvedRecipe, sensitivities: Sensitivities, **more: object) -> FormatChoice:
     return choose(
         decided.matched.decisions,
         decided.recipe,
@@ -92,29 +92,29 @@ def chosen(decided: Decided, sensitivities: Sensitivities, **more: object) -> Fo
 
 
 @pytest.fixture(scope="module")
-def true_loss(decided: Decided, batches: list[Batch]) -> Callable[[FormatChoice], float]:
+def true_loss(decided: ResolvedRecipe, batches: list[Batch]) -> Callable[[FormatChoice], float]:
     """The divergence of the model with a whole choice simulated, over the data."""
     source, points = source_of(decided), points_of(decided)
     decoder = load(source, dtype="float32")
-    recorder, statistics = Recorder(decoder, points), {}
+    recorder, statistics = ActivationRecorder(decoder, points), {}
     with torch.inference_mode():
         for layer in decoder.stage.layers:
             recorder.start(layer)
             for batch in batches:
-                recorder.see(batch)
+                recorder.set_batch(batch)
                 decoder(batch)
-            statistics |= recorder.take()
+            statistics |= recorder.collect()
         recorder.start(None)
         for batch in batches:
-            recorder.see(batch)
+            recorder.set_batch(batch)
             decoder(batch)
-        statistics |= recorder.take()
+        statistics |= recorder.collect()
         expected = [decoder(b).flatten(0, 1) for b in batches]
 
     def loss(choice: FormatChoice) -> float:
         by_name = {d.module.name: d for d in choice.decisions}
         with CanonicalWeights(source) as weights:
-            settled = settle(
+            settled = solve_qparams(
                 points, statistics, by_name, decided.recipe, weights, config=decoder.config
             )
         with FakeQuantModel(decoder, points, settled, weights=True), torch.inference_mode():
@@ -125,7 +125,7 @@ def true_loss(decided: Decided, batches: list[Batch]) -> Callable[[FormatChoice]
     return loss
 
 
-def mixed(decided: Decided, choice: FormatChoice, seed: int) -> FormatChoice:
+def mixed(decided: ResolvedRecipe, choice: FormatChoice, seed: int) -> FormatChoice:
     """Formats dealt out to units of the same kind at random: the same bytes, another place."""
     rng = np.random.default_rng(seed)
     by_name = {d.module.name: d for d in choice.decisions}
@@ -145,7 +145,7 @@ def by_name_of(choice: FormatChoice, module: str):  # type: ignore[no-untyped-de
     return next(d.format for d in choice.decisions if d.module.name == module)
 
 
-def test_a_unit_is_what_runs_as_one(decided: Decided, moe: Path) -> None:
+def test_a_unit_is_what_runs_as_one(decided: ResolvedRecipe, moe: Path) -> None:
     units = list_units(decided.matched.decisions, decided.recipe)
     assert [u.name for u in units[:4]] == [
         "layers.0.attn.qkv",
@@ -155,14 +155,16 @@ def test_a_unit_is_what_runs_as_one(decided: Decided, moe: Path) -> None:
     ]
     assert units[0].modules == ("layers.0.attn.q", "layers.0.attn.k", "layers.0.attn.v")
     assert len(units) == 12
-    experts = decide(moe, "auto_nvfp4_fp8")
+    experts = resolve_recipe(moe, "auto_nvfp4_fp8")
     found = {u.name: u for u in list_units(experts.matched.decisions, experts.recipe)}
     assert len(found["layers.2.mlp.experts"].modules) == 12
     assert "layers.2.mlp.router" not in found
 
 
 def test_every_unit_costs_what_it_costs_alone(
-    decided: Decided, sensitivities: Sensitivities, true_loss: Callable[[FormatChoice], float]
+    decided: ResolvedRecipe,
+    sensitivities: Sensitivities,
+    true_loss: Callable[[FormatChoice], float],
 ) -> None:
     """The streamed measure is the divergence of the whole model with that unit rounded."""
     everything = chosen(decided, sensitivities, bits=16)
@@ -184,7 +186,7 @@ def test_every_unit_costs_what_it_costs_alone(
 
 
 def test_little_memory_and_layers_on_disk_change_nothing(
-    decided: Decided, sensitivities: Sensitivities, batches: list[Batch]
+    decided: ResolvedRecipe, sensitivities: Sensitivities, batches: list[Batch]
 ) -> None:
     found = measured(decided, batches, memory_bytes=1, resident=True)
     for name, some in sensitivities.losses.items():
@@ -205,7 +207,7 @@ def test_a_heads_inputs_are_rounded_with_it(
     before, _, after = text.partition(head)
     rest = after[after.index("  - match") :]
     (tmp_path / "head.yaml").write_text(before + rest)
-    decided = decide(folder, tmp_path / "head.yaml")
+    decided = resolve_recipe(folder, tmp_path / "head.yaml")
     found = measured(decided, batches)
     everything = chosen(decided, found, bits=16)
     unit = next(u for u in list_units(decided.matched.decisions, decided.recipe) if u.layer is None)
@@ -220,7 +222,9 @@ def test_a_heads_inputs_are_rounded_with_it(
 
 
 @pytest.mark.parametrize("method", ["kl_div", "gradient"])
-def test_progress_goes_on_all_the_time(decided: Decided, batches: list[Batch], method: str) -> None:
+def test_progress_goes_on_all_the_time(
+    decided: ResolvedRecipe, batches: list[Batch], method: str
+) -> None:
     said: list[tuple[str, int, int]] = []
     recipe = replace(decided.recipe, algorithm={"method": method})
     measured(replace(decided, recipe=recipe), batches, progress=lambda *about: said.append(about))
@@ -232,9 +236,9 @@ def test_progress_goes_on_all_the_time(decided: Decided, batches: list[Batch], m
 
 
 def test_few_tokens_are_taken_from_all_over_the_data() -> None:
-    def piece(first: int, rows: int, width: int, **more: torch.Tensor) -> Piece:
+    def piece(first: int, rows: int, width: int, **more: torch.Tensor) -> MicroBatch:
         tokens = torch.arange(first * 1000, first * 1000 + rows * width).view(rows, width)
-        return Piece(batch=Batch(tokens_BS=tokens, **more), first=first)
+        return MicroBatch(batch=Batch(tokens_BS=tokens, **more), first_row=first)
 
     pieces = [piece(0, 4, 200), piece(4, 4, 200)]
     some = spread(pieces, 256)
@@ -249,7 +253,9 @@ def test_few_tokens_are_taken_from_all_over_the_data() -> None:
 
 
 def test_the_choice_is_better_than_others_of_its_size(
-    decided: Decided, sensitivities: Sensitivities, true_loss: Callable[[FormatChoice], float]
+    decided: ResolvedRecipe,
+    sensitivities: Sensitivities,
+    true_loss: Callable[[FormatChoice], float],
 ) -> None:
     choice = chosen(decided, sensitivities, bits=6)
     assert choice.num_bytes <= choice.budget_bytes
@@ -263,7 +269,7 @@ def test_the_choice_is_better_than_others_of_its_size(
 
 
 def test_gradients_tell_the_same_story(
-    decided: Decided, sensitivities: Sensitivities, batches: list[Batch]
+    decided: ResolvedRecipe, sensitivities: Sensitivities, batches: list[Batch]
 ) -> None:
     recipe = replace(decided.recipe, algorithm={"method": "gradient"})
     found = measured(replace(decided, recipe=recipe), batches)
@@ -281,7 +287,7 @@ def test_gradients_tell_the_same_story(
     assert np.corrcoef(logs.T)[0, 1] > 0.8
 
 
-def test_more_bits_cost_no_more(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_more_bits_cost_no_more(decided: ResolvedRecipe, sensitivities: Sensitivities) -> None:
     losses, sizes = [], []
     for bits in np.linspace(4.6, 16.1, 24):
         choice = chosen(decided, sensitivities, bits=float(bits))
@@ -295,7 +301,7 @@ def test_more_bits_cost_no_more(decided: Decided, sensitivities: Sensitivities) 
     assert choice.curve[-1].loss == 0
 
 
-def test_every_decision_is_explained(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_every_decision_is_explained(decided: ResolvedRecipe, sensitivities: Sensitivities) -> None:
     choice = chosen(decided, sensitivities, bits=7)
     given = {d.module.name: d for d in choice.decisions}
     for before in decided.matched.decisions:
@@ -304,15 +310,17 @@ def test_every_decision_is_explained(decided: Decided, sensitivities: Sensitivit
             assert after == before
             continue
         assert not after.choices
-        assert after.why.startswith("chosen: ")
-        assert "nats for" in after.why
+        assert after.reason.startswith("chosen: ")
+        assert "nats for" in after.reason
         assert after.format is None or after.format.algo in ("NVFP4", "FP8")
     assert sum(given[m].num_bytes for u in choice.units for m in u.modules) == choice.num_bytes
     assert json.loads(json.dumps(choice.to_json()))["num_bytes"] == choice.num_bytes
     assert chosen(decided, sensitivities, bits=7) == choice
 
 
-def test_another_budget_needs_no_data(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_another_budget_needs_no_data(
+    decided: ResolvedRecipe, sensitivities: Sensitivities
+) -> None:
     again = Sensitivities.from_json(json.loads(json.dumps(sensitivities.to_json())))
     assert again == sensitivities
     assert chosen(decided, again, bits=5) == chosen(decided, sensitivities, bits=5)
@@ -335,9 +343,9 @@ def test_what_is_no_sensitivities(value: object) -> None:
         Sensitivities.from_json(value)
 
 
-def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_engines_get_what_they_mix(decided: ResolvedRecipe, sensitivities: Sensitivities) -> None:
     def labels(target: str, bits: float) -> set[str]:
-        choice = chosen(decided, sensitivities, bits=bits, target=read_target(target))
+        choice = chosen(decided, sensitivities, bits=bits, target=parse_engine(target))
         return {u.label for u in choice.units} - {"keep"}
 
     assert labels("vllm@main", 6) == {"NVFP4", "FP8"}
@@ -345,9 +353,9 @@ def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivitie
     assert len(labels("vllm@0.19.0", 9)) == 1
     assert labels("sglang", 8.2) <= {"NVFP4", "FP8"}
     assert len(labels("sglang", 8.2)) == 1
-    choice = chosen(decided, sensitivities, bits=6, target=read_target("sglang"))
+    choice = chosen(decided, sensitivities, bits=6, target=parse_engine("sglang"))
     assert choice.notes == ("FP8 left out: sglang does not mix them",)
-    turned = {"target": read_target("sglang"), "architecture": "Llama4ForCausalLM"}
+    turned = {"target": parse_engine("sglang"), "architecture": "Llama4ForCausalLM"}
     choice = chosen(decided, sensitivities, bits=9, **turned)
     assert {u.label for u in choice.units} <= {"FP8", "keep"}
     assert choice.notes == ("NVFP4 left out: sglang does not load them",)
@@ -357,12 +365,14 @@ def test_engines_get_what_they_mix(decided: Decided, sensitivities: Sensitivitie
         else d
         for d in decided.matched.decisions
     )
-    found = choose(fixed, decided.recipe, sensitivities, bits=12, target=read_target("vllm@0.19.0"))
+    found = choose(
+        fixed, decided.recipe, sensitivities, bits=12, target=parse_engine("vllm@0.19.0")
+    )
     assert {u.label for u in found.units} <= {"FP8", "keep"}
 
 
-def test_a_cache_is_not_left_alone(decided: Decided, sensitivities: Sensitivities) -> None:
-    cache = Format(name="kv", kv_algo="FP8")
+def test_a_cache_is_not_left_alone(decided: ResolvedRecipe, sensitivities: Sensitivities) -> None:
+    cache = RecipeFormat(name="kv", kv_algo="FP8")
     cached = tuple(
         replace(d, format=cache) if d.module.kind == "kv_cache" else d
         for d in decided.matched.decisions
@@ -370,10 +380,10 @@ def test_a_cache_is_not_left_alone(decided: Decided, sensitivities: Sensitivitie
     given = (cached, decided.recipe, sensitivities)
     assert any(d.format is None for d in choose(*given, bits=16).decisions)
     with pytest.raises(UsageError, match="nothing but the KV cache is quantized"):
-        choose(*given, bits=16, target=read_target("vllm"))
+        choose(*given, bits=16, target=parse_engine("vllm"))
 
 
-def test_a_budget_that_nothing_meets(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_a_budget_that_nothing_meets(decided: ResolvedRecipe, sensitivities: Sensitivities) -> None:
     with pytest.raises(UsageError, match=r"4 bits a weight .* below the 4\.50") as caught:
         chosen(decided, sensitivities, bits=4)
     hint = str(caught.value.hint)
@@ -381,13 +391,15 @@ def test_a_budget_that_nothing_meets(decided: Decided, sensitivities: Sensitivit
     assert chosen(decided, sensitivities, bits=least).bits <= least
 
 
-def test_nothing_was_measured_about_it(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_nothing_was_measured_about_it(
+    decided: ResolvedRecipe, sensitivities: Sensitivities
+) -> None:
     other = replace(sensitivities, losses={})
     with pytest.raises(CalibrationError, match=r"layers\.0\.attn\.qkv as NVFP4"):
         chosen(decided, other)
 
 
-def test_siblings_are_left_to_one_choice(decided: Decided) -> None:
+def test_siblings_are_left_to_one_choice(decided: ResolvedRecipe) -> None:
     torn = tuple(
         replace(d, format=None, choices=()) if d.module.name == "layers.1.mlp.up" else d
         for d in decided.matched.decisions
@@ -396,7 +408,9 @@ def test_siblings_are_left_to_one_choice(decided: Decided) -> None:
         list_units(torn, decided.recipe)
 
 
-def test_modelopts_own_lists_of_formats(decided: Decided, sensitivities: Sensitivities) -> None:
+def test_modelopts_own_lists_of_formats(
+    decided: ResolvedRecipe, sensitivities: Sensitivities
+) -> None:
     """Its recipes name formats by what they do; those measured once serve them too."""
     entries = [{"quantizer_name": "*", "enable": False}]
     four = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
@@ -418,8 +432,8 @@ def test_modelopts_own_lists_of_formats(decided: Decided, sensitivities: Sensiti
         }
     }
     recipe = recipe_from(given)
-    problems = Problems("given")
-    matched = match(recipe, decided.modules.modules, problems)
+    problems = RecipeProblems("given")
+    matched = match_rules(recipe, decided.modules.modules, problems)
     problems.raise_all()
     found = choose(matched.decisions, recipe, sensitivities)
     expected = chosen(decided, sensitivities, bits=6)
@@ -427,7 +441,7 @@ def test_modelopts_own_lists_of_formats(decided: Decided, sensitivities: Sensiti
 
 
 def test_experts_are_measured_together(moe_random: Path, batches: list[Batch]) -> None:
-    decided = decide(moe_random, "auto_nvfp4_fp8")
+    decided = resolve_recipe(moe_random, "auto_nvfp4_fp8")
     found = measured(decided, batches)
     choice = chosen(decided, found, bits=6)
     experts = [d for d in choice.decisions if ".mlp.experts." in d.module.name]

@@ -10,7 +10,7 @@ import pytest
 
 from megtool.commands.quantize import quantize
 from megtool.errors import CalibrationError, UsageError
-from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.pipeline.plan import QuantizePlan
 from megtool.quant.pipeline.report import QuantizeReport
 from tests.support.models import tiny_text
@@ -96,8 +96,8 @@ def test_files_of_two_machines_add_up_by_tokens(
         *(folder, tmp_path / "out"),
         **{"recipe": RECIPE, "bits": 6, "calibration": kept, "save_calibration": both},
     )
-    first, second = (Artefact.load(path).sensitivities for path in kept)
-    found = Artefact.load(both).sensitivities
+    first, second = (CalibrationFile.load(path).sensitivities for path in kept)
+    found = CalibrationFile.load(both).sensitivities
     assert first is not None
     assert second is not None
     assert found is not None

@@ -18,7 +18,7 @@ from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.mixed_precision import kl_sensitivity
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
 from megtool.quant.mixed_precision.sensitivity import measure
-from megtool.quant.resolve import Decided, decide
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from tests.support.models import tiny_models, tiny_text
 from tests.support.models.tiny_llama import contents
 from tests.support.quant.loaded import points_of, source_of
@@ -66,9 +66,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture(scope="module")
-def decided(tmp_path_factory: pytest.TempPathFactory) -> Decided:
+def decided(tmp_path_factory: pytest.TempPathFactory) -> ResolvedRecipe:
     folder = tiny_models.llama(tmp_path_factory.mktemp("kept") / "llama", num_hidden_layers=3)
-    return decide(folder, "auto_nvfp4_fp8")
+    return resolve_recipe(folder, "auto_nvfp4_fp8")
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,18 @@ def batches() -> list[Batch]:
     return [Batch(tokens_BS=torch.randint(0, 128, (3, 32), generator=generator)) for _ in range(2)]
 
 
-def measured(decided: Decided, batches: list[Batch], **more: Any) -> Sensitivities:
+def measured(decided: ResolvedRecipe, batches: list[Batch], **more: Any) -> Sensitivities:
     given = source_of(decided), decided.matched.decisions, decided.recipe, points_of(decided)
     return measure(*given, batches, **more)
 
 
 @pytest.mark.parametrize("method", ["kl_div", "gradient"])
 def test_what_is_finished_is_not_measured_again(
-    decided: Decided, batches: list[Batch], tmp_path: Path, counted: Counter[str], method: str
+    decided: ResolvedRecipe,
+    batches: list[Batch],
+    tmp_path: Path,
+    counted: Counter[str],
+    method: str,
 ) -> None:
     recipe = replace(decided.recipe, algorithm={"method": method})
     decided = replace(decided, recipe=recipe)
@@ -121,7 +125,7 @@ def test_what_is_finished_is_not_measured_again(
 
 
 def test_what_is_damaged_is_measured_again(
-    decided: Decided, batches: list[Batch], tmp_path: Path, counted: Counter[str]
+    decided: ResolvedRecipe, batches: list[Batch], tmp_path: Path, counted: Counter[str]
 ) -> None:
     whole = measured(decided, batches)
     counted.clear()

@@ -16,7 +16,7 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.calibration.fingerprint import Fingerprint
 from megtool.quant.calibration.sensitivities import Sensitivities
 from megtool.quant.mixed_precision.sensitivity import measure
-from megtool.quant.resolve import decide
+from megtool.quant.resolve import resolve_recipe
 from tests.support.models import tiny_models
 from tests.support.quant.calibrated import random_moe
 from tests.support.quant.loaded import points_of, source_of
@@ -31,7 +31,7 @@ def data() -> list[Batch]:
 
 
 def measured(folder: Path, method: str, **more: Any) -> Sensitivities:
-    decided = decide(folder, "auto_nvfp4_fp8")
+    decided = resolve_recipe(folder, "auto_nvfp4_fp8")
     recipe = replace(decided.recipe, algorithm={"method": method})
     facts = source_of(decided), decided.matched.decisions, recipe, points_of(decided)
     return measure(*facts, data(), most_tokens=192, **more)

@@ -13,12 +13,12 @@ from megtool.quant.packed_tensors.modelopt_tensors import (
     needs_amax,
     tensor_specs,
 )
-from megtool.quant.qparams import Cache, Treatment
-from megtool.quant.recipes.formats import Format
+from megtool.quant.qparams import KVCacheQParams, WeightQParams
+from megtool.quant.recipes.formats import RecipeFormat
 from megtool.reshard.constant_feed import round_to_dtype
 
 BF16 = dtype("bfloat16")
-O, I = 128, 256  # noqa: E741 - rows and columns, as formats are written down
+O, I = 128, 256  # noqa: E741
 
 # What ModelOpt's unified export holds: codes, scales, whether a second scale and one of inputs.
 TABLE = [
@@ -38,9 +38,9 @@ TABLE = [
 ]
 
 
-def treatment(algo: str, group: int = 0, **more: object) -> Treatment:
-    form = Format(name="f", algo=algo, group_size=group)
-    return Treatment(module="layers.0.mlp.up", format=form, **more)  # type: ignore[arg-type]
+def treatment(algo: str, group: int = 0, **more: object) -> WeightQParams:
+    form = RecipeFormat(name="f", algo=algo, group_size=group)
+    return WeightQParams(module="layers.0.mlp.up", format=form, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda r: r[0])
@@ -106,8 +106,8 @@ def test_factors_of_columns_are_stored_as_what_inputs_are_multiplied_by() -> Non
 
 def test_scales_of_caches() -> None:
     def values(algo: str, **more: bool) -> dict[str, float]:
-        form = Format(name="kv", kv_algo=algo, **more)  # type: ignore[arg-type]
-        cache = Cache(module="c", format=form, key_amax=896.0, value_amax=4.48)
+        form = RecipeFormat(name="kv", kv_algo=algo, **more)  # type: ignore[arg-type]
+        cache = KVCacheQParams(module="c", format=form, key_amax=896.0, value_amax=4.48)
         return {h.tensor.name: float(h.value or 0) for h in caches_of("a", cache)}  # type: ignore[arg-type]
 
     names = ["a.k_proj.k_scale", "a.v_proj.v_scale"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megtool.checkpoint.computed_tensors import Taking
+from megtool.checkpoint.computed_tensors import RegionReader
 from megtool.checkpoint.formats.safetensors import open_checkpoint
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.encoded_chunks import Readers
-from megtool.checkpoint.transport.shard_locator import Locator
+from megtool.checkpoint.transport.encoded_chunks import SourceFiles
+from megtool.checkpoint.transport.shard_locator import ShardLocator
 from megtool.checkpoint.transport.strided import Buffers
 from megtool.dtypes import dtype
 from megtool.errors import FormatError
@@ -20,10 +20,9 @@ from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
 from megtool.quant.packed_tensors import pack
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale, tensor_specs
-from megtool.quant.packed_tensors.pack import WeightToPack, feeds_of, grain_of
-from megtool.quant.packed_tensors.tensor_amax import find_amaxes
-from megtool.quant.qparams import Treatment, packing_of
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.packed_tensors.pack import WeightToPack, feeds_of, find_amaxes, grain_of
+from megtool.quant.qparams import WeightQParams
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
 from megtool.tensors.placement import Placement
 
 ROWS, COLUMNS = 256, 384
@@ -38,12 +37,12 @@ def weight(folder: Path, algo: str, columns: np.ndarray | None = None) -> Weight
     x = torch.randn(ROWS, COLUMNS).to(torch.bfloat16)
     save_file({"w": x}, folder / "model.safetensors")
     groups = FORMATS[algo].groups
-    form = Format(name="f", algo=algo, group_size=groups[0] if groups else 0)
+    form = RecipeFormat(name="f", algo=algo, group_size=groups[0] if groups else 0)
     return WeightToPack(
         placement=Placement.identity("w", (ROWS, COLUMNS)),
         shape=(ROWS, COLUMNS),
         dtype=dtype("bfloat16"),
-        treatment=Treatment(module="m", format=form, columns=columns),
+        treatment=WeightQParams(module="m", format=form, smoothing_scale=columns),
     )
 
 
@@ -55,11 +54,13 @@ def made(
     held = tensor_specs("m", (2 * ROWS, COLUMNS), w.treatment.format, w.dtype, amax=amax)
     computed = [(h.part.role, h.tensor) for h in held if h.part is not None and h.value is None]
     out = {role: np.zeros(t.shape, f"<u{t.dtype.itemsize}") for role, t in computed}
-    with Readers(files, [catalogue]) as readers:
-        taking = Taking(Locator(catalogue), files, readers, Buffers(), tile_bytes=tile_bytes)
+    with SourceFiles(files, [catalogue]) as readers:
+        taking = RegionReader(
+            ShardLocator(catalogue), files, readers, Buffers(), tile_bytes=tile_bytes
+        )
         for feed in feeds_of(w, computed, row_offset=at, amax=amax):
             total = 0
-            for number, lo, tile in feed.make(taking):
+            for number, lo, tile in feed.generate(taking):
                 region = feed.writes[number]
                 index = tuple(
                     slice(a + b, a + b + n)
@@ -86,9 +87,11 @@ def test_cut_anyhow_it_is_the_whole_encoded(
     given = {p.role: second_scale(algo, amax) for p in parts if p.role == SCALE_2}
     if algo == "FP8":
         given[SCALE] = np.asarray(np.float32(amax) / np.float32(448))
-    with Readers(Files(), [catalogue]) as readers:
-        taking = Taking(Locator(catalogue), Files(), readers, Buffers(), tile_bytes=1 << 20)
-        with taking.run(w.placement, w.dtype) as run:
+    with SourceFiles(Files(), [catalogue]) as readers:
+        taking = RegionReader(
+            ShardLocator(catalogue), Files(), readers, Buffers(), tile_bytes=1 << 20
+        )
+        with taking.open(w.placement, w.dtype) as run:
             x = run.read(0, ROWS * COLUMNS).reshape(ROWS, COLUMNS).copy()
     want = encode(packing, parts, x, "bfloat16", (0, 0), (ROWS, COLUMNS), scales=given)
     for role, array in found.items():
@@ -103,9 +106,11 @@ def test_amax_is_of_the_weight_after_its_factors(tmp_path: Path) -> None:
     columns[7] = 100
     w = weight(tmp_path / "in", "NVFP4", columns)
     catalogue = open_checkpoint(tmp_path / "in")
-    with Readers(Files(), [catalogue]) as readers:
-        taking = Taking(Locator(catalogue), Files(), readers, Buffers(), tile_bytes=1 << 20)
-        with taking.run(w.placement, dtype("float32")) as run:
+    with SourceFiles(Files(), [catalogue]) as readers:
+        taking = RegionReader(
+            ShardLocator(catalogue), Files(), readers, Buffers(), tile_bytes=1 << 20
+        )
+        with taking.open(w.placement, dtype("float32")) as run:
             x = run.read(0, ROWS * COLUMNS).reshape(ROWS, COLUMNS) * columns
     assert find_amaxes(catalogue, [w], Files(), threads=1) == [float(np.abs(x).max())]
 
@@ -117,8 +122,8 @@ def test_blocks_are_not_cut() -> None:
             placement=Placement.identity("w", (256, 256)),
             shape=(256, 256),
             dtype=dtype("bfloat16"),
-            treatment=Treatment(
-                module="m", format=Format(name="f", algo=algo, group_size=groups[0])
+            treatment=WeightQParams(
+                module="m", format=RecipeFormat(name="f", algo=algo, group_size=groups[0])
             ),
         )
         assert grain_of(w) == rows

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megtool.quant.pipeline.write import write
-from megtool.quant.qparams import Settlement, Treatment
-from megtool.quant.resolve import decide
+from megtool.quant.qparams import QParams, WeightQParams
+from megtool.quant.resolve import resolve_recipe
 from tests.support.models.tiny_llama import tensors
 
 pytestmark = pytest.mark.peers
@@ -97,21 +97,21 @@ def export(source: Path, preset: str, out: Path) -> Path:
 def test_equal_in_every_byte(source: Path, tmp_path: Path, recipe: str) -> None:
     theirs = export(source, PRESETS[recipe], tmp_path / "theirs")
     want = tensors(theirs)
-    decided = decide(source, recipe)
-    settlement = Settlement()
+    decided = resolve_recipe(source, recipe)
+    settlement = QParams()
     for d in decided.matched.decisions:
         if d.format is None or not d.format.algo:
             continue
-        stored = want.get(f"{d.module.called('hf')[0]}.input_scale")
+        stored = want.get(f"{d.module.names_in('hf')[0]}.input_scale")
         scale = 0.0 if stored is None else float(np.frombuffer(stored[2], np.float32)[0])
         # ModelOpt divides bfloat16 in bfloat16, where FP8 has one scale.
-        settlement.treatments[d.module.name] = Treatment(
+        settlement.weights[d.module.name] = WeightQParams(
             module=d.module.name,
             format=replace(d.format, round_twice=recipe == "fp8"),
             input_amax=scale * LARGEST.get(recipe, 0),
         )
     ours = tmp_path / "ours"
-    write(decided.opened, decided.matched.decisions, settlement, ours, fsync=False)
+    write(decided.source, decided.matched.decisions, settlement, ours, fsync=False)
     found = tensors(ours)
     assert found.keys() == want.keys()
     for name, (kind, shape, data) in want.items():

@@ -29,19 +29,13 @@ from megtool.model.batch import Batch
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.pipeline.write import check_storable
-from megtool.quant.qparams import Settlement
-from megtool.quant.resolve import Decided, decide
+from megtool.quant.qparams import QParams
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.quant.verification.verify_folder import prove
-from tests.quant.pipeline.test_write import (
-    contents,
-    quantize,
-    settled,
-    shared_amaxes,
-    tensors,
-    values,
-)
 from tests.support.models import family_models
+from tests.support.models.tiny_llama import contents, tensors
 from tests.support.quant.loaded import opened
+from tests.support.quant.write_runs import settled, shared_amaxes, values, write_quantized
 
 pytest.importorskip("transformers")
 
@@ -72,7 +66,7 @@ CASES = [
 ]
 
 
-def logits(folder: Path, settlement: Settlement, *, weights: bool) -> Tensor:
+def logits(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
     source, _, points = opened(folder)
     decoder = load(source, dtype="float32")
     with (
@@ -82,9 +76,9 @@ def logits(folder: Path, settlement: Settlement, *, weights: bool) -> Tensor:
         return decoder(Batch(tokens_BS=TOKENS))
 
 
-def proved(decided: Decided, folder: Path, settlement: Settlement) -> list[str]:
-    found = prove(decided.opened, folder, decided.matched.decisions, settlement, threads=1)
-    return [f"{f.check}: {f.module}: {f.text}" for f in found.findings]
+def proved(decided: ResolvedRecipe, folder: Path, settlement: QParams) -> list[str]:
+    found = prove(decided.source, folder, decided.matched.decisions, settlement, threads=1)
+    return [f"{f.id}: {f.module}: {f.message}" for f in found.findings]
 
 
 @pytest.mark.parametrize(("family", "recipe"), CASES)
@@ -92,9 +86,9 @@ def test_decoded_it_is_what_simulation_says(
     sources: dict[str, Path], tmp_path: Path, family: str, recipe: str
 ) -> None:
     source, out = sources[family], tmp_path / "out"
-    decided = decide(source, recipe)
+    decided = resolve_recipe(source, recipe)
     settlement = settled(decided)
-    quantize(source, out, recipe, settlement)
+    write_quantized(source, out, recipe, settlement)
     shared = shared_amaxes(decided, settlement)
     original, found = values(source), values(out)
     assert original.keys() == found.keys()
@@ -116,12 +110,12 @@ def test_decoded_it_is_what_simulation_says(
 def test_simulation_has_one_scale_of_what_is_stored_as_one(
     sources: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    decided = decide(sources[family], "fp8")
+    decided = resolve_recipe(sources[family], "fp8")
     plain = settled(decided)
-    for name, t in plain.treatments.items():  # one of them as if it had been settled
+    for name, t in plain.weights.items():  # one of them as if it had been settled
         if name.endswith("0.attn.k"):
-            plain.treatments[name] = dataclasses.replace(t, amax=np.asarray(0.5, np.float32))
-    quantize(sources[family], tmp_path / "out", "fp8", plain)
+            plain.weights[name] = dataclasses.replace(t, amax=np.asarray(0.5, np.float32))
+    write_quantized(sources[family], tmp_path / "out", "fp8", plain)
     want_BSV = logits(tmp_path / "out", plain, weights=False)
     got_BSV = logits(sources[family], plain, weights=True)
     assert float((got_BSV - want_BSV).norm() / want_BSV.norm()) < 2e-5
@@ -142,8 +136,8 @@ def test_any_layout_gives_the_same_bytes(
 ) -> None:
     source = sources[family]
     reshard(source, tmp_path / "dist", to="torch_dist", fsync=False, **layout)  # type: ignore[arg-type]
-    quantize(source, tmp_path / "a", recipe)
-    quantize(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
+    write_quantized(source, tmp_path / "a", recipe)
+    write_quantized(tmp_path / "dist", tmp_path / "b", recipe, threads=2, memory_bytes=1 << 20)
     assert tensors(tmp_path / "a") == tensors(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (
         tmp_path / "b" / "config.json"
@@ -197,7 +191,7 @@ def test_gpt_oss_is_in_the_form_openai_publishes(sources: dict[str, Path], tmp_p
     )
     with torch.inference_mode():
         want_BSV = model(TOKENS).logits
-    got_BSV = logits(out, Settlement(), weights=False)
+    got_BSV = logits(out, QParams(), weights=False)
     assert float((got_BSV - want_BSV).norm() / want_BSV.norm()) < 2e-5
 
 
@@ -238,7 +232,7 @@ def test_the_result_is_a_model_like_any(
 
 
 def test_llama4_experts_lie_one_by_one(sources: dict[str, Path], tmp_path: Path) -> None:
-    quantize(sources["llama4"], tmp_path / "out", "fp8")
+    write_quantized(sources["llama4"], tmp_path / "out", "fp8")
     raw, expert = tensors(tmp_path / "out"), "model.layers.1.feed_forward.experts.3.down_proj"
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
         ".weight",
@@ -258,7 +252,7 @@ def test_experts_that_are_kept_stay_as_they_are(sources: dict[str, Path], tmp_pa
         "  - {match: {glob: '*.attn.[qkvo]'}, format: a}\n  - {match: {glob: '*'}, format: keep}\n"
     )
     for family in ("llama4", "gpt_oss"):
-        quantize(sources[family], tmp_path / family, str(recipe))
+        write_quantized(sources[family], tmp_path / family, str(recipe))
         raw, plain = tensors(tmp_path / family), tensors(sources[family])
         stacked = [n for n in plain if n.endswith("gate_up_proj")]
         assert stacked
@@ -311,26 +305,26 @@ def test_refused_before_any_work(
     if "\n" in recipe:
         (tmp_path / "odd.yaml").write_text(recipe)
         recipe = str(tmp_path / "odd.yaml")
-    decided = decide(sources[family], recipe)
+    decided = resolve_recipe(sources[family], recipe)
     with pytest.raises(MappingError, match=told) as e:
-        check_storable(decided.opened, decided.matched.decisions)
+        check_storable(decided.source, decided.matched.decisions)
     assert hint in (e.value.hint or "")
     with pytest.raises(MappingError, match=told):
-        quantize(sources[family], tmp_path / "out", recipe)
+        write_quantized(sources[family], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
 
 
 def test_parts_of_a_block_have_to_be_whole(tmp_path: Path) -> None:
     source = family_models.save("gpt_oss", tmp_path / "odd", intermediate_size=80)
     with pytest.raises(RecipeError, match="group size 32 of MXFP4 does not divide the 80 columns"):
-        decide(source, "mxfp4_experts")
+        resolve_recipe(source, "mxfp4_experts")
 
 
 def test_a_woven_weight_is_quantized_whole(sources: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(rules("{match: {glob: '*.attn.q'}, format: f}"))
-    decided = decide(sources["gpt_neox"], str(tmp_path / "r.yaml"))
+    decided = resolve_recipe(sources["gpt_neox"], str(tmp_path / "r.yaml"))
     with pytest.raises(MappingError, match=r"attn.q is to be FP8.*, and layers.0.attn.k.*kept"):
-        check_storable(decided.opened, decided.matched.decisions)
+        check_storable(decided.source, decided.matched.decisions)
 
 
 def test_what_cannot_be_quantized_is_told_of_the_stored_tensor(tmp_path: Path) -> None:
@@ -342,7 +336,7 @@ def test_what_cannot_be_quantized_is_told_of_the_stored_tensor(tmp_path: Path) -
     held[f"gpt_neox.{name}"][70, 5] = float("nan")  # of keys
     save_file(held, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(FormatError, match="NaN") as e:
-        quantize(source, tmp_path / "out", "int8_weight_only")
+        write_quantized(source, tmp_path / "out", "int8_weight_only")
     assert e.value.tensor == f"gpt_neox.{name}"
 
 
@@ -400,9 +394,9 @@ DAMAGED: list[tuple[str, Change]] = [
 
 def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> None:
     source, out = sources["gpt_oss"], tmp_path / "out"
-    decided = decide(source, "mxfp4_experts")
+    decided = resolve_recipe(source, "mxfp4_experts")
     settlement = settled(decided)
-    quantize(source, out, "mxfp4_experts", settlement)
+    write_quantized(source, out, "mxfp4_experts", settlement)
     file = next(out.glob("*.safetensors"))
     right = load_file(file)
     for check, change in DAMAGED:
@@ -414,7 +408,7 @@ def test_damage_of_blocks_is_found(sources: dict[str, Path], tmp_path: Path) -> 
         right = {n: t.clone() for n, t in right.items()}
         if check == "scale-nan":
             shutil.rmtree(out)
-            quantize(source, out, "mxfp4_experts", settlement)
+            write_quantized(source, out, "mxfp4_experts", settlement)
             file = next(out.glob("*.safetensors"))
             right = load_file(file)
     save_file(right, file, {"format": "pt"})
@@ -461,9 +455,9 @@ def test_one_code_among_others_is_missed(
     sources: dict[str, Path], tmp_path: Path, family: str, tensor: str
 ) -> None:
     out = tmp_path / "out"
-    decided = decide(sources[family], "fp8")
+    decided = resolve_recipe(sources[family], "fp8")
     settlement = settled(decided)
-    quantize(sources[family], out, "fp8", settlement)
+    write_quantized(sources[family], out, "fp8", settlement)
     file = next(out.glob("*.safetensors"))
     held = load_file(file)
     codes = held[tensor].view(torch.uint8).clone()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megtool.commands.quantize import quantize
-from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.pipeline.report import QuantizeReport
-from tests.commands.test_generate import torchrun
 from tests.support.models import tiny_text
+from tests.support.worlds.torchrun import torchrun
 
 pytestmark = pytest.mark.slow
 TOLD = ("--samples", "5", "--length", "24", "--device", "cpu", "-q", "--json", "--no-fsync")
@@ -50,7 +50,7 @@ def test_formats_are_chosen_and_measured(folder: Path, tmp_path: Path, axes: lis
     assert found["auto"]["chosen"] == pytest.approx(wanted["auto"]["chosen"], rel=1e-3)
     after = found["evaluation"]["perplexity_after"]
     assert after == pytest.approx(wanted["evaluation"]["perplexity_after"], rel=1e-3)
-    assert Artefact.load(kept).sensitivities is not None
+    assert CalibrationFile.load(kept).sensitivities is not None
     assert not list(tmp_path.glob(".out*")), "nothing of the work is left"
 
 

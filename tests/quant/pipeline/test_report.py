@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from megtool.cli.runner import _plain
-from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
-from megtool.quant.pipeline.report import QuantizeReport
-from megtool.quant.pipeline.report_rows import histograms, input_rows, quantile
+from megtool.quant.calibration.statistics import (
+    BINS,
+    BINS_PER_OCTAVE,
+    OCTAVES,
+    ActivationStatistics,
+)
+from megtool.quant.pipeline.report import QuantizeReport, histograms, input_rows, quantile
 from tests.support.quant.quantize_reports import proof, report, row
 
 
@@ -79,11 +83,11 @@ def test_quantiles_and_histograms_are_those_of_the_elements() -> None:
     x = np.abs(rng.lognormal(0, 2, 20000)).astype(np.float32)
     low = OCTAVES[0]
     share, exponent = np.frexp(x)
-    bins = 1 + ((exponent - 1 - low) * BINS_AN_OCTAVE + ((share * 2 - 1) * BINS_AN_OCTAVE)).astype(
-        int
-    )
+    bins = 1 + (
+        (exponent - 1 - low) * BINS_PER_OCTAVE + ((share * 2 - 1) * BINS_PER_OCTAVE)
+    ).astype(int)
     s = replace(
-        Statistics.empty(4),
+        ActivationStatistics.empty(4),
         num_tokens=5000,
         amax=np.full(4, x.max(), np.float32),
         histogram=np.bincount(bins, minlength=BINS).astype(np.int64),
@@ -91,7 +95,9 @@ def test_quantiles_and_histograms_are_those_of_the_elements() -> None:
     for q in (0.1, 0.5, 0.99, 0.9999):
         assert quantile(s, q) == pytest.approx(float(np.quantile(x, q)), rel=0.05)
     assert quantile(s, 1.0) == float(x.max())
-    (found,) = input_rows({"layers.3.attn.qkv": s, "layers.4.attn.qkv": Statistics.empty(4)})
+    (found,) = input_rows(
+        {"layers.3.attn.qkv": s, "layers.4.attn.qkv": ActivationStatistics.empty(4)}
+    )
     assert (found.layer, found.num_tokens, found.amax) == (3, 5000, float(x.max()))
     both = histograms({"layers.3.attn.qkv": s, "layers.4.attn.qkv": s})
     assert list(both) == ["attn.qkv"]

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megtool.checkpoint.read import Reader
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.transport.cast import numbers
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.errors import (
@@ -27,16 +25,13 @@ from megtool.errors import (
 )
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.packed_tensors import pack
-from megtool.quant.pipeline import write as quantize_write
-from megtool.quant.pipeline.write import WriteReport, check_storable, write
-from megtool.quant.qparams import Cache, Settlement, Treatment
-from megtool.quant.resolve import Decided, decide
-from megtool.reshard.open_source import open_source
+from megtool.quant.pipeline.write import check_storable
+from megtool.quant.qparams import QParams
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.models import tiny_models
 from tests.support.models.tiny_llama import contents, left_overs, state, tensors
-
-Floats = np.ndarray
+from tests.support.quant.write_runs import settled, shared_amaxes, values, write_quantized
 
 RECIPES = [
     "fp8",
@@ -57,41 +52,9 @@ RECIPES = [
 SIZE = {"num_hidden_layers": 4}
 
 
-def settled(decided: Decided, **more: Any) -> Settlement:
-    """By weights alone, with amax of inputs and caches made up."""
-    out = Settlement()
-    for d in decided.matched.decisions:
-        if d.format is not None and d.format.algo:
-            out.treatments[d.module.name] = Treatment(
-                module=d.module.name, format=d.format, input_amax=3.5, **more
-            )
-        elif d.format is not None and d.format.kv_algo:
-            out.caches[d.module.name] = Cache(
-                module=d.module.name, format=d.format, key_amax=896.0, value_amax=2.0
-            )
-    return out
-
-
-def quantize(
-    source: Path, out: Path, recipe: str, settlement: Settlement | None = None, **more: Any
-) -> WriteReport:
-    """Decided by a shipped recipe, settled, and written."""
-    decided = decide(source, recipe)
-    told = settlement or settled(decided)
-    options = {"threads": 1, "fsync": False} | more
-    return write(decided.opened, decided.matched.decisions, told, out, **options)
-
-
-def values(folder: Path) -> dict[str, Floats]:
-    """Canonical tensors in float32, quantized ones decoded."""
-    opened = open_source(folder)
-    with Reader(opened.catalogue, Files()) as reader:
-        out = {}
-        for name, p in opened.side.placements.items():
-            view = reader.canonical(p)
-            flat = numbers(view.read().reshape(-1), view.dtype)
-            out[name] = flat.reshape(opened.side.canonical[name].shape).astype(np.float32)
-        return out
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.llama(tmp_path_factory.mktemp("w") / "source", **SIZE)
 
 
 def held(folder: Path) -> dict[str, Any]:
@@ -100,19 +63,14 @@ def held(folder: Path) -> dict[str, Any]:
     return said["quantization"]  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.llama(tmp_path_factory.mktemp("w") / "source", **SIZE)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe: str) -> None:
     import torch
 
     before = state(source)
-    decided = decide(source, recipe)
+    decided = resolve_recipe(source, recipe)
     settlement = settled(decided)
-    report = quantize(source, tmp_path / "out", recipe, settlement)
+    report = write_quantized(source, tmp_path / "out", recipe, settlement)
     assert state(source) == before
     original, found = values(source), values(tmp_path / "out")
     assert original.keys() == found.keys()
@@ -129,34 +87,15 @@ def test_decoded_it_is_what_simulation_says(source: Path, tmp_path: Path, recipe
     assert not left_overs(tmp_path)
 
 
-def shared_amaxes(decided: Decided, settlement: Settlement) -> dict[str, Treatment]:
-    """The treatments with their amax, one for all that engines run as one."""
-    from megtool.quant.pipeline.stored_layout import stored_modules
-    from megtool.quant.pipeline.weight_layout import target_of
-    from megtool.reshard.writers.target_spec import Request
-
-    decisions, opened = decided.matched.decisions, decided.opened
-    target = target_of(opened, decisions, Request(to="hf"))
-    modules = stored_modules(opened, decisions, settlement.treatments, target)
-    quantize_write.find_shared_amaxes(opened, modules, Files(), threads=1)
-    out = {}
-    for p in (p for m in modules for p in m.pieces):
-        t = p.treatment
-        top = np.asarray(p.amax, np.float32)
-        own = t.format.algo == "FP8"
-        out[t.module] = dataclasses.replace(t, amax=top if own else None, second_amax=p.amax)
-    return out
-
-
 @pytest.mark.parametrize("recipe", ["fp8", "int4_weight_only", "nvfp4"])
 def test_any_layout_of_the_source_gives_the_same_bytes(
     source: Path, tmp_path: Path, recipe: str
 ) -> None:
-    quantize(source, tmp_path / "from-hf", recipe)
+    write_quantized(source, tmp_path / "from-hf", recipe)
     reshard(source, tmp_path / "dist", to="torch_dist", tp=2, pp=2)
-    quantize(tmp_path / "dist", tmp_path / "from-dist", recipe, threads=2)
+    write_quantized(tmp_path / "dist", tmp_path / "from-dist", recipe, threads=2)
     reshard(source, tmp_path / "ranks", to="megatron", tp=2)
-    quantize(tmp_path / "ranks", tmp_path / "from-ranks", recipe)
+    write_quantized(tmp_path / "ranks", tmp_path / "from-ranks", recipe)
     want = contents(tmp_path / "from-hf")
     assert want
     for name in ("from-dist", "from-ranks"):
@@ -168,10 +107,10 @@ def test_small_units_and_narrow_memory_change_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for recipe in ("fp8_block128", "nvfp4", "int4_weight_only"):
-        quantize(source, tmp_path / f"{recipe}-a", recipe)
+        write_quantized(source, tmp_path / f"{recipe}-a", recipe)
         monkeypatch.setattr(pack, "UNIT_BYTES", 20_000)
         more = {"threads": 3, "memory_bytes": 1}
-        quantize(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
+        write_quantized(source, tmp_path / f"{recipe}-b", recipe, max_shard_bytes=100_000, **more)
         monkeypatch.undo()
         assert tensors(tmp_path / f"{recipe}-a") == tensors(tmp_path / f"{recipe}-b")
 
@@ -179,10 +118,10 @@ def test_small_units_and_narrow_memory_change_nothing(
 def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
     source: Path, tmp_path: Path
 ) -> None:
-    quantize(source, tmp_path / "fp8", "fp8")
-    quantize(tmp_path / "fp8", tmp_path / "int8", "int8_weight_only")
+    write_quantized(source, tmp_path / "fp8", "fp8")
+    write_quantized(tmp_path / "fp8", tmp_path / "int8", "int8_weight_only")
     reshard(tmp_path / "fp8", tmp_path / "plain", to="hf")
-    quantize(tmp_path / "plain", tmp_path / "again", "int8_weight_only")
+    write_quantized(tmp_path / "plain", tmp_path / "again", "int8_weight_only")
     assert tensors(tmp_path / "int8") == tensors(tmp_path / "again")
     config = json.loads((tmp_path / "int8" / "config.json").read_text())
     assert config["quantization_config"]["quant_algo"] == held(tmp_path / "int8")["quant_algo"]
@@ -192,22 +131,22 @@ def test_a_quantized_source_is_decoded_and_says_nothing_of_its_past(
 # ---- treatments
 
 
-def one(decided: Decided, module: str, **more: Any) -> Settlement:
+def one(decided: ResolvedRecipe, module: str, **more: Any) -> QParams:
     """Of all modules, with more said of one."""
     out = settled(decided)
-    out.treatments[module] = dataclasses.replace(out.treatments[module], **more)
+    out.weights[module] = dataclasses.replace(out.weights[module], **more)
     return out
 
 
 def test_factors_of_columns_are_stored_or_taken_by_the_norm(source: Path, tmp_path: Path) -> None:
-    decided = decide(source, "int4_awq")
+    decided = resolve_recipe(source, "int4_awq")
     factors = np.exp2(np.arange(128) % 3 - 1).astype(np.float32)
     told = one(decided, "layers.1.attn.o", columns=factors, stores_columns=True)
     for name in "qkv":
-        t = told.treatments[f"layers.0.attn.{name}"]
-        told.treatments[t.module] = dataclasses.replace(t, columns=factors)
-    told.norms["layers.0.attn_norm"] = factors
-    quantize(source, tmp_path / "out", "int4_awq", told)
+        t = told.weights[f"layers.0.attn.{name}"]
+        told.weights[t.module] = dataclasses.replace(t, columns=factors)
+    told.norm_scales["layers.0.attn_norm"] = factors
+    write_quantized(source, tmp_path / "out", "int4_awq", told)
     original, found = values(source), values(tmp_path / "out")
     norm = "layers.0.attn_norm.weight"
     assert np.array_equal(found[norm] * factors, original[norm])
@@ -223,42 +162,44 @@ def test_factors_of_columns_are_stored_or_taken_by_the_norm(source: Path, tmp_pa
 
 
 def test_codes_that_were_chosen_are_stored(source: Path, tmp_path: Path) -> None:
-    decided = decide(source, "int4_gptq")
+    decided = resolve_recipe(source, "int4_gptq")
     codes = np.random.default_rng(0).integers(-8, 8, (128, 128)).astype(np.int8)
     amax = np.full((128, 1), 14.0, np.float32)
     told = one(decided, "layers.0.attn.o", codes=codes, amax=amax)
-    quantize(source, tmp_path / "out", "int4_gptq", told)
+    write_quantized(source, tmp_path / "out", "int4_gptq", told)
     assert np.array_equal(values(tmp_path / "out")["layers.0.attn.o.weight"], codes * 2.0)
     told = one(decided, "layers.0.attn.o", codes=codes)
     with pytest.raises(CalibrationError, match="codes are given"):
-        quantize(source, tmp_path / "no", "int4_gptq", told)
+        write_quantized(source, tmp_path / "no", "int4_gptq", told)
 
 
 def test_an_amax_that_is_smaller_saturates(source: Path, tmp_path: Path) -> None:
-    decided = decide(source, "int8_weight_only")
+    decided = resolve_recipe(source, "int8_weight_only")
     told = one(decided, "layers.0.mlp.down", amax=np.full(128, 0.127, np.float32))
-    quantize(source, tmp_path / "out", "int8_weight_only", told)
+    write_quantized(source, tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp.down.weight"
     x, y = values(source)[name], values(tmp_path / "out")[name]
     assert np.abs(y).max() < 0.129
     assert np.abs(x - y)[np.abs(x) < 0.127].max() <= 0.0006
     told = one(decided, "layers.0.mlp.down", amax=np.ones(3, np.float32))
     with pytest.raises(CalibrationError, match="does not suit"):
-        quantize(source, tmp_path / "no", "int8_weight_only", told)
+        write_quantized(source, tmp_path / "no", "int8_weight_only", told)
 
 
 def test_what_calibration_did_not_find_is_no_scale(source: Path, tmp_path: Path) -> None:
-    decided = decide(source, "fp8")
+    decided = resolve_recipe(source, "fp8")
     with pytest.raises(CalibrationError, match="scales inputs by a number"):
-        quantize(source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0))
+        write_quantized(
+            source, tmp_path / "o", "fp8", one(decided, "layers.0.mlp.up", input_amax=0.0)
+        )
     missing = settled(decided)
-    del missing.treatments["layers.1.attn.k"]
+    del missing.weights["layers.1.attn.k"]
     with pytest.raises(CalibrationError, match=r"layers.1.attn.k is to be FP8"):
-        quantize(source, tmp_path / "o", "fp8", missing)
+        write_quantized(source, tmp_path / "o", "fp8", missing)
     told = settled(decided)
-    told.norms["layers.9.attn_norm"] = np.ones(128, np.float32)
+    told.norm_scales["layers.9.attn_norm"] = np.ones(128, np.float32)
     with pytest.raises(MappingError, match=r"layers\.9\.attn_norm"):
-        quantize(source, tmp_path / "o", "fp8", told)
+        write_quantized(source, tmp_path / "o", "fp8", told)
     assert not (tmp_path / "o").exists()
     assert not left_overs(tmp_path)
 
@@ -273,7 +214,7 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, recipe: str, bad:
     held["model.layers.0.mlp.up_proj.weight"][77, 5] = bad
     save_file(held, file, metadata={"format": "pt"})
     with pytest.raises(FormatError) as e:
-        quantize(tmp_path / "source", tmp_path / "out", recipe)
+        write_quantized(tmp_path / "source", tmp_path / "out", recipe)
     assert e.value.tensor == "layers.0.mlp.up.weight"
     assert not (tmp_path / "out").exists()
 
@@ -312,7 +253,7 @@ SIZES: dict[str, Any] = {
 def test_weights_stored_as_one_are_one_module(tmp_path: Path, recipe: str) -> None:
     case = ("phi3", "Phi3ForCausalLM", "Phi3")
     family_folder(tmp_path / "phi", case, SIZES)
-    quantize(tmp_path / "phi", tmp_path / "out", recipe)
+    write_quantized(tmp_path / "phi", tmp_path / "out", recipe)
     raw = tensors(tmp_path / "out")
     qkv = "model.layers.0.self_attn.qkv_proj"
     if recipe == "kv_fp8":
@@ -339,9 +280,9 @@ def test_parts_of_one_tensor_need_one_format(tmp_path: Path) -> None:
         "description: one of three\nformats: {a: {algo: W8A16}}\nrules:\n"
         "  - {match: {glob: '*.attn.q'}, format: a}\n  - {match: {glob: '*'}, format: keep}\n"
     )
-    decided = decide(tmp_path / "phi", recipe)
+    decided = resolve_recipe(tmp_path / "phi", recipe)
     with pytest.raises(MappingError, match=r"attn.q is to be W8A16, and layers.0.attn.k.*kept"):
-        check_storable(decided.opened, decided.matched.decisions)
+        check_storable(decided.source, decided.matched.decisions)
 
 
 @pytest.mark.parametrize(
@@ -365,9 +306,9 @@ def test_what_no_folder_can_hold_is_refused_at_once(
 ) -> None:
     sizes = {k: v for k, v in sizes.items() if v is not None}
     family_folder(tmp_path / "source", case, sizes)
-    decided = decide(tmp_path / "source", "int8_weight_only")
+    decided = resolve_recipe(tmp_path / "source", "int8_weight_only")
     with pytest.raises(MappingError, match=why) as e:
-        check_storable(decided.opened, decided.matched.decisions)
+        check_storable(decided.source, decided.matched.decisions)
     hint = e.value.hint or ""
     if case[0] == "gpt2":
         assert "--recipe fp8" in hint
@@ -378,22 +319,22 @@ def test_what_no_folder_can_hold_is_refused_at_once(
             f"  {hint.partition(': ')[2]}\n"
             "  - {match: {kind: linear}, format: a}\n  - {match: {glob: '*'}, format: keep}\n"
         )
-        kept = decide(tmp_path / "source", recipe)
+        kept = resolve_recipe(tmp_path / "source", recipe)
         assert any(d.format is not None for d in kept.matched.decisions)
-        check_storable(kept.opened, kept.matched.decisions)
+        check_storable(kept.source, kept.matched.decisions)
     with pytest.raises(MappingError, match=why):
-        quantize(tmp_path / "source", tmp_path / "out", "int8_weight_only")
+        write_quantized(tmp_path / "source", tmp_path / "out", "int8_weight_only")
     assert not left_overs(tmp_path)
 
 
 def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
     case = ("gemma", "GemmaForCausalLM", "Gemma")
     family_folder(tmp_path / "gemma", case, SIZES)
-    decided = decide(tmp_path / "gemma", "int8_weight_only")
+    decided = resolve_recipe(tmp_path / "gemma", "int8_weight_only")
     told = settled(decided)
     factors = np.linspace(0.5, 3, 128).astype(np.float32)
-    told.norms["layers.0.mlp_norm"] = factors
-    quantize(tmp_path / "gemma", tmp_path / "out", "int8_weight_only", told)
+    told.norm_scales["layers.0.mlp_norm"] = factors
+    write_quantized(tmp_path / "gemma", tmp_path / "out", "int8_weight_only", told)
     name = "layers.0.mlp_norm.weight"
     x, y = values(tmp_path / "gemma")[name], values(tmp_path / "out")[name]
     want = (1 + x) / factors - 1
@@ -403,7 +344,7 @@ def test_gammas_around_zero_take_factors(tmp_path: Path) -> None:
 
 def test_experts_are_stored_one_by_one(tmp_path: Path) -> None:
     tiny_models.moe(tmp_path / "moe")
-    quantize(tmp_path / "moe", tmp_path / "out", "nvfp4")
+    write_quantized(tmp_path / "moe", tmp_path / "out", "nvfp4")
     raw = tensors(tmp_path / "out")
     expert = "model.layers.2.mlp.experts.3.up_proj"
     assert {n.removeprefix(expert) for n in raw if n.startswith(expert)} == {
@@ -421,7 +362,7 @@ def test_experts_are_stored_one_by_one(tmp_path: Path) -> None:
 
 def test_digests_of_what_is_kept_are_true(source: Path, tmp_path: Path) -> None:
     reshard(source, tmp_path / "digested", digest="all")
-    quantize(tmp_path / "digested", tmp_path / "out", "fp8")
+    write_quantized(tmp_path / "digested", tmp_path / "out", "fp8")
     report = verify(tmp_path / "out")
     assert report.digests[0].holding > 0
     assert report.digests[0].differing == 0
@@ -429,12 +370,12 @@ def test_digests_of_what_is_kept_are_true(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
-    told = quantize(source, tmp_path / "out", "nvfp4", dry_run=True)
+    told = write_quantized(source, tmp_path / "out", "nvfp4", dry_run=True)
     assert list(tmp_path.iterdir()) == []
-    report = quantize(source, tmp_path / "out", "nvfp4")
+    report = write_quantized(source, tmp_path / "out", "nvfp4")
     assert (told.num_bytes, told.files) == (report.num_bytes, report.files)
     with pytest.raises(DestinationError, match="exists"):
-        quantize(source, tmp_path / "out", "nvfp4", dry_run=True)
+        write_quantized(source, tmp_path / "out", "nvfp4", dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -450,20 +391,20 @@ def test_whatever_fails_the_folder_is_absent_or_complete(tmp_path: Path, fault: 
     before = state(small)
     calm = FaultyFiles()
     out = tmp_path / "out"
-    quantize(small, out, "nvfp4", files=calm, fsync=True)
+    write_quantized(small, out, "nvfp4", files=calm, fsync=True)
     expected = contents(out)
     for n in range(1, len(calm.calls) + 1, 9):
         Files().remove(out)
         files = FaultyFiles(n, fault)
         try:
-            quantize(small, out, "nvfp4", files=files, fsync=True)
+            write_quantized(small, out, "nvfp4", files=files, fsync=True)
         except (MegtoolError, Killed):
             assert contents(out) in (None, expected), (n, calm.calls[n - 1])
         if contents(out) is None:
-            quantize(small, out, "nvfp4")
+            write_quantized(small, out, "nvfp4")
         else:
             with pytest.raises(DestinationError, match="exists"):
-                quantize(small, out, "nvfp4")
+                write_quantized(small, out, "nvfp4")
         assert contents(out) == expected, (n, calm.calls[n - 1])
         assert state(small) == before
         assert not left_overs(tmp_path)
@@ -476,15 +417,15 @@ def strike(run: Callable[[Files], object], calls: Sequence[str], name: str) -> N
 
 def test_a_killed_run_goes_on_and_repairs(source: Path, tmp_path: Path) -> None:
     calm, out = FaultyFiles(), tmp_path / "out"
-    quantize(source, out, "int8_sq", files=calm)
+    write_quantized(source, out, "int8_sq", files=calm)
     expected = contents(out)
     Files().remove(out)
-    strike(lambda f: quantize(source, out, "int8_sq", files=f), calm.calls, "rename")
+    strike(lambda f: write_quantized(source, out, "int8_sq", files=f), calm.calls, "rename")
     file = next((tmp_path / ".out.megtool" / "tree").glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     file.write_bytes(data)
-    report = quantize(source, out, "int8_sq")
+    report = write_quantized(source, out, "int8_sq")
     assert report.resumed_units > 0
     assert report.repaired_units > 0
     assert contents(out) == expected
@@ -492,11 +433,11 @@ def test_a_killed_run_goes_on_and_repairs(source: Path, tmp_path: Path) -> None:
 
 def test_other_treatments_do_not_resume(source: Path, tmp_path: Path) -> None:
     calm, out = FaultyFiles(), tmp_path / "out"
-    quantize(source, out, "fp8", files=calm)
+    write_quantized(source, out, "fp8", files=calm)
     Files().remove(out)
-    strike(lambda f: quantize(source, out, "fp8", files=f), calm.calls, "rename")
-    told = one(decide(source, "fp8"), "layers.0.attn.o", input_amax=7.0)
-    report = quantize(source, out, "fp8", told)
+    strike(lambda f: write_quantized(source, out, "fp8", files=f), calm.calls, "rename")
+    told = one(resolve_recipe(source, "fp8"), "layers.0.attn.o", input_amax=7.0)
+    report = write_quantized(source, out, "fp8", told)
     assert report.resumed_units == 0
     scale = tensors(out)["model.layers.0.self_attn.o_proj.input_scale"][2]
     assert np.frombuffer(scale, np.float32).tolist() == [0.015625]
@@ -511,5 +452,5 @@ def test_a_source_that_changes_meanwhile_is_told(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes())
 
     with pytest.raises(SourceChangedError):
-        quantize(folder, tmp_path / "out", "int8_weight_only", progress=meddle)
+        write_quantized(folder, tmp_path / "out", "int8_weight_only", progress=meddle)
     assert not (tmp_path / "out").exists()

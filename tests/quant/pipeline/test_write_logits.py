@@ -11,9 +11,9 @@ from torch import Tensor
 from megtool.commands.quantize import quantize
 from megtool.inference.load import load
 from megtool.model.batch import Batch
-from megtool.quant.calibration.calibration_file import Artefact
+from megtool.quant.calibration.calibration_file import CalibrationFile
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 from tests.support.models import tiny_text
 from tests.support.quant.loaded import opened, randomised
 
@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return randomised(tiny_text.save(folder, dtype="bfloat16", **SIZES))
 
 
-def simulated(folder: Path, settlement: Settlement, *, weights: bool) -> Tensor:
+def simulated(folder: Path, settlement: QParams, *, weights: bool) -> Tensor:
     source, _, points = opened(folder)
     decoder = load(source, dtype="float32")
     with (
@@ -61,7 +61,7 @@ def test_as_simulated(llama: Path, tmp_path: Path, recipe: str) -> None:
         threads=1,
         device="cpu",
     )
-    settlement = Artefact.load(kept).settlement
+    settlement = CalibrationFile.load(kept).qparams
     want = simulated(llama, settlement, weights=True)
     got = simulated(out, settlement, weights=False)
     error = float((got - want).norm() / want.norm())

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.algorithms.algorithm_config import method_of
-from megtool.quant.recipes.dialects import recipe_from, translate
+from megtool.quant.algorithms.algorithm_config import resolve_algorithm
+from megtool.quant.recipes.dialects import parse_recipe, recipe_from
 from megtool.quant.recipes.located_yaml import read_documents
 from megtool.quant.recipes.recipe import Recipe
 
@@ -70,7 +70,7 @@ rules: [{match: {kind: linear}, format: a}]
 """
     (node,) = read_documents(text, file="x")
     with pytest.raises(RecipeError) as caught:
-        translate(node, name="x", file="x")
+        parse_recipe(node, name="x", file="x")
     told = str(caught.value)
     assert "line 4: damping is nan (a number from 0 to 100)" in told
     assert "line 5: shrinkage is 7 (a number from 0 to 1)" in told
@@ -129,5 +129,5 @@ def test_a_recipe_without_an_algorithm(formats: list[dict[str, Any]], method: st
 
 def test_fold_holds_for_formats_with_a_method_of_their_own() -> None:
     found = recipe({"method": "awq", "fold": True}, NVFP4, INT4 | {"algorithm": "smoothquant"})
-    assert method_of(found, found.formats["a"]).fold
-    assert method_of(found, found.formats["b"]).fold
+    assert resolve_algorithm(found, found.formats["a"]).fold
+    assert resolve_algorithm(found, found.formats["b"]).fold

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import load_recipe, translate
+from megtool.quant.recipes.dialects import load_recipe, parse_recipe
 from megtool.quant.recipes.located_yaml import from_plain
-from megtool.quant.recipes.match import match
+from megtool.quant.recipes.match import match_rules
 from megtool.quant.recipes.modelopt_quantizers import ALGOS
-from megtool.quant.recipes.modelopt_settings import kind_of
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.modelopt_settings import classify_quantizer
+from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
@@ -67,7 +67,11 @@ def theirs(model: Any, quantizers: type, path: str, parts: tuple[str, str]) -> t
             for q in held
             if q is not None
         ]
-        word = kind_of(cfg if len(cfg) > 1 else cfg[0], groups if not out else [])[0] if on else ""
+        word = (
+            classify_quantizer(cfg if len(cfg) > 1 else cfg[0], groups if not out else [])[0]
+            if on
+            else ""
+        )
         out.append(word)
     return (*out, str(groups[0] if groups else 0))
 
@@ -88,9 +92,9 @@ def test_every_preset_matches_as_modelopt_does(llama: Path) -> None:
         entries = [{"quantizer_name": "*", "enable": False}, *preset["quant_cfg"]]
         set_quantizer_by_cfg(model, entries)
         data = {"quant_cfg": entries, "algorithm": preset.get("algorithm")}
-        problems = Problems(name)
-        recipe = translate(from_plain(data), name=name, file=name, problems=problems)
-        found = match(recipe, modules, problems)
+        problems = RecipeProblems(name)
+        recipe = parse_recipe(from_plain(data), name=name, file=name, problems=problems)
+        found = match_rules(recipe, modules, problems)
         if name in OURS:
             with pytest.raises(RecipeError, match="no engine format"):
                 problems.raise_all()
@@ -134,8 +138,8 @@ def test_every_general_recipe_file_is_read(llama: Path, moe: Path) -> None:
             continue
         recipe = load_recipe(path)
         for model in (llama, moe):
-            problems = Problems(str(path))
-            decisions = match(recipe, tiny_models.modules(model), problems).decisions
+            problems = RecipeProblems(str(path))
+            decisions = match_rules(recipe, tiny_models.modules(model), problems).decisions
             problems.raise_all()
             if "experts" not in path.name or model == moe:
                 assert {d.label for d in decisions if d.module.kind == "linear"} != {"keep"}, path

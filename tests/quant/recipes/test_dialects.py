@@ -9,38 +9,15 @@ import pytest
 
 from megtool.errors import RecipeError
 from megtool.quant.recipes.dialects import load_recipe, recipe_from
-from megtool.quant.recipes.match import Matched, match
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.match import MatchResult, match_rules
+from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
-
-TE = "transformer_engine_config_type"
-
-
-def megatron(*matchers: tuple[str, str, bool | None]) -> dict[str, Any]:
-    """Megatron's recipe with a matcher for each (pattern, config, enabled)."""
-    out: dict[str, Any] = {}
-    for number, (pattern, config, enabled) in enumerate(matchers):
-        out[f"m{number}"] = {"type": "glob", "pattern": pattern, "config": config}
-        if enabled is not None:
-            out[f"m{number}"]["enabled"] = enabled
-    training = {"mxfp8": {"fp8_quantization_recipe": "mxfp8"}, "bf16": {}}
-    training["nvfp4"] = {"fp4_quantization_recipe": "nvfp4"}
-    configs = {k: {TE: "TEQuantizationParams", "training_recipe": v} for k, v in training.items()}
-    return {"configs": configs, "matchers": out}
+from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both
 
 
-MEGATRON = megatron(
-    ("*layers.1*", "bf16", None),
-    ("*.layers.0.*", "bf16", True),
-    ("*linear_qkv", "nvfp4", True),
-    ("*experts*", "nvfp4", True),
-    ("*", "mxfp8", True),
-)
-
-
-def matched(data: dict[str, Any], path: Path) -> Matched:
-    problems = Problems("x")
-    found = match(recipe_from(data), tiny_models.modules(path), problems)
+def matched(data: dict[str, Any], path: Path) -> MatchResult:
+    problems = RecipeProblems("x")
+    found = match_rules(recipe_from(data), tiny_models.modules(path), problems)
     problems.raise_all()
     return found
 
@@ -100,31 +77,6 @@ def test_megatrons_own_matcher_agrees(moe: Path) -> None:
     assert seen > 60
 
 
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "rest": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "dynamic": True,
-            },
-        },
-        "mlps": {
-            "targets": ["re:.*mlp.*(gate|up|down)_proj"],
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
-        },
-        "one": {
-            "targets": ["model.layers.3.mlp.down_proj"],
-            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
-        },
-    },
-    "ignore": ["lm_head", r"re:model\.layers\.0\.", "re:.*mlp.gate$"],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-}
 GROUPS = {"rest": "FP8_PER_CHANNEL_PER_TOKEN", "mlps": "W4A16_AWQ", "one": "W8A16"}
 
 
@@ -172,13 +124,7 @@ def test_compressed_tensors_own_matcher_agrees(llama: Path, moe: Path) -> None:
     assert seen == {*GROUPS.values(), "keep"}
 
 
-OFF = {"quantizer_name": "*", "enable": False}
-FP8 = {"num_bits": (4, 3), "axis": None}
 INT8 = {"num_bits": 8, "axis": 0}
-
-
-def both(pattern: str, cfg: Any) -> list[dict[str, Any]]:
-    return [{"quantizer_name": f"{pattern}{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]
 
 
 def test_modelopts_last_match_wins_for_each_quantizer(llama: Path) -> None:
@@ -268,9 +214,9 @@ def test_imports_are_looked_for_beside_the_recipe(llama: Path, tmp_path: Path) -
         "  - {quantizer_name: '*', enable: false}\n  - $import: all\n"
         "  - {quantizer_name: '*', parent_class: nn.Embedding, enable: false}\n"
     )
-    problems = Problems("x")
+    problems = RecipeProblems("x")
     recipe = load_recipe(path)
-    found = match(recipe, tiny_models.modules(llama), problems)
+    found = match_rules(recipe, tiny_models.modules(llama), problems)
     assert {d.label for d in found.decisions if d.module.kind == "linear"} == {"FP8"}
     path.write_text(path.read_text().replace("units/all", "units/round"))
     with pytest.raises(RecipeError, match="goes round"):

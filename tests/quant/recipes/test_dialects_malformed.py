@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import recipe_from, recipe_text
-from megtool.quant.recipes.match import match
-from megtool.quant.recipes.modules import Module
-from megtool.quant.recipes.rules import Problems
-from tests.quant.recipes.test_dialects import COMPRESSED, FP8, MEGATRON, OFF, both
+from megtool.quant.recipes.dialects import read_recipe_text, recipe_from
+from megtool.quant.recipes.match import match_rules
+from megtool.quant.recipes.modules import ModuleInfo
+from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
+from tests.support.quant.recipe_texts import COMPRESSED, FP8, MEGATRON, OFF, both
 
 INT4 = {"num_bits": 4, "block_sizes": {-1: 128, "type": "static"}}
 MODELOPT = {
@@ -41,8 +41,8 @@ AUTO = {
     }
 }
 BASES = {
-    "ours": yaml.safe_load(recipe_text("mixed_nvfp4_fp8")[1]),
-    "automatic": yaml.safe_load(recipe_text("auto_nvfp4_fp8")[1]),
+    "ours": yaml.safe_load(read_recipe_text("mixed_nvfp4_fp8")[1]),
+    "automatic": yaml.safe_load(read_recipe_text("auto_nvfp4_fp8")[1]),
     "megatron": MEGATRON,
     "modelopt": MODELOPT,
     "modelopt's automatic": AUTO,
@@ -78,30 +78,30 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def known(llama: Path) -> tuple[Module, ...]:
+def known(llama: Path) -> tuple[ModuleInfo, ...]:
     return tiny_models.modules(llama)
 
 
 @pytest.mark.parametrize("base", BASES)
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_value_anywhere(base: str, known: tuple[Module, ...], data: st.DataObject) -> None:
+def test_any_value_anywhere(base: str, known: tuple[ModuleInfo, ...], data: st.DataObject) -> None:
     recipe = copy.deepcopy(BASES[base])
     *way, last = data.draw(st.sampled_from(places(recipe)))
     held = recipe
     for step in way:
         held = held[step]
     held[last] = data.draw(VALUES)
-    problems = Problems("x")
+    problems = RecipeProblems("x")
     try:
-        match(recipe_from(recipe), known, problems)
+        match_rules(recipe_from(recipe), known, problems)
         problems.raise_all()
     except RecipeError as e:
         assert e.message
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_whole_ones_are_understood(base: str, known: tuple[Module, ...]) -> None:
-    problems = Problems("x")
-    match(recipe_from(BASES[base]), known, problems)
+def test_the_whole_ones_are_understood(base: str, known: tuple[ModuleInfo, ...]) -> None:
+    problems = RecipeProblems("x")
+    match_rules(recipe_from(BASES[base]), known, problems)
     problems.raise_all()

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import translate
+from megtool.quant.recipes.dialects import parse_recipe
 from megtool.quant.recipes.located_yaml import read_documents
-from megtool.quant.recipes.match import Matched, match
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.match import MatchResult, match_rules
+from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
 
 OFF = {"quantizer_name": "*", "enable": False}
@@ -20,12 +20,12 @@ FP8 = {"num_bits": "e4m3", "axis": None}
 NVFP4 = {"num_bits": "e2m1", "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": "e4m3"}}
 
 
-def read(data: dict[str, Any], path: Path) -> Matched:
+def read(data: dict[str, Any], path: Path) -> MatchResult:
     """A recipe written down, read and matched."""
-    problems = Problems("x")
+    problems = RecipeProblems("x")
     (node,) = read_documents(yaml.safe_dump(data).encode(), file="x")
-    recipe = translate(node, name="x", file="x", problems=problems)
-    found = match(recipe, tiny_models.modules(path), problems)
+    recipe = parse_recipe(node, name="x", file="x", problems=problems)
+    found = match_rules(recipe, tiny_models.modules(path), problems)
     problems.raise_all()
     return found
 

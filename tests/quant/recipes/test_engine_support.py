@@ -9,20 +9,25 @@ import pytest
 
 from megtool.commands.recipe import explain_recipe
 from megtool.errors import RecipeError, UsageError
-from megtool.quant.algorithms.algorithm_config import method_of
+from megtool.quant.algorithms.algorithm_config import resolve_algorithm
 from megtool.quant.recipes.dialects import load_recipe
-from megtool.quant.recipes.engine_support import TABLE, check_target, permitted, read_target
+from megtool.quant.recipes.engine_support import (
+    TABLE,
+    check_engine,
+    list_permitted_sets,
+    parse_engine,
+)
 from megtool.quant.recipes.formats import FORMATS, KV_BITS
-from megtool.quant.recipes.match import match
-from megtool.quant.recipes.modules import Module
-from megtool.quant.recipes.rules import Problems
-from megtool.quant.resolve import decide
+from megtool.quant.recipes.match import match_rules
+from megtool.quant.recipes.modules import ModuleInfo
+from megtool.quant.recipes.rules import RecipeProblems
+from megtool.quant.resolve import resolve_recipe
 from tests.support.models import tiny_models
 
 
 def test_the_table_names_known_formats_and_a_source_each() -> None:
     for line in TABLE:
-        assert set(line.algos) <= set(KV_BITS if line.what == "kv" else FORMATS)
+        assert set(line.algos) <= set(KV_BITS if line.part == "kv" else FORMATS)
         assert line.source
 
 
@@ -82,21 +87,21 @@ ROWS, BLOCKS = "stay where they are", "scales of blocks of rows, which cannot ch
 )
 def test_scales_of_heads_that_are_turned(recipe: str, target: str, told: str, moe: Path) -> None:
     """The fact that lint's rule `llama4-rotary` goes by, before any work."""
-    modules, problems = tiny_models.modules(moe), Problems("x")
+    modules, problems = tiny_models.modules(moe), RecipeProblems("x")
     loaded = load_recipe(recipe)
-    decisions = match(loaded, modules, Problems("x")).decisions
-    engine = read_target(target)
-    check_target(engine, loaded, decisions, problems, architecture="LlamaForCausalLM")
-    assert problems.found == []
-    check_target(engine, loaded, decisions, problems, architecture="Llama4ForCausalLM")
-    assert len(problems.found) == bool(told)
-    assert not told or told in problems.found[0][1]
+    decisions = match_rules(loaded, modules, RecipeProblems("x")).decisions
+    engine = parse_engine(target)
+    check_engine(engine, loaded, decisions, problems, architecture="LlamaForCausalLM")
+    assert problems.problems == []
+    check_engine(engine, loaded, decisions, problems, architecture="Llama4ForCausalLM")
+    assert len(problems.problems) == bool(told)
+    assert not told or told in problems.problems[0][1]
 
 
 def test_turned_heads_limit_a_choice() -> None:
-    sglang, both = read_target("sglang"), ("FP8", "NVFP4")
-    assert permitted(sglang, (), both) == [{"FP8"}, {"NVFP4"}]
-    assert permitted(sglang, (), both, turned=True) == [{"FP8"}]
+    sglang, both = parse_engine("sglang"), ("FP8", "NVFP4")
+    assert list_permitted_sets(sglang, (), both) == [{"FP8"}, {"NVFP4"}]
+    assert list_permitted_sets(sglang, (), both, rotary=True) == [{"FP8"}]
 
 
 def test_a_model_that_is_not_on_the_engines_list(tmp_path: Path) -> None:
@@ -124,21 +129,21 @@ def test_llama_4_is_known_by_its_class(tmp_path: Path) -> None:
 def test_what_a_plain_format_has_no_place_for_is_not_stored(
     target: str, llama: Path, tmp_path: Path
 ) -> None:
-    found = decide(llama, "nvfp4_awq", target=target)
-    assert found.recipe.folds
+    found = resolve_recipe(llama, "nvfp4_awq", target=target)
+    assert found.recipe.folds_scales
     assert any("loads NVFP4 and not NVFP4_AWQ" in n for n in found.matched.notes)
     by = {d.module.name: d.num_bytes for d in found.matched.decisions}
-    plain = {d.module.name: d.num_bytes for d in decide(llama, "nvfp4").matched.decisions}
+    plain = {d.module.name: d.num_bytes for d in resolve_recipe(llama, "nvfp4").matched.decisions}
     assert by["layers.0.attn.o"] == plain["layers.0.attn.o"]
-    assert not decide(llama, "nvfp4_awq").recipe.folds
+    assert not resolve_recipe(llama, "nvfp4_awq").recipe.folds_scales
     entries = [{"quantizer_name": "*", "enable": False}]
     cfg = {"num_bits": "e2m1", "block_sizes": {"-1": 16, "type": "dynamic", "scale_bits": "e4m3"}}
     entries += [{"quantizer_name": f"*proj.{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(json.dumps({"quant_cfg": entries, "algorithm": "awq_lite"}))
-    assert decide(llama, theirs, target=target).recipe.folds
-    assert method_of(decide(llama, theirs, target=target).recipe, None).fold
-    assert not decide(llama, "int4_awq", target="trtllm").recipe.folds
+    assert resolve_recipe(llama, theirs, target=target).recipe.folds_scales
+    assert resolve_algorithm(resolve_recipe(llama, theirs, target=target).recipe, None).fold
+    assert not resolve_recipe(llama, "int4_awq", target="trtllm").recipe.folds_scales
 
 
 def test_experts_in_a_format_for_dense_models(llama: Path, moe: Path) -> None:
@@ -174,7 +179,7 @@ def test_what_runs_as_one_has_one_format(
 
 
 def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
-    draft = Module(
+    draft = ModuleInfo(
         name="mtp.0.attn.kv",
         kind="kv_cache",
         roles=frozenset({"kv", "mtp"}),
@@ -183,11 +188,11 @@ def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
         shape=(256,),
         num_bytes=512,
     )
-    recipe, problems = load_recipe("fp8_kv_fp8"), Problems("x")
-    matched = match(recipe, (*tiny_models.modules(llama), draft), problems)
+    recipe, problems = load_recipe("fp8_kv_fp8"), RecipeProblems("x")
+    matched = match_rules(recipe, (*tiny_models.modules(llama), draft), problems)
     assert matched.decisions[-1].label == "keep"
-    check_target(read_target("vllm"), recipe, matched.decisions, problems)
-    assert problems.found == []
+    check_engine(parse_engine("vllm"), recipe, matched.decisions, problems)
+    assert problems.problems == []
 
 
 @pytest.mark.parametrize(
@@ -195,4 +200,4 @@ def test_a_draft_layer_has_a_cache_of_its_own(llama: Path) -> None:
 )
 def test_targets_that_are_none(text: str) -> None:
     with pytest.raises(UsageError):
-        read_target(text)
+        parse_engine(text)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.located_yaml import MOST_BYTES, read_documents
+from megtool.quant.recipes.located_yaml import MAX_BYTES, read_documents
 
 
 def one(text: str) -> object:
@@ -43,7 +43,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         (BOMB, "more than 20,000 values"),
         ("a: &a [*a]", "nested more than 40 deep"),
         ("[" * 100_000, "no readable YAML"),
-        ("a: " + "x" * MOST_BYTES, "a recipe of"),
+        ("a: " + "x" * MAX_BYTES, "a recipe of"),
         ("a: 1\nb: 2\na: 3", "line 3: 'a' stands twice, first at line 1"),
         ("a: !!python/object/apply:os.system ['true']", "line 1"),
         ("a: !thing 3", "line 1: tag '!thing'"),

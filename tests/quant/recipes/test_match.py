@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.dialects import load_recipe, translate
+from megtool.quant.recipes.dialects import load_recipe, parse_recipe
 from megtool.quant.recipes.formats import FORMATS
 from megtool.quant.recipes.located_yaml import read_documents
-from megtool.quant.recipes.match import Matched, match
-from megtool.quant.recipes.rules import Problems
+from megtool.quant.recipes.match import MatchResult, match_rules
+from megtool.quant.recipes.rules import RecipeProblems
 from tests.support.models import tiny_models
 
 
-def against(text: str, path: Path, **options: int) -> Matched:
-    problems = Problems("x.yaml")
+def against(text: str, path: Path, **options: int) -> MatchResult:
+    problems = RecipeProblems("x.yaml")
     (node,) = read_documents(text.encode(), file="x.yaml")
-    recipe = translate(node, name="x", file="x.yaml", problems=problems)
-    matched = match(recipe, tiny_models.modules(path), problems, **options)
+    recipe = parse_recipe(node, name="x", file="x.yaml", problems=problems)
+    matched = match_rules(recipe, tiny_models.modules(path), problems, **options)
     problems.raise_all()
     return matched
 
 
-def labels(matched: Matched) -> dict[str, str]:
+def labels(matched: MatchResult) -> dict[str, str]:
     return {d.module.name: d.label for d in matched.decisions}
 
 
@@ -51,9 +51,9 @@ def test_the_first_rule_that_matches_decides(llama: Path) -> None:
     assert found["layers.0.attn.q"] == "W4A16_AWQ"
     assert found["embed"] == found["norm"] == found["layers.0.attn.kv"] == "keep"
     by_name = {d.module.name: d for d in matched.decisions}
-    assert by_name["layers.1.attn.q"].why == "it is delicate"
+    assert by_name["layers.1.attn.q"].reason == "it is delicate"
     assert by_name["layers.1.attn.q"].rules == (0,)
-    assert by_name["embed"].why == "no rule matches"
+    assert by_name["embed"].reason == "no rule matches"
     assert matched.matches == (1, 7, 28)
     assert matched.decides == (1, 6, 21)
 
@@ -238,7 +238,7 @@ def test_bytes_of_every_format(algo: str, group: int, wanted: int) -> None:
 def test_factors_of_columns_are_stored_where_no_norm_takes_them(llama: Path) -> None:
     modules = {m.name: m for m in tiny_models.modules(llama)}
     recipe = load_recipe("int4_awq")
-    matched = match(recipe, tuple(modules.values()), Problems("x"))
+    matched = match_rules(recipe, tuple(modules.values()), RecipeProblems("x"))
     found = {d.module.name: d.num_bytes for d in matched.decisions}
     assert found["layers.0.attn.q"] == 128 * 128 // 2 + 128 * 4
     assert found["layers.0.attn.o"] == 128 * 128 // 2 + 128 * 4 + 128 * 2

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megtool.quant.recipes.located_yaml import from_plain
-from megtool.quant.recipes.modules import Module
-from megtool.quant.recipes.rules import Problems, read_condition
+from megtool.quant.recipes.modules import ModuleInfo
+from megtool.quant.recipes.rules import RecipeProblems, read_condition
 from tests.support.models import tiny_models
 
 
-def condition(match: object) -> tuple[object, Problems]:
-    problems = Problems("x.yaml")
+def condition(match: object) -> tuple[object, RecipeProblems]:
+    problems = RecipeProblems("x.yaml")
     return read_condition(from_plain(match), problems), problems
 
 
 def chosen(match: object, path: Path) -> list[str]:
     found, problems = condition(match)
-    assert problems.found == []
+    assert problems.problems == []
     return [m.name for m in tiny_models.modules(path) if found.holds(m)]
 
 
@@ -75,7 +75,7 @@ ENDS = st.none() | st.integers(-9, 9)
 def test_slices_of_layers_are_pythons(first: int | None, last: int | None, depth: int) -> None:
     text = f"{'' if first is None else first}:{'' if last is None else last}"
     found, problems = condition({"layers": text})
-    assert problems.found == []
+    assert problems.problems == []
     held = [n for n in range(depth) if found.holds(module(n, depth))]
     assert held == list(range(depth))[first:last]
 
@@ -88,8 +88,8 @@ def test_lists_of_layers(numbers: list[int], depth: int) -> None:
     assert {n for n in range(depth) if found.holds(module(n, depth))} == wanted & set(range(depth))
 
 
-def module(layer: int, depth: int) -> Module:
-    return Module(
+def module(layer: int, depth: int) -> ModuleInfo:
+    return ModuleInfo(
         name=f"layers.{layer}.attn.q",
         kind="linear",
         roles=frozenset({"qkv"}),
@@ -118,4 +118,4 @@ def module(layer: int, depth: int) -> Module:
 )
 def test_what_is_told(match: object, told: str) -> None:
     _, problems = condition(match)
-    assert told in " ".join(f"{text} ({hint})" for _, text, hint in problems.found)
+    assert told in " ".join(f"{text} ({hint})" for _, text, hint in problems.problems)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megtool.quant.verification.verify_folder import Proof, prove
-from tests.support.checkpoints.quantized_folder import Made, Tensors, quantize, randomised
+from tests.support.checkpoints.quantized_folder import Made, Tensors, make_quantized, randomised
 from tests.support.models import tiny_models
 
 Change = Callable[[Tensors], None]
@@ -30,11 +30,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     at = tmp_path_factory.mktemp("settled")
     dense = randomised(tiny_models.llama(at / "llama", num_hidden_layers=2))
     out = {
-        "fp8": quantize(dense, at / "fp8", algos="FP8"),
-        "sq": quantize(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
+        "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
+        "sq": make_quantized(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
     }
     for algo in ("W4A16_AWQ", "W4A8_AWQ"):
-        one = out[algo] = quantize(dense, at / algo, algos=algo, group=64, smooth=True)
+        one = out[algo] = make_quantized(dense, at / algo, algos=algo, group=64, smooth=True)
         held = load_file(one.path / "model.safetensors")
         stored = held[f"{UP}.weight"].to(torch.int16)
         rows = torch.stack([stored & 15, stored >> 4], dim=1).reshape(-1, stored.shape[1])
@@ -57,7 +57,7 @@ def amax_of(scale: np.ndarray, largest: float) -> np.ndarray:
 
 def settle(one: Made, module: str, **more: Any) -> None:
     """Another treatment of one module."""
-    treatments = dict(one.settlement.treatments)
+    treatments = dict(one.settlement.weights)
     treatments[module] = replace(treatments[module], **more)
     one.settlement = replace(one.settlement, treatments=treatments)
 
@@ -67,7 +67,7 @@ def proof(one: Made) -> Proof:
 
 
 def found(one: Made) -> list[tuple[str, str]]:
-    return [(f.check, f.module) for f in proof(one).findings if f.severity == "error"]
+    return [(f.id, f.module) for f in proof(one).findings if f.severity == "error"]
 
 
 def edited(name: str, work: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -123,8 +123,8 @@ def test_what_was_chosen_for_outputs_is_what_was_settled(
 def test_the_first_code_that_differs_is_named(made: dict[str, Made], tmp_path: Path) -> None:
     one = made["W4A16_AWQ"].copied(tmp_path / "broken")
     one.change(edited(W, put(8, 5, by=lambda b: b ^ 1)))  # the low half is the row above
-    (finding,) = [f for f in proof(one).findings if f.check == "codes"]
-    assert finding.text == "1 codes are not those that were settled, the first at [16, 5]"
+    (finding,) = [f for f in proof(one).findings if f.id == "codes"]
+    assert finding.message == "1 codes are not those that were settled, the first at [16, 5]"
 
 
 @pytest.mark.parametrize("amax", [0.0, 3.5])
@@ -183,6 +183,6 @@ def test_a_norm_with_factors_feeds_nothing_that_is_kept(
     one.decisions = [
         replace(d, format=None) if d.module.name == "layers.1.attn.v" else d for d in one.decisions
     ]
-    treatments = {m: t for m, t in one.settlement.treatments.items() if m != "layers.1.attn.v"}
+    treatments = {m: t for m, t in one.settlement.weights.items() if m != "layers.1.attn.v"}
     one.settlement = replace(one.settlement, treatments=treatments)
     assert found(one) == [("norm-shared", "layers.1.attn.v")]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megtool.quant.verification.quant_config_files import in_config, in_quant_file
-from megtool.quant.verification.stored_folder import open_folder
+from megtool.lint.folder_view import open_folder
+from megtool.lint.quant_config import parse_hf_quant_config, parse_quantization_config
 from megtool.quant.verification.verify_folder import prove
-from tests.support.checkpoints.quantized_folder import Made, quantize, randomised
+from tests.support.checkpoints.quantized_folder import Made, make_quantized, randomised
 from tests.support.models import tiny_models
 
 Edit = Callable[[dict[str, Any]], None]
@@ -26,11 +26,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     dense = randomised(tiny_models.llama(at / "llama"))
     mixed = {f".{name}": "FP8" for name in "qkvo"} | {"": "NVFP4"}
     return {
-        "fp8": quantize(dense, at / "fp8", algos="FP8"),
-        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
-        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
-        "mixed": quantize(dense, at / "mixed", algos=mixed),
-        "plain kv": quantize(dense, at / "plain", algos="FP8", cache=False),
+        "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
+        "awq": make_quantized(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
+        "nvfp4": make_quantized(dense, at / "nvfp4", algos="NVFP4"),
+        "mixed": make_quantized(dense, at / "mixed", algos=mixed),
+        "plain kv": make_quantized(dense, at / "plain", algos="FP8", cache=False),
     }
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_config_is_found(case: str, made: dict[str, Made], tmp_path: Pat
     for file in files:
         one.edit(file, quantization(work) if file == BESIDE else inline(work))
     found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
-    assert check in {f.check for f in found.findings if f.severity == "error"}, found.findings
+    assert check in {f.id for f in found.findings if f.severity == "error"}, found.findings
     assert found.exit_status == 7
 
 
@@ -123,7 +123,7 @@ def test_the_tokenizer_goes_with_the_model(made: dict[str, Made], tmp_path: Path
     one = made["fp8"].copied(tmp_path / "broken")
     (one.path / "tokenizer.json").unlink()
     found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
-    assert [(f.severity, f.check) for f in found.findings] == [("error", "tokenizer")]
+    assert [(f.severity, f.id) for f in found.findings] == [("error", "tokenizer")]
 
 
 def test_files_that_are_no_json_or_not_there_are_findings(
@@ -137,7 +137,7 @@ def test_files_that_are_no_json_or_not_there_are_findings(
         if content is not None:
             (one.path / name).write_bytes(content)
         found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
-        assert ("config", name) in {(f.check, f.module) for f in found.findings}
+        assert ("config", name) in {(f.id, f.module) for f in found.findings}
 
 
 def test_an_index_that_names_other_files_is_a_finding(
@@ -148,21 +148,22 @@ def test_an_index_that_names_other_files_is_a_finding(
         '{"metadata": {}, "weight_map": {"lm_head.weight": "model.safetensors"}}'
     )
     found = prove(one.source, one.path, one.decisions, one.settlement, threads=1)
-    assert "model.safetensors.index.json" in {
-        f.module for f in found.findings if f.check == "config"
-    }
+    assert "model.safetensors.index.json" in {f.module for f in found.findings if f.id == "config"}
 
 
 def test_both_files_are_read_to_the_same(made: dict[str, Made]) -> None:
     for one in made.values():
         with open_folder(one.path) as folder:
-            beside, said = in_quant_file(folder), in_config(folder)
+            beside, said = (
+                parse_hf_quant_config(folder.hf_quant_config),
+                parse_quantization_config(folder.quantization),
+            )
         assert beside is not None
         assert said is not None
-        assert (beside.algo, beside.kv_algo, beside.exclude) == (
+        assert (beside.algo, beside.kv_algo, beside.excluded) == (
             said.algo,
             said.kv_algo,
-            said.exclude,
+            said.excluded,
         )
         assert beside.layers == said.layers
 
@@ -173,7 +174,7 @@ def test_excluded_names_are_matched_as_engines_do(made: dict[str, Made], tmp_pat
         BESIDE, quantization(put("exclude_modules", ["lm_head", "model.layers.1*", "*.k_proj"]))
     )
     with open_folder(one.path) as folder:
-        said = in_quant_file(folder)
+        said = parse_hf_quant_config(folder.hf_quant_config)
     assert said is not None
     assert said.excludes("lm_head")
     assert said.excludes("model.layers.1.mlp.up_proj")
@@ -189,7 +190,7 @@ def test_what_modelopt_itself_wrote_is_understood(tmp_path: Path) -> None:
         '"kv_cache_quant_algo": null, "exclude_modules": ["lm_head"]}}'
     )
     with open_folder(folder) as opened:
-        said = in_quant_file(opened)
-        assert in_config(opened) is None
+        said = parse_hf_quant_config(opened.hf_quant_config)
+        assert parse_quantization_config(opened.quantization) is None
     assert said is not None
     assert (said.algo, said.kv_algo, said.group_size) == ("FP8_PB_WO", "", None)

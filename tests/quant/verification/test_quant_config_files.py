@@ -11,8 +11,8 @@ import pytest
 from megtool.quant.packed_tensors.hf_config import inline
 from megtool.quant.verification.verify_folder import Proof, prove
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import Request
-from tests.support.checkpoints.quantized_folder import Made, quantize, randomised
+from megtool.reshard.writers.target_spec import TargetOptions
+from tests.support.checkpoints.quantized_folder import Made, make_quantized, randomised
 from tests.support.models import tiny_models
 
 Edit = Callable[[dict[str, Any]], None]
@@ -26,10 +26,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     for name in ("tokenizer_config.json", "generation_config.json"):
         (dense / name).write_text("{}")
     out = {
-        "fp8": quantize(dense, at / "fp8", algos="FP8"),
-        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
-        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
-        "nvfp4 awq": quantize(dense, at / "nvfp4_awq", algos="NVFP4", smooth=True),
+        "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
+        "awq": make_quantized(dense, at / "awq", algos="W4A16_AWQ", group=64, smooth=True),
+        "nvfp4": make_quantized(dense, at / "nvfp4", algos="NVFP4"),
+        "nvfp4 awq": make_quantized(dense, at / "nvfp4_awq", algos="NVFP4", smooth=True),
     }
     for name in ("fp8", "nvfp4"):  # with groups, as they are written
         beside: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 
 
 def proof(one: Made) -> Proof:
-    small = make_target(one.source, Request(to="hf")).destination.small
+    small = make_target(one.source, TargetOptions(to="hf")).destination.small_files
     return prove(one.source, one.path, one.decisions, one.settlement, small=small, threads=1)
 
 
@@ -94,13 +94,13 @@ def test_what_is_said_wrongly_is_found(case: str, made: dict[str, Made], tmp_pat
         key = "quantization" if file == BESIDE else "quantization_config"
         one.edit(file, lambda value, key=key: work(value[key]))  # type: ignore[misc]
     found = proof(one)
-    assert check in {f.check for f in found.findings if f.severity == "error"}, found.findings
+    assert check in {f.id for f in found.findings if f.severity == "error"}, found.findings
 
 
 def test_engines_know_the_file_by_its_producer(made: dict[str, Made], tmp_path: Path) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     one.edit(BESIDE, drop("producer"))
-    assert [(f.check, f.module) for f in proof(one).findings] == [("config", BESIDE)]
+    assert [(f.id, f.module) for f in proof(one).findings] == [("config", BESIDE)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_engines_know_the_file_by_its_producer(made: dict[str, Made], tmp_path: 
 def test_the_model_is_the_sources(change: Edit, made: dict[str, Made], tmp_path: Path) -> None:
     one = made["fp8"].copied(tmp_path / "broken")
     one.edit(INLINE, change)
-    found = {(f.severity, f.check, f.module) for f in proof(one).findings}
+    found = {(f.severity, f.id, f.module) for f in proof(one).findings}
     assert ("error", "config", INLINE) in found
 
 
@@ -122,5 +122,5 @@ def test_files_beside_are_the_sources(
     (one.path / name).unlink()
     if not gone:
         (one.path / name).write_bytes(b"{")
-    found = {(f.check, f.module) for f in proof(one).findings}
+    found = {(f.id, f.module) for f in proof(one).findings}
     assert ("file", name) in found

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat
 from megtool.quant.verification.verify_folder import Proof, prove
-from tests.support.checkpoints.quantized_folder import Made, Tensors, quantize, randomised
+from tests.support.checkpoints.quantized_folder import Made, Tensors, make_quantized, randomised
 from tests.support.models import tiny_models
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -39,12 +39,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(dense: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
     at = tmp_path_factory.mktemp("made")
     return {
-        "fp8": quantize(dense, at / "fp8", algos="FP8"),
-        "nvfp4": quantize(dense, at / "nvfp4", algos="NVFP4"),
-        "awq": quantize(dense, at / "awq", algos="W4A16_AWQ", smooth=True),
-        "sq": quantize(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
-        "moe": quantize(mixture, at / "moe", algos="NVFP4"),
-        "mixed": quantize(
+        "fp8": make_quantized(dense, at / "fp8", algos="FP8"),
+        "nvfp4": make_quantized(dense, at / "nvfp4", algos="NVFP4"),
+        "awq": make_quantized(dense, at / "awq", algos="W4A16_AWQ", smooth=True),
+        "sq": make_quantized(dense, at / "sq", algos="W8A8_SQ_PER_CHANNEL", smooth=True),
+        "moe": make_quantized(mixture, at / "moe", algos="NVFP4"),
+        "mixed": make_quantized(
             dense, at / "mixed", algos={"q": "FP8", "k": "FP8", "v": "FP8", "o": "FP8", "": "NVFP4"}
         ),
     }
@@ -63,7 +63,7 @@ CASES = [(a, s, m) for a in FORMATS for s in (False, True) for m in (False, True
 def test_every_format_of_a_right_folder_passes(
     algo: str, smooth: bool, moe: bool, dense: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    one = quantize(mixture if moe else dense, tmp_path / "out", algos=algo, smooth=smooth)
+    one = make_quantized(mixture if moe else dense, tmp_path / "out", algos=algo, smooth=smooth)
     found = proof(one)
     assert not found.findings
     assert found.exit_status == 0
@@ -76,7 +76,7 @@ def test_every_format_of_a_right_folder_passes(
         bytes_said = FORMATS[algo].num_bytes(
             next(d.module.shape for d in one.decisions if d.module.name == row.name),
             next(iter(FORMATS[algo].groups), 0),
-            smoothed=one.settlement.treatments[row.name].stores_columns,
+            smoothed=one.settlement.weights[row.name].stores_pre_quant_scale,
         )
         assert row.num_bytes == bytes_said
 
@@ -115,15 +115,15 @@ def test_what_is_kept_and_is_no_number_is_an_error(
     held = load_file(source / "model.safetensors")
     held[name][place] = value
     save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-    one = quantize(source, tmp_path / "out", algos="FP8")
+    one = make_quantized(source, tmp_path / "out", algos="FP8")
     if name == "lm_head.weight":  # in another type than the source's
         written = load_file(one.path / "model.safetensors")
         written[name] = written[name].float()
         save_file(written, one.path / "model.safetensors", metadata={"format": "pt"})
     found = proof(one)
-    (finding,) = [f for f in found.findings if f.check.startswith("kept")]
-    assert (finding.check, finding.severity) == ("kept-nan", "error")
-    assert "1 elements" in finding.text
+    (finding,) = [f for f in found.findings if f.id.startswith("kept")]
+    assert (finding.id, finding.severity) == ("kept-nan", "error")
+    assert "1 elements" in finding.message
     assert found.exit_status == 7
 
 
@@ -359,8 +359,8 @@ def test_a_broken_tensor_is_found_by_name(case: str, made: dict[str, Made], tmp_
     one = made[which].copied(tmp_path / "broken")
     one.change(work)
     found = proof(one)
-    hits = [f for f in found.findings if f.check == check and f.module.startswith(module)]
-    assert hits, [(f.check, f.module, f.text) for f in found.findings]
+    hits = [f for f in found.findings if f.id == check and f.module.startswith(module)]
+    assert hits, [(f.id, f.module, f.message) for f in found.findings]
     warns = {"scale-underflow", "scale-outlier"}
     assert hits[0].severity == ("warning" if check in warns else "error")
     if check not in warns:
@@ -373,7 +373,7 @@ def test_a_norm_that_took_no_factors_is_found_with_all_it_feeds(
     one = made["sq"].copied(tmp_path / "broken")
     before = load_file(one.source.path / "model.safetensors")[NORM]
     one.change(lambda tensors: tensors.update({NORM: before}))
-    found = {(f.check, f.module): f.text for f in proof(one).findings}
+    found = {(f.id, f.module): f.message for f in proof(one).findings}
     assert "its factors are not folded in" in found["norm", "layers.1.attn_norm"]
     assert {("weight", f"layers.1.attn.{p}") for p in "qkv"} <= found.keys()
 
@@ -382,11 +382,11 @@ def test_a_folder_of_another_model_is_found(
     made: dict[str, Made], dense: Path, tmp_path: Path
 ) -> None:
     seed = randomised(tiny_models.llama(tmp_path / "other"), seed=2)
-    one = quantize(seed, tmp_path / "out", algos="FP8")
+    one = make_quantized(seed, tmp_path / "out", algos="FP8")
     found = prove(made["fp8"].source, one.path, one.decisions, one.settlement, threads=1)
-    wrong = {f.module for f in found.findings if f.check == "weight"}
+    wrong = {f.module for f in found.findings if f.id == "weight"}
     assert len(wrong) == 28
-    assert {f.module for f in found.findings if f.check == "kept"} >= {"embed", "head", "norm"}
+    assert {f.module for f in found.findings if f.id == "kept"} >= {"embed", "head", "norm"}
 
 
 def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
@@ -403,10 +403,10 @@ def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
         tensors[f"{UP}.weight"] = (codes.int() + by).clamp(-127, 127).to(torch.int8)
 
     one.change(shaken)
-    assert "weight" in {f.check for f in proof(one).findings}
+    assert "weight" in {f.id for f in proof(one).findings}
     codes = load_file(one.path / "model.safetensors")[f"{UP}.weight"].numpy()
-    settled = one.settlement.treatments["layers.2.mlp.up"]
-    treatments = one.settlement.treatments | {settled.module: replace(settled, codes=codes)}
+    settled = one.settlement.weights["layers.2.mlp.up"]
+    treatments = one.settlement.weights | {settled.module: replace(settled, codes=codes)}
     one.settlement = replace(one.settlement, treatments=treatments)
     assert not proof(one).findings
 
@@ -414,14 +414,14 @@ def test_codes_that_an_algorithm_chose_need_not_be_the_nearest(
 def test_a_clip_that_was_settled_is_counted_and_no_error(dense: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    one = quantize(dense, tmp_path / "out", algos="W8A16")
+    one = make_quantized(dense, tmp_path / "out", algos="W8A16")
     one.change(lambda ts: _rescaled(ts, f"{UP}", 0.9, dense))
     found = proof(one)
-    assert {f.check for f in found.findings} == {"clipped"}
-    settled = one.settlement.treatments["layers.2.mlp.up"]
+    assert {f.id for f in found.findings} == {"clipped"}
+    settled = one.settlement.weights["layers.2.mlp.up"]
     weight = load_file(dense / "model.safetensors")[f"{UP}.weight"].float()
     amax = 0.9 * weight.abs().amax(dim=1)
-    one.settlement.treatments[settled.module] = replace(settled, amax=amax.numpy())
+    one.settlement.weights[settled.module] = replace(settled, amax=amax.numpy())
     again = proof(one)
     assert not again.findings
     row = next(r for r in again.rows if r.name == settled.module)
@@ -449,17 +449,17 @@ def test_a_folder_that_cannot_be_read_is_a_finding(
         (one.path / "config.json").unlink()
     found = proof(one)
     assert found.exit_status == 7
-    assert {"unreadable", "config"} & {f.check for f in found.findings}
+    assert {"unreadable", "config"} & {f.id for f in found.findings}
 
 
 def test_a_plan_for_another_format_is_found(made: dict[str, Made]) -> None:
     from dataclasses import replace
 
     one = made["fp8"]
-    other_format = Format(name="w8", algo="W8A16")
+    other_format = RecipeFormat(name="w8", algo="W8A16")
     decisions = [
         replace(d, format=other_format) if d.module.name == "layers.0.mlp.up" else d
         for d in one.decisions
     ]
     found = prove(one.source, one.path, decisions, one.settlement, threads=1)
-    assert {"algo", "dtype"} <= {f.check for f in found.findings if f.module == "layers.0.mlp.up"}
+    assert {"algo", "dtype"} <= {f.id for f in found.findings if f.module == "layers.0.mlp.up"}

@@ -9,8 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megtool.checkpoint.containers.te_extra_state import ExtraState, delayed_recipe, with_tensors
+from megtool.checkpoint.containers.te_extra_state import (
+    ExtraState,
+    make_delayed_recipe,
+    replace_tensors,
+)
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.cli.app import main
 from megtool.commands.amax import fix_amax, inspect_amax, strip_amax
@@ -19,15 +24,13 @@ from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats.delayed_scaling import ScalingRule
-from megtool.reshard.fp8_state.checks import check
-from megtool.reshard.fp8_state.rebuild import rebuilt
+from megtool.reshard.fp8_state.checks import check_state
+from megtool.reshard.fp8_state.rebuild import rebuild_state
 from megtool.reshard.megatron.extra_state_names import Site
-from tests.reshard.megatron.test_amax import Hostile, packed, states_of
+from tests.support.checkpoints.extra_states import Hostile, packed, states_of
 from tests.support.checkpoints.fp8_trained import amax_of, edit_ranks, rank_files, sites, state
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
-
-torch = pytest.importorskip("torch")
 
 FC1, FC2 = (f"decoder.layers.{{}}.mlp.linear_fc{n}" for n in (1, 2))
 BEGIN = 0.02 * 4.5
@@ -69,8 +72,8 @@ def states_by_site(folder: Path) -> dict[Site, ExtraState]:
 def test_what_holds_together_is_left_alone(ranks: Path, tmp_path: Path) -> None:
     report = inspect_amax(ranks)
     assert (report.exit_status, report.findings) == (0, [])
-    assert len(report.lines_of) == len(sites())
-    line = report.lines_of[0]
+    assert len(report.modules) == len(sites())
+    line = report.modules[0]
     assert (line.release, line.steps) == (2, 8)
     assert line.amax["weight"] == line.weight
     assert line.scale["weight"] == pytest.approx(448 / line.amax["weight"])
@@ -101,7 +104,7 @@ def test_stale_scaling_is_found_and_rebuilt(ranks: Path, tmp_path: Path) -> None
     again = inspect_amax(tmp_path / "fixed")
     assert (again.exit_status, again.findings) == (0, [])
     assert verify(ranks, tmp_path / "fixed").exit_status == 0
-    for line in again.lines_of:
+    for line in again.modules:
         if line.module in (FC1.format(1), FC1.format(2), FC2.format(3)):
             assert line.amax["weight"] == line.weight
             assert line.scale["weight"] == np.float32(448) / np.float32(line.weight)
@@ -173,7 +176,7 @@ def test_a_change_of_dtype_in_release_1_is_corrected(tmp_path: Path) -> None:
     assert inspect_amax(tmp_path / "fixed").findings == []
     reshard(tmp_path / "fixed", tmp_path / "td", to="torch_dist", fsync=False)
     fixed = states_by_site(tmp_path / "td")[Site(FC1.format(0))]
-    line = next(n for n in inspect_amax(tmp_path / "td").lines_of if n.module == FC1.format(0))
+    line = next(n for n in inspect_amax(tmp_path / "td").modules if n.module == FC1.format(0))
     assert fixed.release == 1
     assert line.weight is not None
     assert fixed.tensors["amax_history_fwd"][0, 1] == line.weight
@@ -201,18 +204,18 @@ def test_scales_follow_the_recipe(algorithm: str) -> None:
     rule = ScalingRule(margin=2, algorithm=algorithm)
     held = ExtraState(
         tensors={"amax_history_fwd": history, "scale_fwd": scale},
-        facts={"recipe": delayed_recipe(rule, 4)},
+        facts={"recipe": make_delayed_recipe(rule, 4)},
         release=2,
     )
-    assert check("decoder.final._extra_state/shard_0_1", held, 2.0) == []
-    assert rebuilt(held, 2.0) == (None, [])
+    assert check_state("decoder.final._extra_state/shard_0_1", held, 2.0) == []
+    assert rebuild_state(held, 2.0) == (None, [])
     history = history.copy()
     history[0] = 16, 2, 0
-    under_way = with_tensors(held, {**held.tensors, "amax_history_fwd": history})
-    assert check("x", under_way, 2.0) == []
-    over = with_tensors(held, {**held.tensors, "scale_fwd": scale * np.float32(1.5)})
-    assert {f.kind for f in check("x", over, 2.0)} == {"scale"}
-    new, said = rebuilt(over, 2.0)
+    under_way = replace_tensors(held, {**held.tensors, "amax_history_fwd": history})
+    assert check_state("x", under_way, 2.0) == []
+    over = replace_tensors(held, {**held.tensors, "scale_fwd": scale * np.float32(1.5)})
+    assert {f.kind for f in check_state("x", over, 2.0)} == {"scale"}
+    new, said = rebuild_state(over, 2.0)
     assert new is not None
     assert new.tensors["scale_fwd"].tolist() == [*scale[:2].tolist(), 1.5]
     assert [kind for kind, _ in said] == ["scale"]

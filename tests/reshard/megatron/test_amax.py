@@ -5,131 +5,38 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megtool.checkpoint.containers.te_extra_state import ExtraState, decode
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.megatron_metadata import object_value
 from megtool.commands.amax import inspect_amax
-from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, UsageError
-from megtool.number_formats.delayed_scaling import KINDS
-from megtool.reshard.megatron.extra_state_names import Site, site_of
-from megtool.reshard.report import ReshardReport
+from megtool.reshard.megatron.extra_state_names import Site
+from tests.support.checkpoints.extra_states import (
+    FC1,
+    ITERATION,
+    LENGTH,
+    MOE,
+    Hostile,
+    assert_state,
+    edit_ranks,
+    go,
+    in_columns,
+    largest,
+    packed,
+    rank,
+    ranks,
+    scaling,
+    states_of,
+    unpacked,
+)
 from tests.support.checkpoints.trained import config, write
 
-torch = pytest.importorskip("torch")
-
-ITERATION = "iter_0000007"
 QKV = "decoder.layers.{}.self_attention.linear_qkv._extra_state"
-FC1 = "decoder.layers.{}.mlp.experts.linear_fc1._extra_state"
-MOE = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
-LENGTH = 4
-
-
-def scaling(
-    seed: int, gemms: int = 1, length: int = LENGTH, columns: str = "blocked"
-) -> dict[str, Any]:
-    """A state as training leaves it: no step under way, scales of the maxima, no output used."""
-    made = torch.Generator().manual_seed(seed)
-    out: dict[str, Any] = {}
-    for d, largest in (("fwd", 448.0), ("bwd", 57344.0)):
-        history = torch.rand(length, KINDS[d], gemms, generator=made) + 0.5
-        history[0] = 0
-        history[:, -1] = 0
-        if columns == "interleaved":
-            history = history.transpose(1, 2)
-        history = history.reshape(length, -1)
-        out[f"scale_{d}"] = scale_of(history, largest)
-        out[f"amax_history_{d}"] = history
-    return out | {"extra_fp8_variables": {"num_gemms": gemms, "fp8_max_fwd": 448}}
-
-
-def scale_of(history: Any, largest: float) -> Any:
-    """The scales that histories ask for; 1 where nothing was seen."""
-    top = history.max(0).values
-    return torch.where(top > 0, torch.tensor(largest) / top, torch.ones(1))
-
-
-def in_columns(array: Any, gemms: int, columns: str) -> Any:
-    """Scales or histories as `[..., products, kinds]`."""
-    if columns == "interleaved":
-        return array.view(*array.shape[:-1], gemms, -1)
-    return array.view(*array.shape[:-1], -1, gemms).transpose(-1, -2)
-
-
-def packed(state: dict[str, Any] | None, release: int = 2) -> Any:
-    """A state as the release keeps it."""
-    if release == 2:
-        raw = b"" if state is None else pickle.dumps(state)
-        return torch.tensor(list(raw), dtype=torch.uint8)
-    if state is not None:
-        state = state | {f"scale_inv_{d}": 1 / state[f"scale_{d}"] for d in KINDS}
-    out = io.BytesIO()
-    torch.save(state, out)
-    return out
-
-
-def unpacked(value: Any) -> Any:
-    """What a release keeps, read by torch and pickle."""
-    if isinstance(value, io.BytesIO):
-        return torch.load(io.BytesIO(value.getvalue()), weights_only=True)
-    return pickle.loads(value.numpy().tobytes()) if value.numel() else None
-
-
-Edit = Callable[[dict[str, Any], str], None]
-
-
-def edit_ranks(folder: Path, edit: Edit) -> None:
-    """Change the model of every rank file: `edit(model, folder of the rank)`."""
-    for file in sorted((folder / ITERATION).glob("mp_rank_*/model_optim_rng.pt")):
-        tree = torch.load(file, weights_only=False)
-        edit(tree["model"], file.parent.name)
-        torch.save(tree, file)
-
-
-def rank(folder: Path, name: str) -> dict[str, Any]:
-    """The model in a rank's file."""
-    file = folder / ITERATION / name / "model_optim_rng.pt"
-    found: dict[str, Any] = torch.load(file, weights_only=False)["model"]
-    return found
-
-
-def ranks(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / ITERATION).glob("mp_rank_*"))
-
-
-def go(a: Path, b: Path, **more: Any) -> ReshardReport:
-    return reshard(a, b, fsync=False, **more)
-
-
-def largest(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The maximum of states, and the scales of it."""
-    out: dict[str, Any] = {}
-    for d, top in (("fwd", 448.0), ("bwd", 57344.0)):
-        history = torch.stack([s[f"amax_history_{d}"] for s in states]).amax(0)
-        out[f"amax_history_{d}"] = history
-        out[f"scale_{d}"] = scale_of(history, top)
-    return out
-
-
-def assert_state(found: Any, want: dict[str, Any]) -> None:
-    for name, tensor in want.items():
-        if isinstance(tensor, torch.Tensor):
-            assert torch.equal(torch.as_tensor(found[name]), tensor), name
-
-
-def states_of(folder: Path) -> dict[Site, ExtraState]:
-    """The states of a checkpoint of objects."""
-    catalogue = open_checkpoint(folder)
-    values = {site_of(n): object_value(catalogue, o) for n, o in catalogue.objects.items()}
-    found = {site: decode(v) for site, v in values.items() if site is not None}
-    return {site: state for site, state in found.items() if state is not None}
 
 
 @pytest.fixture
@@ -358,13 +265,6 @@ def test_what_holds_nothing_is_left_out_where_megatron_loads_without(
     assert states_of(tmp_path / "out").keys() == states_of(tmp_path / "kept").keys()
 
 
-class Hostile:
-    """A pickle that would run a command."""
-
-    def __reduce__(self) -> Any:
-        return (__import__("os").system, ("touch /tmp/hostile",))
-
-
 def test_hostile_states_end_the_reshard(per_rank: Path, tmp_path: Path) -> None:
     value = torch.tensor(list(pickle.dumps({"scale_fwd": Hostile()})), dtype=torch.uint8)
     edit_ranks(per_rank, lambda m, _: m.update({QKV.format(0): value}))
@@ -379,7 +279,7 @@ def test_hostile_states_end_the_reshard(per_rank: Path, tmp_path: Path) -> None:
         ({"amax": "drop"}, "amax 'drop'"),
         ({"te": 3}, "Transformer Engine 3"),
         ({"amax_history": 0}, "history of 0 steps"),
-        ({"to": "safetensors", "te": 2}, "mean nothing for --to safetensors"),
+        ({"to": "safetensors", "te": 2}, "have no effect with --to safetensors"),
     ],
 )
 def test_wishes_that_make_no_sense(

@@ -11,26 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
-from megtool.config import ParallelConfig
 from megtool.errors import FormatError
-from megtool.reshard import target
 from megtool.reshard.megatron import master_weight_check
 from megtool.reshard.open_source import open_source
 from megtool.tensors.registration_order import ORDERS, Order
-from tests.support.checkpoints.trained import config, to_bfloat16, write
+from tests.support.checkpoints.optimizer_saves import EXPERTS, FORMATS, Arrays, edit, save
+from tests.support.checkpoints.trained import to_bfloat16
 
-EXPERTS = {
-    "num_layers": 2,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_ffn_hidden_size": 8,
-    "shared_ffn_hidden_size": 8,
-    "moe_layer_freq": (0, 1),
-    "qk_norm": True,
-}
-FORMATS = {"dp_reshardable": "torch_dist", "legacy": "megatron"}
 ALIGNED = {"hidden_size": 64, "head_dim": 16, "num_layers": 2}
 """Of a model without padding between its parameters."""
 MISLEADING: list[dict[str, Any]] = [
@@ -40,15 +28,6 @@ MISLEADING: list[dict[str, Any]] = [
     {"moe_grouped_gemm": "what"},
 ]
 MAIN, FIRST, SECOND = (f"optimizer.state.{s}." for s in ("param", "exp_avg", "exp_avg_sq"))
-Arrays = dict[str, Any]
-
-
-def args_of(order: Order) -> dict[str, Any]:
-    """Args of a run whose parameters are registered so."""
-    return {
-        "transformer_impl": "transformer_engine" if order.fused_norms else "local",
-        "moe_grouped_gemm": order.grouped_experts,
-    }
 
 
 def mislead(folder: Path, args: dict[str, Any]) -> None:
@@ -61,39 +40,6 @@ def mislead(folder: Path, args: dict[str, Any]) -> None:
             else:
                 setattr(tree["args"], key, value)
         torch.save(tree, file)
-
-
-def save(
-    root: Path,
-    materialize: Any,
-    optimizer: str = "dp_reshardable",
-    *,
-    change: Callable[[Arrays], None] | None = None,
-    model: dict[str, Any] | None = None,
-    order: Order = ORDERS[0],
-    **layout: Any,
-) -> Path:
-    """A training state in buckets (`out`), made of one by tensors (`in`); `change` alters its
-    arrays."""
-
-    def changed(out: Any, folder: Path, arrays: Arrays) -> None:
-        if change is not None:
-            change(arrays)
-        materialize(out, folder, arrays)
-
-    write(root / "in", config(**(model or {})), ParallelConfig(), changed, args=args_of(order))
-    with pytest.MonkeyPatch.context() as patch:
-        # megtool would not write what it refuses to read: this is another tool's.
-        patch.setattr(target, "check_masters", lambda *_: None)
-        reshard(
-            root / "in",
-            root / "out",
-            to=FORMATS[optimizer],
-            optimizer=optimizer,
-            fsync=False,
-            **layout,
-        )
-    return root / "out"
 
 
 def refused(folder: Path, says: str, **options: Any) -> FormatError:
@@ -226,12 +172,6 @@ def ranked(tmp_path: Path, materialize: Any, model: dict[str, Any] | None = None
     return save(tmp_path, materialize, "legacy", model=model, tp=2, pp=2)
 
 
-def edit(file: Path, change: Callable[[Any], None]) -> None:
-    tree = torch.load(file, weights_only=False)
-    change(tree)
-    torch.save(tree, file)
-
-
 def test_copies_of_a_norm_that_differ(tmp_path: Path, materialize: Any) -> None:
     folder = ranked(tmp_path, materialize)
     file = next(folder.rglob("mp_rank_01_001/model_optim_rng.pt"))
@@ -288,7 +228,7 @@ def test_few_reads_for_many_copies(
 ) -> None:
     folder = save(tmp_path, materialize, "legacy", tp=4, model={"num_kv_heads": 4})
     seen: list[int] = []
-    kept = master_weight_check.as_pair
+    kept = master_weight_check.pair_replicas
 
     def counted(catalogue: Any) -> Any:
         number = catalogue.shards.tensor[[r.shard for r in catalogue.replicas]]

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.commands.inspect import inspect
 from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import CoverageError
+from megtool.options.groups import SourceOptions
 from megtool.reshard.megatron.extra_state_names import Site, Spelling, site_of
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
-
-torch = pytest.importorskip("torch")
 
 MOE = {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8}
 MIXED = MOE | {"shared_ffn_hidden_size": 8, "moe_layer_freq": (0, 1, 0, 1)}
@@ -114,7 +114,7 @@ def save(
 def values(folder: Path) -> dict[str, Any]:
     """All objects of a checkpoint by name, as plain bytes and values."""
     catalogue = open_checkpoint(folder)
-    return {n: shown(object_value(catalogue, o)) for n, o in catalogue.objects.items()}
+    return {n: shown(read_object(catalogue, o)) for n, o in catalogue.objects.items()}
 
 
 def shown(value: Any) -> str:
@@ -208,7 +208,7 @@ def test_experts_in_one_module_have_one_state_together(
     for layer, e in product(range(LAYERS), range(4)):
         site = Site(f"decoder.layers.{layer}.mlp.experts.experts.linear_fc1", e)
         found = next(o for n, o in saved.objects.items() if site_of(n) == site)
-        back = decode(object_value(saved, found))
+        back = decode(read_object(saved, found))
         assert back is not None
         want = scaling(1000 + 10 * layer + e)
         assert all(np.array_equal(t, want[n]) for n, t in back.tensors.items())
@@ -420,12 +420,14 @@ def test_everything_is_accounted_for_once(source: str, tmp_path: Path, materiali
         if target["to"] == "zarr":
             pytest.importorskip("zarr")
         with_state = target.get("optimizer") != "none"
-        held = open_source(at, optimizer=with_state, family_name=target.get("family")).catalogue
+        held = open_source(
+            at, SourceOptions(family=target.get("family")), optimizer=with_state
+        ).catalogue
         report = reshard(at, tmp_path / f"out{number}", dry_run=True, **target)
         stated = [n for lists in (report.moved, report.derived) for k in lists for n in lists[k]]
         stated += [d.name for d in report.dropped]
         assert len(stated) == len(set(stated)), target
-        names = {t.name for t in held.tensors} | set(held.objects) | set(held.attachments)
+        names = {t.name for t in held.tensors} | set(held.objects) | set(held.auxiliary_files)
         names |= {f"common state: {k}" for k in held.metadata["common"]}
         assert set(stated) == names, target
         line = next(x for x in report.lines() if x.startswith("  objects"))

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, LayoutError, UsageError
-from megtool.reshard.megatron.dp_reshardable import BUCKET, buffers_of
+from megtool.reshard.megatron.dp_reshardable import BUCKET, find_buffers
 from megtool.reshard.open_source import open_source
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
-from tests.reshard.megatron.test_bucket_order_check import EXPERTS, save
 from tests.support.checkpoints.old_formats import everything
+from tests.support.checkpoints.optimizer_saves import EXPERTS, save
 from tests.support.checkpoints.trained import config, write
 
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -62,7 +62,7 @@ def rewritten(
         kind = known[name] if name in known and not (kinds and BUCKET.fullmatch(name)) else kind
         tensors.append(GlobalTensor(name=name, shape=array.shape, dtype=kind))
     rows = [(i, [0] * len(t.shape), list(t.shape), 0) for i, t in enumerate(tensors)]
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         Shards.build(rows, widest(tensors)),
         num_files=1,
@@ -243,7 +243,9 @@ def test_buffers_are_numbered_over_chunks_that_have_any(tmp_path: Path, material
         assert verify(root / "in", out).exit_status == 0
         if optimizer == "legacy":
             continue
-        found = {(b.chain, b.group): b.number for b in buffers_of(open_checkpoint(out)) if b.chain}
+        found = {
+            (b.chain, b.group): b.number for b in find_buffers(open_checkpoint(out)) if b.chain
+        }
         assert found == {(1, g): 0 for g in range(4)}
 
 
@@ -254,7 +256,7 @@ def test_a_sharding_type_that_nobody_knows(sound: Path, tmp_path: Path, material
     tensors = [
         replace(t, name=t.name.replace("optimizer.state.", "optimizer.odd.")) for t in c.tensors
     ]
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         Shards(c.shards.tensor, c.shards.boxes, np.zeros_like(c.shards.owner)),
         num_files=1,

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megtool.checkpoint.containers.te_extra_state import decode
 from megtool.commands.amax import derive_amax, fix_amax, inspect_amax
 from megtool.config import ParallelConfig
 from megtool.errors import CalibrationError, UsageError
 from megtool.reshard.megatron.extra_state_names import Site
-from tests.reshard.megatron.test_amax import (
+from tests.support.checkpoints.extra_states import (
     FC1,
     LENGTH,
     MOE,
@@ -30,8 +31,6 @@ from tests.reshard.megatron.test_amax import (
     unpacked,
 )
 from tests.support.checkpoints.trained import config, write
-
-torch = pytest.importorskip("torch")
 
 MODULE = "decoder.layers.{}.mlp.experts.experts.linear_fc1"
 RANKS = {"to": "megatron", "tp": 1, "optimizer": "none"}
@@ -215,7 +214,7 @@ def test_what_is_sound_is_left_and_what_is_stale_is_mended(
         source = tmp_path / "td"
         go(ep2, source, to="torch_dist", ep=2, dp=2)
     found = inspect_amax(source)
-    assert (found.exit_status, found.findings, found.together) == (0, [], ())
+    assert (found.exit_status, found.findings, found.joint_findings) == (0, [], ())
     fixed = fix_amax(source, tmp_path / "same", fsync=False)
     assert fixed.amax is not None
     assert (fixed.amax.rebuilt, fixed.amax.rewritten) == (0, 0)

@@ -17,7 +17,10 @@ from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError
-from megtool.reshard.megatron.fully_sharded_model_space import from_fragments, has_fragments
+from megtool.reshard.megatron.fully_sharded_model_space import (
+    has_flattened_cells,
+    read_fully_sharded_model_space,
+)
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.old_formats import as_fragments, as_gathered
 from tests.support.checkpoints.trained import config, write
@@ -58,8 +61,8 @@ def test_fragments_are_the_state_they_are_cut_from(
         folder / "new", folder / "old", materialize, seed=seed, own_class=own_class, prefix=prefix
     )
     old = open_checkpoint(folder / "old")
-    assert has_fragments(old)
-    read = from_fragments(old)
+    assert has_flattened_cells(old)
+    read = read_fully_sharded_model_space(old)
     read.check()
     assert {t.name.replace("fp32_param", "param"): t.shape for t in read.tensors} == {
         t.name: t.shape for t in open_checkpoint(folder / "new").tensors

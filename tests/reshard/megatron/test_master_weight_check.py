@@ -16,7 +16,7 @@ from megtool.commands.reshard import reshard
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, MappingError, UsageError
 from megtool.reshard.open_source import open_source
-from tests.reshard.megatron.test_bucket_order_check import FORMATS, edit, save
+from tests.support.checkpoints.optimizer_saves import FORMATS, edit, save
 from tests.support.checkpoints.trained import config, write
 from tests.support.models import tiny_llama
 

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import open_checkpoint
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron_args import config_from_args
 from megtool.errors import FormatError, MissingPackageError
-from megtool.reshard.megatron.bridge_files import at_layout, bridge_files, run_config, train_state
+from megtool.reshard.megatron.bridge_files import (
+    edit_layout,
+    make_bridge_files,
+    make_run_config,
+    make_train_state,
+)
 from megtool.reshard.megatron.nemo_config import args_from_section, read_yaml
 from megtool.reshard.open_source import open_source
 from tests.support.checkpoints.old_formats import Materialize, as_fragments, renamed
@@ -78,7 +83,7 @@ def nemo(tmp_path: Path, materialize: Materialize) -> Path:
     folder.mkdir()
     (tmp_path / "old" / "iter_0000007").rename(folder / "weights")
     common = {"global_step": 7, "epoch": 0, "pytorch-lightning_version": "2.4.0"}
-    (folder / "weights" / "common.pt").write_bytes(object_item(common))
+    (folder / "weights" / "common.pt").write_bytes(encode_object(common))
     (folder / "context").mkdir()
     text = NEMO.replace("{canary}", str(tmp_path / "canary"))
     (folder / "context" / "model.yaml").write_text(text)
@@ -113,7 +118,7 @@ def test_a_nemo_folder_becomes_megatrons(nemo: Path, tmp_path: Path) -> None:
     assert found.root.name == "iter_0000007"
     assert found.metadata["args"]["num_layers"] == 4
     assert found.metadata["args"]["pipeline_model_parallel_size"] == 2
-    assert {"context/io.json", "context/model.yaml"} <= set(found.attachments)
+    assert {"context/io.json", "context/model.yaml"} <= set(found.auxiliary_files)
     assert not any("module." in t.name for t in found.tensors)
 
 
@@ -180,12 +185,12 @@ MODELS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("model", MODELS)
 def test_run_config_says_the_model(model: dict[str, Any]) -> None:
     want = config(**model)
-    text = run_config(want, ParallelConfig(tp=2, pp=2))
+    text = make_run_config(want, ParallelConfig(tp=2, pp=2))
     said = yaml.safe_load(text)
     assert config_from_args(args_from_section(said["model"])) == want
     assert said["model"]["tensor_model_parallel_size"] == 2
     assert said["checkpoint"]["save_rng"] is False
-    moved = yaml.safe_load(at_layout(text, ParallelConfig(tp=4)))
+    moved = yaml.safe_load(edit_layout(text, ParallelConfig(tp=4)))
     sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1}
     assert moved["model"] == said["model"] | sizes | {"expert_tensor_parallel_size": 4}
 
@@ -217,12 +222,12 @@ def test_run_config_is_made_of_fields_that_exist() -> None:
         "num_kv_heads": 4,
     }
     for model in [*MODELS, latent]:
-        said = yaml.safe_load(run_config(config(**model), ParallelConfig()))["model"]
+        said = yaml.safe_load(make_run_config(config(**model), ParallelConfig()))["model"]
         assert not said.keys() - fields
 
 
 def test_train_state_is_what_bridge_loads() -> None:
-    held = torch.load(io.BytesIO(train_state(1234)), weights_only=True)
+    held = torch.load(io.BytesIO(make_train_state(1234)), weights_only=True)
     assert held["step"].item() == 1234
     assert {k: v.shape for k, v in held.items()} == dict.fromkeys(held, torch.Size([]))
     assert held["do_train"].dtype is torch.bool
@@ -231,7 +236,7 @@ def test_train_state_is_what_bridge_loads() -> None:
 def test_a_bridge_checkpoint_is_opened_and_moved(tmp_path: Path, materialize: Materialize) -> None:
     write(tmp_path / "new", config(), ParallelConfig(tp=2), materialize)
     folder = tmp_path / "new" / "iter_0000007"
-    for name, data in bridge_files(config(), ParallelConfig(tp=2), divisible_by=8).items():
+    for name, data in make_bridge_files(config(), ParallelConfig(tp=2), divisible_by=8).items():
         (folder / name).write_bytes(data)
     common = torch.load(folder / "common.pt", weights_only=False)
     del common["args"]

@@ -12,53 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.config import ParallelConfig
 from megtool.errors import FormatError, LayoutError, UsageError
 from tests.support.checkpoints.trained import config, write
+from tests.support.checkpoints.trained_models import MODELS
 
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tied_embeddings": True},
-    "biased": {
-        "norm": "layernorm",
-        "gated": False,
-        "activation": "gelu",
-        "qkv_bias": True,
-        "attn_out_bias": True,
-        "mlp_bias": True,
-    },
-    "qk norm": {"qk_norm": True},
-    "experts": {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8},
-    "some experts": {
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "moe_ffn_hidden_size": 8,
-        "shared_ffn_hidden_size": 8,
-        "moe_layer_freq": (0, 1, 0, 1),
-    },
-    "latent attention, a layer that predicts further, experts": {
-        "num_kv_heads": 4,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 12,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "head_dim": 8,
-        "v_head_dim": 4,
-        "qk_norm": True,
-        "num_mtp_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "moe_ffn_hidden_size": 8,
-        "shared_ffn_hidden_size": 8,
-        "router_expert_bias": True,
-        "router_score": "sigmoid",
-        "moe_layer_freq": (0, 1, 1, 1),
-    },
-}
 HOPS = {
     "torch_dist": ("fully_reshardable", "dp_reshardable"),
     "megatron": ("legacy",),
@@ -95,8 +57,8 @@ def hops(draw: st.DrawFn) -> list[dict[str, Any]]:
 def content(folder: Path) -> dict[str, bytes]:
     """All tensors of a checkpoint in model space as Megatron stores them, as bytes."""
     found = open_checkpoint(folder)
-    with Reader(found, Files()) as reader:
-        views = {t.name: reader.stored(t.name) for t in found.tensors}
+    with CheckpointReader(found, Files()) as reader:
+        views = {t.name: reader.open_stored(t.name) for t in found.tensors}
         return {name: np.ascontiguousarray(view.read()).tobytes() for name, view in views.items()}
 
 
@@ -187,5 +149,5 @@ def test_what_is_said_of_another_format_is_refused(
     write(tmp_path / "a", config(), ParallelConfig(), materialize)
     options: list[dict[str, Any]] = [{"bridge": True}, {"core_version": "0.16"}]
     for option in options:
-        with pytest.raises(UsageError, match=f"means nothing for --to {to}"):
+        with pytest.raises(UsageError, match=f"has no effect with --to {to}"):
             reshard(tmp_path / "a", tmp_path / "b", to=to, **option)

@@ -30,7 +30,7 @@ def test_hugging_face_and_back(tmp_path: Path, hf: Path, kind: str) -> None:
     assert reshard(hf, tmp_path / "arrays", to=kind).dropped == ()
     found = open_checkpoint(tmp_path / "arrays")
     assert found.format == kind
-    assert "hf/config.json" in found.attachments
+    assert "hf/config.json" in found.auxiliary_files
     assert verify(hf, tmp_path / "arrays").differences == ()
     reshard(tmp_path / "arrays", tmp_path / "same")
     assert open_checkpoint(tmp_path / "same").format == kind
@@ -84,18 +84,18 @@ def test_megatrons_old_zarr_becomes_torch_dist(tmp_path: Path, hf: Path) -> None
 
 
 def test_layouts_of_ranks_mean_nothing(tmp_path: Path, hf: Path) -> None:
-    with pytest.raises(UsageError, match="--tp means nothing for --to zarr"):
+    with pytest.raises(UsageError, match="--tp has no effect with --to zarr"):
         reshard(hf, tmp_path / "out", to="zarr", tp=2)
 
 
 @pytest.mark.parametrize("how", ["zstd", "blosc"])
 def test_compressed_arrays(tmp_path: Path, hf: Path, how: str) -> None:
     reshard(hf, tmp_path / "arrays", to="zarr", compress=how, max_shard_size="1MiB")
-    assert open_checkpoint(tmp_path / "arrays").cells is not None
+    assert open_checkpoint(tmp_path / "arrays").encoded_chunks is not None
     assert verify(hf, tmp_path / "arrays").differences == ()
     reshard(tmp_path / "arrays", tmp_path / "back", to="hf")
     assert tensors(tmp_path / "back") == tensors(hf)
-    with pytest.raises(UsageError, match="--compress means nothing for --to dcp"):
+    with pytest.raises(UsageError, match="--compress has no effect with --to dcp"):
         reshard(hf, tmp_path / "out", to="dcp", compress=how)
 
 
@@ -131,7 +131,7 @@ def test_a_database_that_was_stopped_is_begun_anew(
     from megtool.checkpoint.formats import tensorstore
     from megtool.errors import StorageError
 
-    settle, calls = tensorstore._settle, []
+    settle, calls = tensorstore._flush, []
     monkeypatch.setattr(tensorstore, "_BATCH_BYTES", 1 << 10)
 
     def fail_late(*args: object) -> None:

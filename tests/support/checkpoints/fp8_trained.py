@@ -12,7 +12,7 @@ import torch
 
 from megtool.commands.reshard import reshard
 from megtool.reshard.megatron.extra_state_names import Site
-from tests.reshard.megatron.test_amax import Edit, packed
+from tests.support.checkpoints.extra_states import Edit, packed
 from tests.support.models import tiny_llama
 
 STEPS = 8

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import execute
-from megtool.checkpoint.formats.safetensors import lay_out, open_checkpoint
-from megtool.checkpoint.plan import Dropped, Plan, Source
-from megtool.checkpoint.planner import build
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.formats.safetensors import open_checkpoint, plan_safetensors_layout
+from megtool.checkpoint.plan import DroppedItem, PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.dtypes import dtype
 from megtool.export.quantized_module import Coded, CodedFolder
@@ -34,8 +34,7 @@ from megtool.quant.packed_tensors.hf_config import (
     quantization,
     with_quantization,
 )
-from megtool.quant.qparams import packing_of
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat, packing_of
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -66,9 +65,9 @@ class Wanted:
     smoothed: bool = False
 
     @property
-    def format(self) -> Format:
+    def format(self) -> RecipeFormat:
         group = self.group or next(iter(FORMATS[self.algo].groups), 0)
-        return Format(name="x", algo=self.algo, group_size=group)
+        return RecipeFormat(name="x", algo=self.algo, group_size=group)
 
 
 def weights_of(wanted: Wanted, seed: int) -> np.ndarray[Any, Any]:
@@ -119,7 +118,7 @@ def _encoded(wanted: Wanted, seed: int) -> Tensors:
 
 def modelopt_held(coded: Coded) -> tuple[str, Held]:
     """The packing and the tensors of a module in ModelOpt's form."""
-    packing = packing_of(Format(name="x", algo=coded.algo, group_size=coded.group_size))
+    packing = packing_of(RecipeFormat(name="x", algo=coded.algo, group_size=coded.group_size))
     return packing, _held(coded, layout(packing, coded.shape), NAMES)
 
 
@@ -151,7 +150,7 @@ def _held(coded: Coded, parts: Sequence[PackedPart], names: Mapping[str, str]) -
     return out
 
 
-def given_of(values: Mapping[str, np.ndarray[Any, Any]]) -> Given:
+def given_of(values: Mapping[str, np.ndarray[Any, Any]]) -> ConstantFeed:
     """Tensors that are known."""
     kind = {"float32": "float32", "int64": "int64"}
     return ConstantFeed(
@@ -230,11 +229,11 @@ def to_modelopt(source: CodedFolder, to: Path) -> Path:
 
 def planned(
     source: CodedFolder,
-    made: Sequence[tuple[Sequence[Feed], Held]],
+    made: Sequence[tuple[Sequence[TensorFeed], Held]],
     *,
     known: Mapping[str, np.ndarray[Any, Any]] | None = None,
     config: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> ReshardPlan:
     """The plan that fills the tensors of `made`, gives `known` ones and copies norms."""
     tensors = [t for _, held in made for _, t in held]
     feeds = [f for found, _ in made for f in found]
@@ -248,18 +247,18 @@ def planned(
     placements = {t.name: Placement.identity(t.name, t.shape) for t in raw.tensors}
     read = {p.canonical for f in feeds for p in f.reads}
     unread = [t for t in raw.tensors if t.name not in read and "norm" not in t.name]
-    return build(
-        [Source(catalogue=raw, placements=placements)],
-        lay_out([*tensors, *norms], small=small),
+    return build_plan(
+        [PlanSource(catalogue=raw, placements=placements)],
+        plan_safetensors_layout([*tensors, *norms], small_files=small),
         {t.name: placements[t.name] for t in norms},
-        dropped=[Dropped(name=t.name, reason="given", num_bytes=t.num_bytes) for t in unread],
+        dropped=[DroppedItem(name=t.name, reason="given", num_bytes=t.num_bytes) for t in unread],
         feeds=feeds,
     )
 
 
 def carried_out(
     source: CodedFolder,
-    made: Sequence[tuple[Sequence[Feed], Held]],
+    made: Sequence[tuple[Sequence[TensorFeed], Held]],
     to: Path,
     *,
     known: Mapping[str, np.ndarray[Any, Any]] | None = None,
@@ -269,7 +268,7 @@ def carried_out(
 ) -> Path:
     """A folder made by feeds."""
     plan = planned(source, made, known=known, config=config)
-    stage = Stage(to, files=files or Files(), fingerprint=plan.fingerprint)
+    stage = StagingFolder(to, files=files or Files(), fingerprint=plan.fingerprint)
     with stage:
         execute(plan, stage, files=stage.files, threads=1, memory_bytes=memory_bytes)
         stage.commit(fsync=False)
@@ -284,9 +283,9 @@ def tensors_in(folder: Path) -> Tensors:
 def decoded(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     """All weights as they decode."""
     catalogue, out = open_checkpoint(folder), {}
-    with Reader(catalogue, Files()) as reader:
+    with CheckpointReader(catalogue, Files()) as reader:
         for t in catalogue.tensors:
             if t.packing is not None:
-                tiles = [tile.copy() for _, tile in reader.stored(t.name).tiles()]
+                tiles = [tile.copy() for _, tile in reader.open_stored(t.name).tiles()]
                 out[t.name] = np.concatenate(tiles).reshape(t.shape)
     return out

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.formats.torch_dist_layout import lay_out
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.reshard.megatron.checkpoint_objects import item_of
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
@@ -42,8 +42,8 @@ class MCoreMetadata(Metadata):
 
 def everything(c: Catalogue) -> dict[str, np.ndarray[Any, Any]]:
     """All stored tensors."""
-    with Reader(c, Files()) as reader:
-        return {t.name: np.array(reader.stored(t.name).read()) for t in c.tensors}
+    with CheckpointReader(c, Files()) as reader:
+        return {t.name: np.array(reader.open_stored(t.name).read()) for t in c.tensors}
 
 
 def as_fragments(
@@ -90,7 +90,7 @@ def as_fragments(
     kind = {"param_state_sharding_type": "fully_sharded_model_space"}
     common["optimizer"] = {**common["optimizer"], **kind}
     common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         Shards.build(rows, widest(tensors)),
         num_files=2,
@@ -166,7 +166,7 @@ def as_gathered(source: Path, target: Path, materialize: Materialize, *, tree: A
     common = dict(c.metadata["common"])
     common["optimizer"] = {"param_state_sharding_type": "dp_zero_gather_scatter"}
     common["content_metadata"] = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         weights,
         Shards.build(rows, widest(weights)),
         num_files=1,
@@ -184,7 +184,7 @@ def renamed(
     """The same checkpoint with other names of tensors."""
     c = open_checkpoint(source)
     tensors = [dataclasses.replace(t, name=rename(t.name)) for t in c.tensors]
-    laid = lay_out(
+    laid = plan_torch_dist_layout(
         tensors,
         Shards(c.shards.tensor, c.shards.boxes, np.zeros_like(c.shards.owner)),
         num_files=1,

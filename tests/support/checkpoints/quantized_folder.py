@@ -16,9 +16,16 @@ from safetensors.torch import load_file, save_file
 from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.quant.calibration.activation_sites import list_points
-from megtool.quant.qparams import INPUTS, PACKINGS, Cache, Settlement, Treatment, packing_of
-from megtool.quant.recipes.formats import FORMATS, SMOOTHED, Format
+from megtool.quant.calibration.activation_sites import list_activation_sites
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import (
+    FORMATS,
+    INPUT_PACKINGS,
+    PACKINGS,
+    SMOOTHED_ALGOS,
+    RecipeFormat,
+    packing_of,
+)
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import list_modules
 from megtool.reshard.open_source import open_source
@@ -42,7 +49,7 @@ class Made:
     source: CheckpointSource
     path: Path
     decisions: list[Decision]
-    settlement: Settlement
+    settlement: QParams
     facts: dict[str, Any] = field(default_factory=dict)
 
     def copied(self, to: Path) -> Made:
@@ -77,7 +84,7 @@ def randomised(source: Path, seed: int = 1) -> Path:
     return source
 
 
-def quantize(
+def make_quantized(
     source: Path,
     destination: Path,
     *,
@@ -95,12 +102,12 @@ def quantize(
     modules = list_modules(opened.side).modules
     by_end = {"": algos} if isinstance(algos, str) else algos
     decisions = [_decided(m, by_end, group, cache) for m in modules]
-    settlement = Settlement()
+    settlement = QParams()
     formats = {d.module.name: d.format for d in decisions if d.format and d.format.algo}
     generator = np.random.default_rng(0)
     weights = load_file(source / "model.safetensors")
     shared: dict[str, float] = {}
-    for point in list_points(modules, opened.side.config):
+    for point in list_activation_sites(modules, opened.side.config):
         fed = [m for m in point.modules if m in formats]
         if not fed:
             continue
@@ -109,42 +116,42 @@ def quantize(
             columns = np.exp2(generator.integers(-2, 3, point.width)).astype(np.float32)
             columns *= generator.uniform(0.9, 1.1, point.width).astype(np.float32)
             if point.norm:
-                settlement.norms[point.norm] = columns
+                settlement.norm_scales[point.norm] = columns
         for m in fed:
-            settlement.treatments[m] = Treatment(
+            settlement.weights[m] = WeightQParams(
                 module=m,
                 format=formats[m],
-                columns=columns,
-                stores_columns=columns is not None and not point.norm,
+                smoothing_scale=columns,
+                stores_pre_quant_scale=columns is not None and not point.norm,
                 input_amax=3.0 if FORMATS[formats[m].algo].calibrates else 0.0,
             )
-    hf = {d.module.name: d.module.called("hf")[0] for d in decisions}
-    for point in list_points(modules, opened.side.config):
+    hf = {d.module.name: d.module.names_in("hf")[0] for d in decisions}
+    for point in list_activation_sites(modules, opened.side.config):
         for m in point.modules:
-            if m in settlement.treatments:
+            if m in settlement.weights:
                 top = weights[f"{hf[m]}.weight"].float()
-                if (columns := settlement.treatments[m].columns) is not None:
+                if (columns := settlement.weights[m].smoothing_scale) is not None:
                     top = top * torch.from_numpy(columns)
                 shared[point.name] = max(shared.get(point.name, 0.0), float(top.abs().max()))
     out: Tensors = {}
     for name, tensor in weights.items():
         out[name] = tensor
-    for norm, factors in settlement.norms.items():
-        stored = next(d.module.called("hf")[0] for d in decisions if d.module.name == norm)
+    for norm, factors in settlement.norm_scales.items():
+        stored = next(d.module.names_in("hf")[0] for d in decisions if d.module.name == norm)
         w = out[f"{stored}.weight"]
         out[f"{stored}.weight"] = (w.float() / torch.from_numpy(factors)).to(w.dtype)
-    for point in list_points(modules, opened.side.config):
+    for point in list_activation_sites(modules, opened.side.config):
         for m in point.modules:
-            if m in settlement.treatments:
-                _packed(out, hf[m], settlement.treatments[m], shared[point.name])
+            if m in settlement.weights:
+                _packed(out, hf[m], settlement.weights[m], shared[point.name])
     caches = [d for d in decisions if d.module.kind == "kv_cache" and d.format]
     for d in caches:
         for last in "kv":
             scale = {"k": 3.0, "v": 5.0}[last] / 448
             out[f"{hf[d.module.name]}.{last}_proj.{last}_scale"] = torch.tensor(scale)
-        settlement.caches[d.module.name] = Cache(
+        settlement.kv_caches[d.module.name] = KVCacheQParams(
             module=d.module.name,
-            format=d.format or Format(name="kv", kv_algo="FP8"),
+            format=d.format or RecipeFormat(name="kv", kv_algo="FP8"),
             key_amax=3.0,
             value_amax=5.0,
         )
@@ -165,16 +172,16 @@ def _decided(m: Any, by_end: Mapping[str, str], group: int, cache: bool) -> Deci
         if algo:
             size = group if len(FORMATS[algo].groups) > 1 and group else 0
             size = size or next(iter(FORMATS[algo].groups), 0)
-            found = Format(name=algo.lower(), algo=algo, group_size=size)
+            found = RecipeFormat(name=algo.lower(), algo=algo, group_size=size)
     if m.kind == "kv_cache" and cache:
-        found = Format(name="kv", kv_algo="FP8")
-    return Decision(module=m, format=found, rules=(), why="", num_bytes=m.num_bytes)
+        found = RecipeFormat(name="kv", kv_algo="FP8")
+    return Decision(module=m, format=found, rules=(), reason="", num_bytes=m.num_bytes)
 
 
-def _packed(out: Tensors, hf: str, treatment: Treatment, top: float) -> None:
+def _packed(out: Tensors, hf: str, treatment: WeightQParams, top: float) -> None:
     weight = out.pop(f"{hf}.weight").float()
-    if treatment.columns is not None:
-        weight = weight * torch.from_numpy(treatment.columns)
+    if treatment.smoothing_scale is not None:
+        weight = weight * torch.from_numpy(treatment.smoothing_scale)
     packing, algo = packing_of(treatment.format), treatment.format.algo
     assert algo in PACKINGS
     parts = layout(packing, tuple(weight.shape))
@@ -192,25 +199,25 @@ def _packed(out: Tensors, hf: str, treatment: Treatment, top: float) -> None:
     if algo == "W4A8_AWQ":
         out[f"{hf}.weight_scale_2"] = torch.tensor(top / 448)
     if treatment.input_amax:
-        kind = INPUTS[algo].partition(":")[0]
+        kind = INPUT_PACKINGS[algo].partition(":")[0]
         largest = {"fp8": 448.0, "int8": 127.0, "nvfp4": 2688.0}[kind]
         out[f"{hf}.input_scale"] = torch.tensor(treatment.input_amax / largest)
-    if treatment.stores_columns and treatment.columns is not None:
-        scale = torch.from_numpy(1 / treatment.columns)
+    if treatment.stores_pre_quant_scale and treatment.smoothing_scale is not None:
+        scale = torch.from_numpy(1 / treatment.smoothing_scale)
         out[f"{hf}.pre_quant_scale"] = scale.to(torch.bfloat16)
 
 
-def _configs(folder: Path, decisions: list[Decision], settlement: Settlement, caches: bool) -> None:
+def _configs(folder: Path, decisions: list[Decision], settlement: QParams, caches: bool) -> None:
     linear = [d for d in decisions if d.module.kind == "linear"]
     algos = dict.fromkeys(d.format.algo for d in linear if d.format)
     said: dict[str, Any] = {
         "quant_algo": next(iter(algos)) if len(algos) == 1 else "MIXED_PRECISION",
         "kv_cache_quant_algo": "FP8" if caches else None,
     }
-    kept = [d.module.called("hf")[0] for d in linear if d.format is None]
+    kept = [d.module.names_in("hf")[0] for d in linear if d.format is None]
     if len(algos) > 1:
         said["quantized_layers"] = {
-            d.module.called("hf")[0]: {
+            d.module.names_in("hf")[0]: {
                 "quant_algo": d.format.algo,
                 **({"group_size": d.format.group_size} if d.format.group_size else {}),
             }
@@ -220,10 +227,10 @@ def _configs(folder: Path, decisions: list[Decision], settlement: Settlement, ca
     elif size := next(d.format.group_size for d in linear if d.format):
         said["group_size"] = size
     if FORMATS[next(iter(algos))].smooths and len(algos) == 1:
-        stored = any(t.stores_columns for t in settlement.treatments.values())
+        stored = any(t.stores_pre_quant_scale for t in settlement.weights.values())
         said["pre_quant_scale"] = stored
         if stored:
-            said["quant_algo"] = SMOOTHED.get(said["quant_algo"], said["quant_algo"])
+            said["quant_algo"] = SMOOTHED_ALGOS.get(said["quant_algo"], said["quant_algo"])
     quant = {"producer": {"name": "modelopt"}, "quantization": said | {"exclude_modules": kept}}
     (folder / "hf_quant_config.json").write_text(json.dumps(quant))
     config = json.loads((folder / "config.json").read_text())

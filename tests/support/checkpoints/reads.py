@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 
 
 def contents(catalogue: Catalogue) -> dict[str, np.ndarray]:
     """Every stored tensor, in memory of its own."""
-    with Reader(catalogue, Files()) as reader:
-        return {t.name: reader.stored(t.name).read().copy() for t in catalogue.tensors}
+    with CheckpointReader(catalogue, Files()) as reader:
+        return {t.name: reader.open_stored(t.name).read().copy() for t in catalogue.tensors}
 
 
 def read_so_far() -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megtool.checkpoint.containers.pickle_reader import inert_global
-from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.formats.torch_dist_layout import lay_out
+from megtool.checkpoint.containers.pickle_writer import make_namespace
+from megtool.checkpoint.formats.torch_dist_layout import plan_torch_dist_layout
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.binding import Binding
 from megtool.convert.canonical import CanonicalModel
@@ -102,20 +102,20 @@ def write(
     }
     known = args_from_config(model, parallel, divisible_by=8, base_args=more | (args or {}))
     common = {
-        "args": namespace(known),
+        "args": make_namespace(known),
         "checkpoint_version": 3.0,
         "iteration": 7,
         "optimizer": {"optimizer": GROUPS, "param_state_sharding_type": "fully_reshardable"},
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
     }
     shards = shard(tensors, parallel, config=model)
-    out = lay_out(
+    out = plan_torch_dist_layout(
         tensors,
         shards,
         num_files=parallel.world_size,
         objects=objects,
         common=common | dict(small_state or {}),
-        small=beside,
+        small_files=beside,
         iteration=7,
         megatron=True,
     )

@@ -32,7 +32,7 @@ from megtool.kernels.dispatch import Implementation, use  # noqa: E402
 from megtool.model.batch import Batch  # noqa: E402
 from megtool.model.decoder import Decoder  # noqa: E402
 from megtool.parallel.process_groups import ProcessGroups  # noqa: E402
-from tests.model import test_decoder_dense_families as dense  # noqa: E402
+from tests.support.models import dense_decoders as dense  # noqa: E402
 from tests.support.models import moe_models  # noqa: E402
 from tests.support.models.dense_families import GPT2_SIZES, SIZES  # noqa: E402
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megtool.quant.recipes.modules import Module, list_modules
+from megtool.quant.recipes.modules import ModuleInfo, list_modules
 from megtool.reshard.open_source import open_source
 from tests.support.models import tiny_llama
 
@@ -81,6 +81,6 @@ def moe(folder: Path) -> Path:
     return folder
 
 
-def modules(path: Path) -> tuple[Module, ...]:
+def modules(path: Path) -> tuple[ModuleInfo, ...]:
     """The modules of a checkpoint."""
     return list_modules(open_source(path).side).modules

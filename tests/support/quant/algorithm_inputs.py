@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megtool.quant.calibration.statistics import BINS, BINS_AN_OCTAVE, OCTAVES, Statistics
+from megtool.quant.calibration.statistics import (
+    BINS,
+    BINS_PER_OCTAVE,
+    OCTAVES,
+    ActivationStatistics,
+)
 
 
 def rows(count: int, width: int, *, seed: int = 0) -> Tensor:
@@ -24,13 +29,13 @@ def weight(out: int, width: int, *, seed: int = 1) -> Tensor:
     return torch.randn(out, width, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def statistics(x_TI: Tensor, *, full: bool = True) -> Statistics:
+def statistics(x_TI: Tensor, *, full: bool = True) -> ActivationStatistics:
     """What a recorder keeps of them."""
     x = x_TI.numpy()
     size = np.abs(x)
     with np.errstate(divide="ignore"):
-        bins = np.floor((np.log2(size) - OCTAVES[0]) * BINS_AN_OCTAVE).clip(-1, BINS - 2) + 1
-    return Statistics(
+        bins = np.floor((np.log2(size) - OCTAVES[0]) * BINS_PER_OCTAVE).clip(-1, BINS - 2) + 1
+    return ActivationStatistics(
         num_tokens=len(x),
         amax=size.max(axis=0),
         abs_sum=size.sum(axis=0, dtype=np.float64),

@@ -12,12 +12,12 @@ import torch
 
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.calibration.calibrate import calibrate
-from megtool.quant.calibration.calibration_file import Artefact
-from megtool.quant.calibration.fingerprint import fingerprint_of
-from megtool.quant.calibration.resume_folder import Work
-from megtool.quant.resolve import Decided, decide
+from megtool.quant.calibration.calibration_file import CalibrationFile
+from megtool.quant.calibration.fingerprint import compute_fingerprint
+from megtool.quant.calibration.resume_folder import ResumeFolder
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.reshard.source import CheckpointSource
 from tests.support.models import tiny_models
 
@@ -26,9 +26,9 @@ from tests.support.models import tiny_models
 class Case:
     """A checkpoint with decisions and data."""
 
-    decided: Decided
+    decided: ResolvedRecipe
     source: CheckpointSource
-    points: tuple[Point, ...]
+    points: tuple[ActivationSite, ...]
     batches: list[Batch]
 
     @property
@@ -37,24 +37,24 @@ class Case:
         d = self.decided
         return self.source, d.matched.decisions, d.recipe, self.points, self.batches
 
-    def run(self, **more: Any) -> Artefact:
+    def run(self, **more: Any) -> CalibrationFile:
         """Calibrate."""
         d = self.decided
-        seen = fingerprint_of(
-            d.opened.catalogue, d.opened.side, d.recipe, d.matched.decisions, self.batches
+        seen = compute_fingerprint(
+            d.source.catalogue, d.source.side, d.recipe, d.matched.decisions, self.batches
         )
         return calibrate(*self.facts, fingerprint=seen, **more)
 
 
 def case(folder: Path, recipe: str | Path = "fp8", *, batches: list[Batch] | None = None) -> Case:
     """A case of a checkpoint in a folder."""
-    decided = decide(folder, recipe)
-    opened, config = decided.opened, decided.opened.side.config
+    decided = resolve_recipe(folder, recipe)
+    opened, config = decided.source, decided.source.side.config
     assert config is not None
     return Case(
         decided=decided,
-        source=CheckpointSource(catalogue=opened.catalogue, side=opened.side, config=config),
-        points=list_points(decided.modules.modules, config),
+        source=opened,
+        points=list_activation_sites(decided.modules.modules, config),
         batches=tokens(config.vocab_size) if batches is None else batches,
     )
 
@@ -84,7 +84,7 @@ def random_moe(folder: Path) -> Path:
     return folder
 
 
-def saved(artefact: Artefact, folder: Path) -> bytes:
+def saved(artefact: CalibrationFile, folder: Path) -> bytes:
     """The bytes of an artefact's file."""
     folder.mkdir(parents=True, exist_ok=True)
     artefact.save(folder / "calibration.safetensors")
@@ -94,14 +94,14 @@ def saved(artefact: Artefact, folder: Path) -> bytes:
 def killed_behind(unit: int, folder: Path, recipe: str, work: Path) -> None:
     """Calibrate in `work`, and be killed when this unit is finished. For a process of its own."""
     torch.set_num_threads(1)
-    whole = Work.record
+    whole = ResumeFolder.write_unit
 
-    def record(self: Work, number: int, *facts: Any) -> None:
+    def record(self: ResumeFolder, number: int, *facts: Any) -> None:
         whole(self, number, *facts)
         if number == unit:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Work.record = record  # type: ignore[method-assign]
+    ResumeFolder.write_unit = record  # type: ignore[method-assign]
     case(folder, recipe).run(work=work)
 
 

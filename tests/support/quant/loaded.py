@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megtool.quant.calibration.activation_sites import Point, list_points
-from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
-from megtool.quant.recipes.formats import FORMATS, Format
-from megtool.quant.recipes.modules import Module, list_modules
-from megtool.quant.resolve import Decided
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import FORMATS, INPUT_PACKINGS, RecipeFormat
+from megtool.quant.recipes.modules import ModuleInfo, list_modules
+from megtool.quant.resolve import ResolvedRecipe
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 
@@ -35,47 +35,49 @@ def randomised(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def opened(folder: Path) -> tuple[CheckpointSource, tuple[Module, ...], tuple[Point, ...]]:
+def opened(
+    folder: Path,
+) -> tuple[CheckpointSource, tuple[ModuleInfo, ...], tuple[ActivationSite, ...]]:
     """A checkpoint to load, its modules and its points."""
     found = open_source(folder)
     config = found.side.config
     assert config is not None
     modules = list_modules(found.side).modules
-    source = CheckpointSource(catalogue=found.catalogue, side=found.side, config=config)
-    return source, modules, list_points(modules, config)
+    source = found
+    return source, modules, list_activation_sites(modules, config)
 
 
-def points_of(decided: Decided) -> tuple[Point, ...]:
+def points_of(decided: ResolvedRecipe) -> tuple[ActivationSite, ...]:
     """The points of what a recipe decided about."""
-    config = decided.opened.side.config
+    config = decided.source.side.config
     assert config is not None
-    return list_points(decided.modules.modules, config)
+    return list_activation_sites(decided.modules.modules, config)
 
 
-def source_of(decided: Decided) -> Source:
+def source_of(decided: ResolvedRecipe) -> CheckpointSource:
     """What a recipe decided about, to load."""
-    opened = decided.opened
-    return CheckpointSource(catalogue=opened.catalogue, side=opened.side, config=opened.side.config)
+    opened = decided.source
+    return opened
 
 
 def settled(
-    modules: tuple[Module, ...],
-    points: tuple[Point, ...],
+    modules: tuple[ModuleInfo, ...],
+    points: tuple[ActivationSite, ...],
     algo: Callable[[str], str],
     *,
     smooth: bool = False,
     cache: str = "",
-) -> Settlement:
+) -> QParams:
     """Every matrix but routers in the format that `algo` says (none: kept); factors of columns, the
     same for siblings, where `smooth`."""
     known = {m.name: m for m in modules}
-    out = Settlement()
+    out = QParams()
     for number, point in enumerate(points):
-        if point.what == "kv_cache":
+        if point.kind == "kv_cache":
             if cache:
-                out.caches[point.name] = Cache(
+                out.kv_caches[point.name] = KVCacheQParams(
                     module=point.name,
-                    format=Format(name="kv", kv_algo=cache),
+                    format=RecipeFormat(name="kv", kv_algo=cache),
                     key_amax=1.5,
                     value_amax=1.25,
                 )
@@ -86,11 +88,11 @@ def settled(
                 continue
             group = (FORMATS[chosen].groups or (0,))[0]
             more: dict[str, Any] = {"columns": columns.astype(np.float32)} if smooth else {}
-            out.treatments[name] = Treatment(
+            out.weights[name] = WeightQParams(
                 module=name,
-                format=Format(name="f", algo=chosen, group_size=group),
-                stores_columns=bool(smooth and not point.norm),
-                input_amax=3.0 + number / 7 if chosen in INPUTS else 0.0,
+                format=RecipeFormat(name="f", algo=chosen, group_size=group),
+                stores_pre_quant_scale=bool(smooth and not point.norm),
+                input_amax=3.0 + number / 7 if chosen in INPUT_PACKINGS else 0.0,
                 **more,
             )
     return out

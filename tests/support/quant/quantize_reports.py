@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megtool.lint.finding import error, warning
 from megtool.quant.pipeline.report import (
     AutoChoice,
     CalibrationFacts,
@@ -12,7 +13,6 @@ from megtool.quant.pipeline.report import (
     QuantizeEvaluation,
     QuantizeReport,
 )
-from megtool.quant.verification.findings import error, warning
 from megtool.quant.verification.verify_folder import Proof, Row
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=a>&'\x1b[31m"

@@ -12,9 +12,9 @@ from megtool.config import ModelConfig, ParallelConfig
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import Point
-from megtool.quant.calibration.recorder import Recorder
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.activation_sites import ActivationSite
+from megtool.quant.calibration.recorder import ActivationRecorder
+from megtool.quant.calibration.statistics import ActivationStatistics
 from tests.support.worlds.moe_layouts import config_of, part, whole
 
 SAMPLES, LENGTH = 4, 10
@@ -48,12 +48,12 @@ def widths(config: ModelConfig, layer: int) -> dict[str, int]:
     return out
 
 
-def points_of(config: ModelConfig) -> tuple[Point, ...]:
+def points_of(config: ModelConfig) -> tuple[ActivationSite, ...]:
     """All points of a tiny decoder."""
     found = [
-        Point(
+        ActivationSite(
             name=f"layers.{layer}.{name}",
-            what="kv_cache" if name == "attn.kv" else "input",
+            kind="kv_cache" if name == "attn.kv" else "input",
             layer=layer,
             modules=(),
             width=width,
@@ -62,7 +62,9 @@ def points_of(config: ModelConfig) -> tuple[Point, ...]:
         for layer in range(config.num_layers)
         for name, width in widths(config, layer).items()
     ]
-    head = Point(name="head", what="input", layer=None, modules=("head",), width=config.hidden_size)
+    head = ActivationSite(
+        name="head", kind="input", layer=None, modules=("head",), width=config.hidden_size
+    )
     return (*found, head)
 
 
@@ -87,33 +89,33 @@ def record(
     gram: bool = False,
     even: bool = False,
     route_all: bool = False,
-    points: tuple[Point, ...] = (),
-) -> dict[str, Statistics]:
+    points: tuple[ActivationSite, ...] = (),
+) -> dict[str, ActivationStatistics]:
     """Statistics of all points, layer by layer."""
     points = points or points_of(decoder.config)
-    asked = [p.name for p in points if p.what == "input"] if gram else []
-    recorder = Recorder(
+    asked = [p.name for p in points if p.kind == "input"] if gram else []
+    recorder = ActivationRecorder(
         decoder,
         points,
         gram=asked,
-        even=asked if even else (),
+        normalize_tokens=asked if even else (),
         sample=asked,
         route_all=route_all,
     )
-    found: dict[str, Statistics] = {}
+    found: dict[str, ActivationStatistics] = {}
     for layer in (*range(decoder.config.num_layers), None):
         recorder.start(layer)
         for batch, first in batches(dp, rank):
-            recorder.see(batch, first_sample=first)
+            recorder.set_batch(batch, first_sample=first)
             with torch.no_grad():
                 decoder(batch)
-        found |= recorder.take()
+        found |= recorder.collect()
     return found
 
 
 def on_rank(
     rank: int, size: int, name: str, layout: dict[str, int], how: dict[str, Any]
-) -> dict[str, Statistics]:
+) -> dict[str, ActivationStatistics]:
     """What one rank of a layout gets."""
     groups = ProcessGroups.start(ParallelConfig(**layout))
     config = config_of(name)
@@ -132,7 +134,9 @@ def on_rank(
     return found
 
 
-def assert_equal(got: dict[str, Statistics], want: dict[str, Statistics]) -> None:
+def assert_equal(
+    got: dict[str, ActivationStatistics], want: dict[str, ActivationStatistics]
+) -> None:
     """Counts exactly, all else but for the order in which ranks add up."""
     assert list(got) == list(want)
     for name, w in want.items():

@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 
 from megtool.model.hooks import HookLocation
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.reduce_statistics import reduced
-from megtool.quant.calibration.running_statistics import Tally
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.reduce_statistics import reduce_statistics
+from megtool.quant.calibration.running_statistics import RunningStatistics
+from megtool.quant.calibration.statistics import ActivationStatistics
 
 
-def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> Statistics:
+def seen(*parts: NDArray[Any], gram: bool = False, sample: bool = False) -> ActivationStatistics:
     """Of rows `[tokens, width]` that came in these parts."""
     width = parts[0].shape[1]
-    tally = Tally(width, torch.device("cpu"), gram_width=width if gram else 0, samples=sample)
+    tally = RunningStatistics(
+        width, torch.device("cpu"), gram_width=width if gram else 0, keep_sample=sample
+    )
     for x in parts:
         assert tally.add(torch.from_numpy(np.ascontiguousarray(x, np.float32))) is None
     place = HookLocation(module=torch.nn.Identity())
-    return reduced(tally, place, width, ProcessGroups.alone(), gram=gram, sample=sample)
+    return reduce_statistics(tally, place, width, ProcessGroups.alone(), gram=gram, sample=sample)

@@ -16,18 +16,14 @@ from megtool.convert.rank_tensors import RankCoordinates
 from megtool.inference.rank_weights import Weights, decoder_of
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
-from tests.convert.test_rank_tensors import sliced
+from tests.support.checkpoints.rank_slices import sliced
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def source_of(path: Path, **how: Any) -> Source:
+def source_of(path: Path, **how: Any) -> CheckpointSource:
     """A checkpoint as the commands hand it over."""
-    opened = open_source(path, optimizer=False, **how)
-    model = opened.model
-    return CheckpointSource(
-        catalogue=opened.catalogue, side=opened.side, config=model.config if model else None
-    )
+    return open_source(path, optimizer=False, **how)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -15,16 +15,16 @@ from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.distributed import DistributedOptimizer
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.replicated import PlainOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.replicated import ReplicatedOptimizer
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_source
 from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
-from megtool.train.checkpointing.megatron_template import template_of
-from megtool.train.checkpointing.resume import Resumed, resume
-from megtool.train.checkpointing.save import Saver
-from megtool.train.checkpointing.save_metadata import Extras
+from megtool.train.checkpointing.megatron_template import make_save_template
+from megtool.train.checkpointing.resume import ResumedRun, resume
+from megtool.train.checkpointing.save import TorchDistSaver
+from megtool.train.checkpointing.save_metadata import SaveMetadata
 
 ROWS, LENGTH = 4, 8
 
@@ -47,25 +47,21 @@ class Trained:
         self.groups = groups or ProcessGroups.start(ParallelConfig(**(layout or {})))
         self.opened: CheckpointSource = open_source(source)
         assert self.opened.model is not None
-        self.source = CheckpointSource(
-            catalogue=self.opened.catalogue,
-            side=self.opened.side,
-            config=self.opened.model.config,
-        )
+        self.source = self.opened
         self.kind = dtype(kind)
         self.stages: list[Decoder] = load_for_training(
             self.source, self.groups, dtype=kind, threads=1, sequence_parallel=sequence_parallel
         )
         named = [(n, p) for stage in self.stages for n, p in stage.named_parameters()]
-        how = OptimizerSettings(**(settings or {}))
+        how = OptimizerConfig(**(settings or {}))
         self.optimizer: Optimizer
         if plain:
-            self.optimizer = PlainOptimizer(named, how, self.groups)
+            self.optimizer = ReplicatedOptimizer(named, how, self.groups)
         else:
             self.optimizer = DistributedOptimizer(named, how, self.groups, chunks=self.stages)
         self.num_steps = 0
 
-    def resume(self) -> Resumed:
+    def resume(self) -> ResumedRun:
         return resume(self.source, self.stages, self.optimizer, threads=1)
 
     def step(self, lr: float = 1e-2) -> None:
@@ -84,18 +80,18 @@ class Trained:
         assert self.optimizer.step(lr, 0.1).ok
         self.num_steps += 1
 
-    def saver(self, folder: Path, kind: str = "fully_reshardable", **how: Any) -> Saver:
-        template = template_of(
+    def saver(self, folder: Path, kind: str = "fully_reshardable", **how: Any) -> TorchDistSaver:
+        template = make_save_template(
             self.opened,
             self.groups.parallel,
             self.kind,
             bucket_size=self.optimizer.bucket_size,
             grad_dtype="float32" if self.optimizer.sums_in_fp32 else self.kind.name,
         )
-        return Saver(folder, template, self.groups, optimizer_format=kind, fsync=False, **how)
+        return TorchDistSaver(folder, template, self.groups, optimizer_format=kind, fsync=False, **how)
 
-    def save(self, saver: Saver, iteration: int, **how: Any) -> float:
-        extras = Extras(
+    def save(self, saver: TorchDistSaver, iteration: int, **how: Any) -> float:
+        extras = SaveMetadata(
             consumed_train_samples=ROWS * iteration,
             scheduler={"max_lr": 1e-2, "num_steps": ROWS * iteration},
         )

@@ -14,7 +14,7 @@ from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from tests.support.worlds.moe_layouts import DENSE, part
 
@@ -34,8 +34,8 @@ MODELS: dict[str, ModelConfig] = {
 }
 MODELS["deep"] = replace(MODELS["tied"], num_layers=4)
 LR, DECAY = 1e-3, 0.1
-PLAIN = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=0.0)
-CLIPPED = OptimizerSettings(lr=LR, weight_decay=DECAY, clip_grad=0.5, count_zeros=True)
+PLAIN = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.0)
+CLIPPED = OptimizerConfig(lr=LR, weight_decay=DECAY, clip_grad=0.5, count_zeros=True)
 
 
 def whole(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -137,7 +137,7 @@ def training(
     steps: int,
     first: int = 0,
     microbatches: int = 1,
-    settings: OptimizerSettings = PLAIN,
+    settings: OptimizerConfig = PLAIN,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
     prepared: Callable[[list[Decoder]], None] | None = None,

@@ -19,7 +19,7 @@ from megtool.checkpoint.formats.save_folder import find_iteration
 from megtool.checkpoint.storage.files import Files
 from megtool.commands.verify import verify
 from megtool.errors import DestinationError, StorageError
-from megtool.train.checkpointing.save import Saver
+from megtool.train.checkpointing.save import TorchDistSaver
 from tests.support.checkpoints.faulty_files import FaultyFiles, Killed
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import Trained
@@ -124,7 +124,7 @@ class Full(Files):
         return super().system(function, *args)
 
 
-def save_whole(run: Trained, saver: Saver, asynchronous: bool) -> None:
+def save_whole(run: Trained, saver: TorchDistSaver, asynchronous: bool) -> None:
     run.save(saver, 2, asynchronous=asynchronous)
     saver.finish()
 

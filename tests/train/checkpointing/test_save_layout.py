@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.random_state import is_rng
+from megtool.checkpoint.random_state import is_rng_object
 from megtool.commands.reshard import reshard
 from megtool.commands.verify import verify
 from megtool.reshard.open_source import open_source
@@ -73,7 +73,7 @@ def check(got: Path, want: Path, *, state: bool, same_cuts: bool = True) -> None
     ]
     if same_cuts:
         assert boxes(a.catalogue, state) == boxes(b.catalogue, state)
-    assert {n for n in a.catalogue.objects if not is_rng(n)} == set(b.catalogue.objects)
+    assert {n for n in a.catalogue.objects if not is_rng_object(n)} == set(b.catalogue.objects)
     args = [o.catalogue.metadata["args"] for o in (a, b)]
     said = [{k: str(v) for k, v in known.items() if k not in BY_RUN} for known in args]
     assert said[0] == said[1]

@@ -17,11 +17,11 @@ from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule, build_stages
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.train.features.distillation import (
-    Distillation,
-    Head,
-    check_pair,
-    divergence,
-    teachers_layout,
+    DistillationFeature,
+    LogitsHead,
+    check_vocabularies,
+    kl_divergence,
+    plan_teacher_layout,
 )
 from tests.support.worlds.gloo_world import run_world
 
@@ -57,12 +57,12 @@ def test_the_divergence_and_its_gradients_are_torchs(chunk, softcap, scale, temp
         return softcap * torch.tanh(raw / softcap) if softcap else raw
 
     held = 47
-    ours = divergence(
+    ours = kl_divergence(
         x,
-        Head(weight_VH=w, softcap=softcap, scale=scale),
+        LogitsHead(weight_VH=w, softcap=softcap, scale=scale),
         tx,
-        Head(weight_VH=tw, softcap=softcap, scale=scale),
-        held=held,
+        LogitsHead(weight_VH=tw, softcap=softcap, scale=scale),
+        num_columns=held,
         temperature=temperature,
         chunk=chunk,
     )
@@ -111,7 +111,7 @@ def passes(
 ) -> tuple[float, dict[str, Tensor]]:
     torch.set_num_threads(1)
     student = build(models[0], groups, 1, sp).train()
-    teaching = Distillation(
+    teaching = DistillationFeature(
         student, build(models[1], groups, 2), num_microbatches=2, temperature=2.0, weight=weight
     )
     schedule = PipelineSchedule(student, num_microbatches=2, objective=teaching.objective)
@@ -136,9 +136,9 @@ def in_stages(rank: int, size: int, layout: dict[str, int]) -> Any:
     groups = ProcessGroups.start(ParallelConfig(**layout))
     out = []
     for taught in (DEEP, TEACHER):
-        theirs = replace(groups, parallel=teachers_layout(groups.parallel, DEEP, taught))
+        theirs = replace(groups, parallel=plan_teacher_layout(groups.parallel, DEEP, taught))
         stages = staged(DEEP, groups, 1)
-        teaching = Distillation(
+        teaching = DistillationFeature(
             stages[-1],
             staged(taught, theirs, 2),
             num_microbatches=2,
@@ -212,24 +212,24 @@ def test_tensor_parallel_ranks_find_the_same(sp) -> None:
 
 def test_what_cannot_be_taught_is_refused() -> None:
     with pytest.raises(MappingError, match="vocabulary of 150"):
-        check_pair(STUDENT, replace(TEACHER, vocab_size=150))
+        check_vocabularies(STUDENT, replace(TEACHER, vocab_size=150))
     one = build(STUDENT, ProcessGroups.alone(), 1)
     three = replace(TEACHER, num_layers=3)
     with pytest.raises(LayoutError, match="pp=2 does not divide the 3 layers of the teacher"):
-        teachers_layout(ParallelConfig(pp=2), STUDENT, three)
+        plan_teacher_layout(ParallelConfig(pp=2), STUDENT, three)
     with pytest.raises(UsageError, match="temperature 0"):
-        Distillation(one, one, num_microbatches=1, temperature=0.0)
+        DistillationFeature(one, one, num_microbatches=1, temperature=0.0)
 
 
 def test_a_teacher_that_ranks_do_not_divide_is_named() -> None:
     odd = replace(TEACHER, num_heads=3, num_kv_heads=3, head_dim=8)
     with pytest.raises(LayoutError, match="tp=2 does not divide num_heads=3 of the teacher") as e:
-        teachers_layout(ParallelConfig(tp=2), STUDENT, odd)
+        plan_teacher_layout(ParallelConfig(tp=2), STUDENT, odd)
     assert "1, 3" in str(e.value.hint)
     experts = {"num_experts": 6, "num_experts_per_token": 2, "moe_ffn_hidden_size": 16}
     mixed = replace(TEACHER, **experts)
     with pytest.raises(LayoutError, match="ep=4 does not divide num_experts=6 of the teacher"):
-        teachers_layout(ParallelConfig(ep=4, tp=1), mixed, mixed)
+        plan_teacher_layout(ParallelConfig(ep=4, tp=1), mixed, mixed)
     # One without experts stands on all ranks of the student's.
-    found = teachers_layout(ParallelConfig(ep=2, tp=2, etp=1), mixed, TEACHER)
+    found = plan_teacher_layout(ParallelConfig(ep=2, tp=2, etp=1), mixed, TEACHER)
     assert (found.tp, found.ep, found.etp, found.dp) == (2, 1, 2, 1)

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from megtool.checkpoint.containers.te_extra_state import decode
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.commands.reshard import reshard
 from megtool.errors import UsageError
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.recompute import recompute
 from megtool.optim.distributed import DistributedOptimizer
-from megtool.optim.fp8.fp8_param_gather import gathered
-from megtool.optim.fp8.settings import Fp8Settings, Recipe
-from megtool.optim.settings import OptimizerSettings
+from megtool.optim.fp8.fp8_param_gather import gathered_fp8_weight
+from megtool.optim.fp8.settings import Fp8Config, Recipe
+from megtool.optim.settings import OptimizerConfig
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.fp8_state.inspect import inspect_amax
 from megtool.reshard.open_source import open_source
-from megtool.train.checkpointing.save_metadata import Extras
-from megtool.train.features.fp8 import Fp8Training
+from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.features.fp8 import Fp8Feature
 from tests.support.models import tiny_llama
 from tests.support.runs.train_runs import Trained
 from tests.support.worlds.gloo_world import run_world
@@ -39,7 +39,7 @@ STEPS = 30
 
 def curve(
     groups: ProcessGroups,
-    settings: Fp8Settings | None,
+    settings: Fp8Config | None,
     *,
     steps: int = STEPS,
     name: str = "tied",
@@ -50,8 +50,8 @@ def curve(
 ) -> list[float]:
     """The loss of every step on the same few rows, under a layout."""
     stages = stages_of(name, groups, sequence_parallel=sequence_parallel, dtype=dtype)
-    fp8 = None if settings is None else Fp8Training(stages, settings, groups)
-    how = OptimizerSettings(lr=1e-2, **optimizer)
+    fp8 = None if settings is None else Fp8Feature(stages, settings, groups)
+    how = OptimizerConfig(lr=1e-2, **optimizer)
     made = DistributedOptimizer(named(stages), how, groups, chunks=stages)
     tokens_BS, labels_BS = data(0)
     rank, size = groups.dp.rank, groups.dp.size
@@ -83,7 +83,7 @@ def curve(
 def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
     """Within 6 % of the first loss at every one of 30 steps, in which it falls by most of it."""
     want = curve(ProcessGroups.alone(), None, name=name)
-    got = curve(ProcessGroups.alone(), Fp8Settings(recipe=recipe), name=name)
+    got = curve(ProcessGroups.alone(), Fp8Config(recipe=recipe), name=name)
     assert want[-1] < 0.05 * want[0]
     assert got[-1] < 0.1 * want[0]
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 0.06 * want[0]
@@ -92,7 +92,7 @@ def test_the_loss_falls_as_in_fp32(recipe: Recipe, name: str) -> None:
 
 def layouts(rank: int, size: int, recipe: Recipe) -> None:
     """The same curve at tp and dp; sums over ranks are in another order, and FP8 rounds them."""
-    settings = Fp8Settings(recipe=recipe, amax_history_len=8)
+    settings = Fp8Config(recipe=recipe, amax_history_len=8)
     want = curve(ProcessGroups.alone(), settings, steps=10)
     for how, sequence_parallel in (({"dp": 2}, False), ({"tp": 2}, False), ({"tp": 2}, True)):
         groups = start(**how)
@@ -108,7 +108,7 @@ def test_two_processes_learn_the_same(recipe: Recipe) -> None:
 
 
 def gathers(rank: int, size: int, recipe: Recipe) -> None:
-    settings = Fp8Settings(recipe=recipe, amax_history_len=8)
+    settings = Fp8Config(recipe=recipe, amax_history_len=8)
     groups, bf16 = start(dp=2), torch.bfloat16
     want = curve(groups, settings, dtype=bf16, steps=12)
     got = curve(groups, settings, dtype=bf16, steps=12, fp8_param_gather=True)
@@ -128,7 +128,7 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
     states, losses = [], []
     for micro, again in ((1, False), (1, True), (4, False)):
         stages = [whole("tied")]
-        fp8 = Fp8Training(stages, Fp8Settings(amax_history_len=4), ProcessGroups.alone())
+        fp8 = Fp8Feature(stages, Fp8Config(amax_history_len=4), ProcessGroups.alone())
         stages[0].train()
         if again:
             recompute(stages, "full")
@@ -153,15 +153,15 @@ def test_scales_do_not_depend_on_micro_batches_or_recomputation() -> None:
 def test_first_and_last_layers_stay_as_they_are() -> None:
     groups = ProcessGroups.alone()
     stages = [whole("deep")]
-    settings = Fp8Settings(recipe="tensorwise", start_in_bf16=1, end_in_bf16=2)
-    fp8 = Fp8Training(stages, settings, groups)
+    settings = Fp8Config(recipe="tensorwise", start_in_bf16=1, end_in_bf16=2)
+    fp8 = Fp8Feature(stages, settings, groups)
     modules = ("self_attention.linear_qkv", "self_attention.linear_proj")
     mlp = ("mlp.linear_fc1", "mlp.linear_fc2")
     assert fp8.names == [f"decoder.layers.1.{m}" for m in (*modules, *mlp)]
-    assert "layers 1 to 1 of 4" in fp8.say()
-    assert "the output layer are not" in fp8.say()
+    assert "layers 1 to 1 of 4" in fp8.describe()
+    assert "the output layer are not" in fp8.describe()
     with pytest.raises(UsageError, match="the model has 4"):
-        Fp8Training(stages, replace(settings, end_in_bf16=3), groups)
+        Fp8Feature(stages, replace(settings, end_in_bf16=3), groups)
     fp8.remove()
     tokens_BS, _ = data(0)
     batch = Batch(tokens_BS=tokens_BS)
@@ -169,8 +169,8 @@ def test_first_and_last_layers_stay_as_they_are() -> None:
 
 
 def test_experts_are_named_as_left_out() -> None:
-    fp8 = Fp8Training([whole("experts")], Fp8Settings(), ProcessGroups.alone())
-    assert "experts" in fp8.say()
+    fp8 = Fp8Feature([whole("experts")], Fp8Config(), ProcessGroups.alone())
+    assert "experts" in fp8.describe()
     assert not any(".experts." in name for name in fp8.names)
     assert any("shared_experts" in name for name in fp8.names)
 
@@ -178,22 +178,22 @@ def test_experts_are_named_as_left_out() -> None:
 def test_it_says_that_transformer_engine_is_there_and_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fp8 = Fp8Training([whole("tied")], Fp8Settings(), ProcessGroups.alone())
-    assert "Transformer Engine" not in fp8.say()
-    assert "multiplied as float32" in fp8.say()
+    fp8 = Fp8Feature([whole("tied")], Fp8Config(), ProcessGroups.alone())
+    assert "Transformer Engine" not in fp8.describe()
+    assert "multiplied as float32" in fp8.describe()
     found = importlib.util.find_spec
 
     def find(name: str) -> ModuleSpec | None:
         return ModuleSpec(name, None) if name == "transformer_engine" else found(name)
 
     monkeypatch.setattr("megtool.train.features.fp8.find_spec", find)
-    assert "Transformer Engine is installed and does none of it" in fp8.say()
+    assert "Transformer Engine is installed and does none of it" in fp8.describe()
 
 
 def test_fp16_is_refused() -> None:
     stage = whole("tied", torch.float16)
     with pytest.raises(UsageError, match="fp16"):
-        Fp8Training([stage], Fp8Settings(), ProcessGroups.alone())
+        Fp8Feature([stage], Fp8Config(), ProcessGroups.alone())
 
 
 class Fp8Run(Trained):
@@ -201,8 +201,8 @@ class Fp8Run(Trained):
 
     def __init__(self, source: Path, *, length: int = 4, **how: Any) -> None:
         super().__init__(source, kind="bfloat16", **how)
-        settings = Fp8Settings(amax_history_len=length)
-        self.fp8 = Fp8Training(self.stages, settings, self.groups)
+        settings = Fp8Config(amax_history_len=length)
+        self.fp8 = Fp8Feature(self.stages, settings, self.groups)
 
     def step(self, lr: float = 1e-2) -> None:
         super().step(lr)
@@ -211,7 +211,7 @@ class Fp8Run(Trained):
     def keep(self, folder: Path) -> None:
         with self.saver(folder) as saver:
             names = [t.name for t in saver.template.tensors]
-            extras = Extras(objects=self.fp8.objects(names))
+            extras = SaveMetadata(objects=self.fp8.objects(names))
             saver.save(self.num_steps, self.stages, self.optimizer, extras)
 
     def scales(self) -> dict[str, torch.Tensor]:
@@ -231,13 +231,13 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     run.keep(tmp_path / "dst")
 
     seen = inspect_amax(tmp_path / "dst", modules=True)
-    assert {line.name for line in seen.lines_of} == set(run.fp8.names)
+    assert {line.name for line in seen.modules} == set(run.fp8.names)
     assert len(run.fp8.names) == 8
     assert seen.exit_status == 0, list(seen.lines())
 
     opened = open_source(tmp_path / "dst").catalogue
     name = "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"
-    state = decode(object_value(opened, opened.objects[name]))
+    state = decode(read_object(opened, opened.objects[name]))
     assert state is not None
     assert (state.release, state.recipe_name, state.num_gemms) == (2, "DelayedScaling", 1)
     assert state.recipe["amax_history_len"] == state.history_length == 4
@@ -253,7 +253,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     for folder in ("dst", "cut"):
         again = Fp8Run(tmp_path / folder)
         again.resume()
-        assert again.fp8.load(again.source.catalogue) == 8
+        assert again.fp8.load_objects(again.source.catalogue) == 8
         again.num_steps = 3
         assert all(torch.equal(again.scales()[n], t) for n, t in before.items())
         for _ in range(2):
@@ -269,22 +269,22 @@ def test_a_history_of_another_length_goes_on(tmp_path: Path) -> None:
         run.step()
     run.keep(tmp_path / "dst")
     longer = Fp8Run(tmp_path / "dst", length=6)
-    assert longer.fp8.load(longer.source.catalogue) == 8
+    assert longer.fp8.load_objects(longer.source.catalogue) == 8
     assert torch.equal(longer.scales()["history fwd"][-3:], run.scales()["history fwd"][-3:])
     assert torch.equal(longer.scales()["scale fwd"], run.scales()["scale fwd"])
     fresh = Fp8Run(tmp_path / "hf")
-    assert fresh.fp8.load(fresh.source.catalogue) == 0
+    assert fresh.fp8.load_objects(fresh.source.catalogue) == 0
 
 
 def test_other_recipes_have_no_state(tmp_path: Path) -> None:
     for recipe in RECIPES[1:]:
-        fp8 = Fp8Training([whole("tied")], Fp8Settings(recipe=recipe), ProcessGroups.alone())
+        fp8 = Fp8Feature([whole("tied")], Fp8Config(recipe=recipe), ProcessGroups.alone())
         assert fp8.objects(["decoder.layers.mlp.linear_fc1.weight"]) == {}
         fp8.end_step()
 
 
 def test_names_of_states_follow_the_names_of_tensors() -> None:
-    fp8 = Fp8Training([whole("tied")], Fp8Settings(amax_history_len=2), ProcessGroups.alone())
+    fp8 = Fp8Feature([whole("tied")], Fp8Config(amax_history_len=2), ProcessGroups.alone())
     stacked = fp8.objects(["decoder.layers.mlp.linear_fc1.weight"])
     single = fp8.objects(["decoder.layers.0.mlp.linear_fc1.weight"])
     assert "decoder.layers.mlp.linear_fc1._extra_state/shard_1_2" in stacked
@@ -295,14 +295,14 @@ def test_names_of_states_follow_the_names_of_tensors() -> None:
 def test_weights_that_were_gathered_are_what_is_multiplied() -> None:
     stages: list[Decoder] = [whole("tied", torch.bfloat16)]
     groups = ProcessGroups.alone()
-    Fp8Training(stages, Fp8Settings(recipe="tensorwise"), groups)
-    how = OptimizerSettings(fp8_param_gather=True)
+    Fp8Feature(stages, Fp8Config(recipe="tensorwise"), groups)
+    how = OptimizerConfig(fp8_param_gather=True)
     made = DistributedOptimizer(named(stages), how, groups, chunks=stages)
     tokens_BS, labels_BS = data(0)
     made.begin(1)
     stages[0].loss(Batch(tokens_BS=tokens_BS), labels_BS)[0].backward()
     made.finish((labels_BS != -100).sum())
     assert made.step(1e-2, 0.0).ok
-    held = {n: gathered(p) for n, p in named(stages)}
+    held = {n: gathered_fp8_weight(p) for n, p in named(stages)}
     is_linear = {n: ".linear_" in n and n.endswith(".weight") for n in held}
     assert all((value is not None) == is_linear[n] for n, value in held.items())

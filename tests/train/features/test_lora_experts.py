@@ -15,9 +15,8 @@ from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 from megtool.model.lora import LoraSettings
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.features.lora import Lora
-from tests.support.worlds.gloo_world import run_world
-from tests.train.features.test_lora import (
+from megtool.train.features.lora import LoraFeature
+from tests.support.runs.lora_runs import (
     TOKENS,
     load,
     logits,
@@ -28,6 +27,7 @@ from tests.train.features.test_lora import (
     step,
     write,
 )
+from tests.support.worlds.gloo_world import run_world
 
 pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ def test_peft_computes_the_same(case, roles, tmp_path: Path) -> None:
 
 def test_latents_in_a_cache_see_the_adapter(deepseek: Path) -> None:
     stages, kind = load(deepseek)
-    noisy(Lora(stages, LoraSettings(rank=4, alpha=6.0), kind, str(deepseek)))
+    noisy(LoraFeature(stages, LoraSettings(rank=4, alpha=6.0), kind, str(deepseek)))
     whole = logits(stages)
     cache = ContiguousCache(stages[0].config, num_rows=2, max_tokens=16)
     with torch.inference_mode():
@@ -145,4 +145,4 @@ def test_every_layout_learns_the_same(deepseek: Path, number: int) -> None:
 def test_dropout_of_experts_is_refused(deepseek: Path) -> None:
     stages, kind = load(deepseek)
     with pytest.raises(UsageError, match=r"dropout 0\.1 for experts"):
-        Lora(stages, LoraSettings(rank=4, alpha=6.0, dropout=0.1), kind, str(deepseek))
+        LoraFeature(stages, LoraSettings(rank=4, alpha=6.0, dropout=0.1), kind, str(deepseek))

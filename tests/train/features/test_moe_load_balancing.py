@@ -23,10 +23,9 @@ from megtool.model.recompute import recompute
 from megtool.model.router import Router, choose
 from megtool.parallel.process_groups import ProcessGroups
 from megtool.reshard.open_source import open_source
-from megtool.reshard.source import CheckpointSource
 from megtool.train.build_model import load_for_training
-from megtool.train.config import TrainSettings
-from megtool.train.features.moe_load_balancing import Balancing, balance_settings
+from megtool.train.config import TrainConfig
+from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature, make_balance_settings
 from tests.support.worlds.gloo_world import run_world
 
 E, K, B, S = 8, 2, 3, 6
@@ -192,20 +191,18 @@ def passed(
     groups = ProcessGroups.start(ParallelConfig(**layout)) if layout else ProcessGroups.alone()
     opened = open_source(path)
     assert opened.model is not None
-    source = CheckpointSource(
-        catalogue=opened.catalogue, side=opened.side, config=opened.model.config
-    )
+    source = opened
     stages = load_for_training(source, groups, dtype="float32", threads=1, sequence_parallel=sp)
     if again:
         recompute(stages, again)
     micro = 2 // groups.dp.size  # of three rows: sequence parallelism cuts the second
     settings = BalanceSettings(kind=kind or "aux_loss", aux_coeff=0.5, z_coeff=0.1)
-    balancing = Balancing(stages, settings, micro)
+    balancing = MoeLoadBalancingFeature(stages, settings, micro)
     mine = [t.chunk(groups.dp.size)[groups.dp.rank] for t in (TOKENS, LABELS, COUNTED)]
-    balancing.begin(mine[1], 2.0)
+    balancing.begin_step(mine[1], 2.0)
     schedule = PipelineSchedule(stages, num_microbatches=micro, scale=lambda loss: loss * 2)
     schedule.step(Batch(tokens_BS=mine[0], counted_BS=mine[2]), mine[1])
-    line = balancing.end()
+    line = balancing.end_step()
     found = {}
     for stage in stages:
         for name, p in stage.named_parameters():
@@ -272,8 +269,8 @@ def test_a_bias_of_a_model_follows_its_load() -> None:
     router = next(m for m in decoder.modules() if isinstance(m, Router))
     assert router.expert_bias is not None
     before = router.expert_bias.clone()
-    balancing = Balancing([decoder.train()], BalanceSettings(bias_rate=0.01), 1)
-    balancing.begin(LABELS, 1.0)
+    balancing = MoeLoadBalancingFeature([decoder.train()], BalanceSettings(bias_rate=0.01), 1)
+    balancing.begin_step(LABELS, 1.0)
     batch = Batch(tokens_BS=TOKENS % 64)
     with torch.no_grad():
         decoder.eval()(batch)  # counts for nothing
@@ -281,42 +278,42 @@ def test_a_bias_of_a_model_follows_its_load() -> None:
     assert router.balance is not None
     load = torch.as_tensor(router.balance.load_E)
     assert load.sum() == TOKENS.numel() * K
-    line = balancing.end()
+    line = balancing.end_step()
     assert line["busiest_expert"] == pytest.approx(float(load.max() / load.mean()))
     assert torch.equal(router.expert_bias, before + 0.01 * (load.mean() - load).sign())
-    assert balancing.args == {"moe_router_bias_update_rate": 0.01}
+    assert balancing.megatron_args == {"moe_router_bias_update_rate": 0.01}
 
 
 def test_the_checkpoints_own_weights_only_if_asked() -> None:
     config = ModelConfig(**SIZES, extra={"router_aux_loss_coef": 0.001})
-    assert balance_settings(TrainSettings(), config, {}) is None
-    asked = TrainSettings(moe_losses_of_checkpoint=True)
-    found = balance_settings(asked, config, {})
+    assert make_balance_settings(TrainConfig(), config, {}) is None
+    asked = TrainConfig(moe_losses_from_checkpoint=True)
+    found = make_balance_settings(asked, config, {})
     assert found is not None
     assert (found.aux_coeff, found.z_coeff) == (0.001, 0.0)
     args = {"moe_aux_loss_coeff": 0.02, "moe_router_load_balancing_type": "seq_aux_loss"}
-    found = balance_settings(asked, config, args | {"moe_z_loss_coeff": 1e-3})
+    found = make_balance_settings(asked, config, args | {"moe_z_loss_coeff": 1e-3})
     assert found == BalanceSettings(kind="seq_aux_loss", aux_coeff=0.02, z_coeff=1e-3)
-    found = balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, args)
+    found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, args)
     assert found == BalanceSettings(kind="seq_aux_loss", aux_coeff=0.5)
-    found = balance_settings(
+    found = make_balance_settings(
         replace(asked, moe_router_load_balancing_type="aux_loss"), config, args
     )
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.02)  # what is given wins
     for kind in ("global_aux_loss", ["aux_loss", "seq_aux_loss"]):
         other = args | {"moe_router_load_balancing_type": kind}
         with pytest.raises(UsageError, match="asks for") as caught:
-            balance_settings(asked, config, other)
+            make_balance_settings(asked, config, other)
         assert "--moe-aux-loss-coeff X --moe-router" in str(caught.value.hint)
-        found = balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, other)
+        found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, other)
         assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)  # as the hint says
     none = args | {"moe_router_load_balancing_type": "none"}
-    found = balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, none)
+    found = make_balance_settings(replace(asked, moe_aux_loss_coeff=0.5), config, none)
     assert found == BalanceSettings(kind="aux_loss", aux_coeff=0.5)
     with pytest.raises(UsageError, match="type without --moe-aux-loss-coeff"):
-        TrainSettings(moe_router_load_balancing_type="seq_aux_loss")
+        TrainConfig(moe_router_load_balancing_type="seq_aux_loss")
     with pytest.raises(UsageError, match="no bias chooses"):
-        balance_settings(TrainSettings(moe_router_bias_update_rate=0.1), config, {})
+        make_balance_settings(TrainConfig(moe_router_bias_update_rate=0.1), config, {})
     dense = ModelConfig(**{k: v for k, v in SIZES.items() if "exp" not in k and "moe" not in k})
     with pytest.raises(UsageError, match="no experts"):
-        balance_settings(TrainSettings(moe_z_loss_coeff=0.1), dense, {})
+        make_balance_settings(TrainConfig(moe_z_loss_coeff=0.1), dense, {})

@@ -17,9 +17,9 @@ from megtool.parallel.process_groups import ProcessGroups
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.fake_quant.fake_quantize import fake_weight
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 from megtool.train.build_model import load_for_training
-from megtool.train.features.qat import FakeQuantization
+from megtool.train.features.qat import QatFeature
 from tests.support.models import tiny_models
 from tests.support.quant.loaded import opened, randomised, settled
 
@@ -36,7 +36,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return randomised(tiny_models.moe(tmp_path_factory.mktemp("qat") / "moe"))
 
 
-def made(folder: Path, algo: str, **how: Any) -> tuple[Decoder, Any, Settlement]:
+def made(folder: Path, algo: str, **how: Any) -> tuple[Decoder, Any, QParams]:
     torch.set_num_threads(1)
     source, modules, points = opened(folder)
     (decoder,) = load_for_training(source, ProcessGroups.alone(), dtype="float32", threads=1)
@@ -55,19 +55,19 @@ def gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
 def test_gradients_are_those_at_the_rounded_weights(llama, algo) -> None:
     decoder, points, settlement = made(llama, algo)
     before = {n: t.clone() for n, t in decoder.state_dict().items()}
-    quantization = FakeQuantization([decoder], points, settlement)
+    quantization = QatFeature([decoder], points, settlement)
     with quantization.around():
         loss, found = gradients(decoder)
     assert all(torch.equal(t, before[n]) for n, t in decoder.state_dict().items())
     assert decoder.get_submodule("decoder.layers.0.mlp.linear_fc1").tap is None
-    views = WeightViews(decoder, settlement.treatments)
+    views = WeightViews(decoder, settlement.weights)
     with torch.no_grad():
         tops = {m: float(views.read(m).abs().max()) for m in views.parts}
         for point in points:
             for module in point.modules:
-                if module in settlement.treatments:
-                    treatment = settlement.treatments[module]
-                    if treatment.second_amax:
+                if module in settlement.weights:
+                    treatment = settlement.weights[module]
+                    if treatment.global_amax:
                         second = max(tops[m] for m in point.modules)
                         treatment = replace(treatment, second_amax=second)
                     treatment = replace(treatment, amax=None, codes=None)
@@ -85,7 +85,7 @@ def test_passes_compute_what_the_simulation_does(model, algo, request) -> None:
         request.getfixturevalue(model), algo, smooth=smooth, cache="FP8"
     )
     plain, _ = gradients(decoder)
-    quantization = FakeQuantization([decoder], points, settlement)
+    quantization = QatFeature([decoder], points, settlement)
     with quantization.around():
         loss, found = gradients(decoder)
     with torch.no_grad(), FakeQuantModel(decoder, points, quantization._settlement, weights=True):
@@ -112,7 +112,7 @@ def noisy_text(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 def test_training_takes_back_what_rounding_costs(llama) -> None:
     decoder, points, settlement = made(llama, "MXFP4")
-    quantization = FakeQuantization([decoder], points, settlement)
+    quantization = QatFeature([decoder], points, settlement)
 
     def mean_loss(*, rounded: bool = True) -> float:
         simulation = FakeQuantModel(decoder, points, settlement, weights=True)

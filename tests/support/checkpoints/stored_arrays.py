@@ -1,0 +1,19 @@
+"""All tensors of a checkpoint as stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.formats import open_checkpoint
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+
+
+def arrays(folder: Path) -> dict[str, Any]:
+    """All tensors as stored, in the dtype's view."""
+    found = open_checkpoint(folder)
+    with CheckpointReader(found, Files()) as reader:
+        return {t.name: np.asarray(reader.stored(t.name).read()) for t in found.tensors}

@@ -1,0 +1,45 @@
+"""Models whose training state is resharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied_embeddings": True},
+    "biased": {
+        "norm": "layernorm",
+        "gated": False,
+        "activation": "gelu",
+        "qkv_bias": True,
+        "attn_out_bias": True,
+        "mlp_bias": True,
+    },
+    "qk norm": {"qk_norm": True},
+    "experts": {"num_experts": 4, "num_experts_per_token": 2, "moe_ffn_hidden_size": 8},
+    "some experts": {
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_ffn_hidden_size": 8,
+        "shared_ffn_hidden_size": 8,
+        "moe_layer_freq": (0, 1, 0, 1),
+    },
+    "latent attention, a layer that predicts further, experts": {
+        "num_kv_heads": 4,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "head_dim": 8,
+        "v_head_dim": 4,
+        "qk_norm": True,
+        "num_mtp_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_ffn_hidden_size": 8,
+        "shared_ffn_hidden_size": 8,
+        "router_expert_bias": True,
+        "router_score": "sigmoid",
+        "moe_layer_freq": (0, 1, 1, 1),
+    },
+}

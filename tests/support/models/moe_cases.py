@@ -1,0 +1,146 @@
+"""Families with experts as transformers saves them, with the features that they switch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.saved_folder import Stored, config_of, stored
+
+transformers = pytest.importorskip("transformers")
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+EIGHT = {"intermediate_size": 24, "num_local_experts": 8}
+
+QWEN = {"intermediate_size": 40, "moe_intermediate_size": 24, "num_experts": 4}
+
+DEEPSEEK = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("mixtral", "Mixtral", EIGHT),
+    ("mixtral", "Mixtral", EIGHT | {"tie_word_embeddings": True, "sliding_window": 16}),
+    ("qwen2_moe", "Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 48}),
+    (
+        "qwen2_moe",
+        "Qwen2Moe",
+        QWEN
+        | {"shared_expert_intermediate_size": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    ("qwen3_moe", "Qwen3Moe", QWEN | {"head_dim": 16}),
+    (
+        "qwen3_moe",
+        "Qwen3Moe",
+        QWEN | {"head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
+    (
+        "deepseek_v2",
+        "DeepseekV2",
+        DEEPSEEK | {"rope_parameters": YARN, "topk_method": "group_limited_greedy"},
+    ),
+    ("deepseek_v2", "DeepseekV2", DEEPSEEK | {"first_k_dense_replace": 0}),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK),
+    ("deepseek_v3", "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 3}),
+    (
+        "llama4",
+        "Llama4",
+        EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 2},
+    ),
+    (
+        "llama4",
+        "Llama4",
+        EIGHT | {"intermediate_size_mlp": 40, "head_dim": 8, "interleave_moe_layer_step": 1},
+    ),
+    ("gpt_oss", "GptOss", EIGHT | {"head_dim": 8}),
+]
+
+FIRST = {name: (name, model, keys) for name, model, keys in reversed(CASES)}
+
+Case = tuple[str, str, dict[str, Any]]
+
+
+def made(case: Case) -> Any:
+    """The transformers configuration of a case."""
+    kind = f"{case[1]}TextConfig" if case[0] == "llama4" else f"{case[1]}Config"
+    return getattr(transformers, kind)(**(SIZES | case[2]))
+
+
+def save(case: Case, folder: Path, **how: Any) -> Any:
+    """A random model saved by transformers, with random norms and biases too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{case[1]}ForCausalLM")(made(case)).to(torch.bfloat16)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape) * 0.1 + 0.2)
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def change_config(folder: Path, **keys: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | keys))
+
+
+def with_mtp(folder: Path, layers: int = 2) -> Stored:
+    """A DeepSeek-V3 as published: layers after the last one, each with copies of both ends."""
+    from safetensors.torch import load_file, save_file
+
+    save(FIRST["deepseek_v3"], folder)
+    held = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [n for n in held if n.startswith("model.layers.3.")]:
+        for m in range(layers):
+            new = name.replace("layers.3.", f"layers.{4 + m}.")
+            held[new] = torch.randn(held[name].shape, generator=generator).to(held[name].dtype)
+            if new.endswith("e_score_correction_bias"):
+                held[new] = held[new].float()
+    for m in range(layers):
+        at = f"model.layers.{4 + m}."
+        for part in ("enorm", "hnorm", "shared_head.norm"):
+            held[f"{at}{part}.weight"] = torch.randn(32, generator=generator).bfloat16()
+        held[f"{at}eh_proj.weight"] = torch.randn(32, 64, generator=generator).bfloat16()
+        held[f"{at}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
+        held[f"{at}shared_head.head.weight"] = held["lm_head.weight"].clone()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=layers)
+    return stored(folder)

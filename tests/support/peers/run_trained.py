@@ -1,0 +1,46 @@
+"""Start trained_world.py, and read what it saved by torch alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.paths import PEERS
+
+SCRIPT = PEERS / "trained_world.py"
+
+ITERATION = "iter_0000007"
+
+
+def run_world(action: str, **options: Any) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), action, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def plain(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    out: dict[str, Any] = {}
+    _load_state_dict(
+        out,
+        storage_reader=FileSystemReader(folder / ITERATION),
+        planner=_EmptyStateDictLoadPlanner(),
+        no_dist=True,
+    )
+    return {k: v for k, v in out.items() if isinstance(v, torch.Tensor)}

@@ -1,0 +1,63 @@
+"""Recipes in the dialects of other projects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TE = "transformer_engine_config_type"
+
+
+def megatron(*matchers: tuple[str, str, bool | None]) -> dict[str, Any]:
+    """Megatron's recipe with a matcher for each (pattern, config, enabled)."""
+    out: dict[str, Any] = {}
+    for number, (pattern, config, enabled) in enumerate(matchers):
+        out[f"m{number}"] = {"type": "glob", "pattern": pattern, "config": config}
+        if enabled is not None:
+            out[f"m{number}"]["enabled"] = enabled
+    training = {"mxfp8": {"fp8_quantization_recipe": "mxfp8"}, "bf16": {}}
+    training["nvfp4"] = {"fp4_quantization_recipe": "nvfp4"}
+    configs = {k: {TE: "TEQuantizationParams", "training_recipe": v} for k, v in training.items()}
+    return {"configs": configs, "matchers": out}
+
+
+MEGATRON = megatron(
+    ("*layers.1*", "bf16", None),
+    ("*.layers.0.*", "bf16", True),
+    ("*linear_qkv", "nvfp4", True),
+    ("*experts*", "nvfp4", True),
+    ("*", "mxfp8", True),
+)
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "rest": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "dynamic": True,
+            },
+        },
+        "mlps": {
+            "targets": ["re:.*mlp.*(gate|up|down)_proj"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
+        },
+        "one": {
+            "targets": ["model.layers.3.mlp.down_proj"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        },
+    },
+    "ignore": ["lm_head", r"re:model\.layers\.0\.", "re:.*mlp.gate$"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}
+
+OFF = {"quantizer_name": "*", "enable": False}
+
+FP8 = {"num_bits": (4, 3), "axis": None}
+
+
+def both(pattern: str, cfg: Any) -> list[dict[str, Any]]:
+    return [{"quantizer_name": f"{pattern}{p}_quantizer", "cfg": cfg} for p in ("weight", "input")]

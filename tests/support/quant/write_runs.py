@@ -1,0 +1,76 @@
+"""Runs of quantization, and what their folders hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.cast import numeric_values
+from megtool.quant.pipeline import write as quantize_write
+from megtool.quant.pipeline.write import WriteReport, write
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
+from megtool.reshard.open_source import open_source
+
+Floats = np.ndarray
+
+
+def settled(decided: ResolvedRecipe, **more: Any) -> QParams:
+    """By weights alone, with amax of inputs and caches made up."""
+    out = QParams()
+    for d in decided.matched.decisions:
+        if d.format is not None and d.format.algo:
+            out.weights[d.module.name] = WeightQParams(
+                module=d.module.name, format=d.format, input_amax=3.5, **more
+            )
+        elif d.format is not None and d.format.kv_algo:
+            out.kv_caches[d.module.name] = KVCacheQParams(
+                module=d.module.name, format=d.format, key_amax=896.0, value_amax=2.0
+            )
+    return out
+
+
+def write_quantized(
+    source: Path, out: Path, recipe: str, settlement: QParams | None = None, **more: Any
+) -> WriteReport:
+    """Decided by a shipped recipe, settled, and written."""
+    decided = resolve_recipe(source, recipe)
+    told = settlement or settled(decided)
+    options = {"threads": 1, "fsync": False} | more
+    return write(decided.source, decided.matched.decisions, told, out, **options)
+
+
+def values(folder: Path) -> dict[str, Floats]:
+    """Canonical tensors in float32, quantized ones decoded."""
+    opened = open_source(folder)
+    with CheckpointReader(opened.catalogue, Files()) as reader:
+        out = {}
+        for name, p in opened.side.placements.items():
+            view = reader.open_canonical(p)
+            flat = numeric_values(view.read().reshape(-1), view.dtype)
+            out[name] = flat.reshape(opened.side.canonical[name].shape).astype(np.float32)
+        return out
+
+
+def shared_amaxes(decided: ResolvedRecipe, settlement: QParams) -> dict[str, WeightQParams]:
+    """The treatments with their amax, one for all that engines run as one."""
+    from megtool.quant.pipeline.stored_layout import stored_modules
+    from megtool.quant.pipeline.weight_layout import target_of
+    from megtool.reshard.writers.target_spec import TargetOptions
+
+    decisions, opened = decided.matched.decisions, decided.source
+    target = target_of(opened, decisions, TargetOptions(to="hf"))
+    modules = stored_modules(opened, decisions, settlement.weights, target)
+    quantize_write.find_shared_amaxes(opened, modules, Files(), threads=1)
+    out = {}
+    for p in (p for m in modules for p in m.pieces):
+        t = p.treatment
+        top = np.asarray(p.amax, np.float32)
+        own = t.format.algo == "FP8"
+        out[t.module] = dataclasses.replace(t, amax=top if own else None, second_amax=p.amax)
+    return out
