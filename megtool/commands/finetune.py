@@ -20,7 +20,6 @@ from megtool.commands.finetune_dry_run import (
     plan_only,
     run_plan,
     sizes_said,
-    stored_of,
 )
 from megtool.commands.finetune_outputs import draw, export
 from megtool.commands.finetune_report import FinetunePlan, FinetuneReport
@@ -37,22 +36,23 @@ from megtool.commands.finetune_resume import (
 from megtool.commands.finetune_setup import beside_of, check_early
 from megtool.console import Progress, silent
 from megtool.errors import DestinationError, UsageError
-from megtool.inference.runtime import Manner, Runnable, Source, on_ranks, open_runnable, runnable_of
-from megtool.reshard.open_source import CheckpointSource, open_model
-from megtool.train.config import TrainSettings
-from megtool.train.config_file import settings_of
+from megtool.inference.runtime import on_ranks
+from megtool.options.groups import RuntimeOptions, SourceOptions
+from megtool.reshard.open_source import open_decoder, open_source, require_decoder
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
+from megtool.train.config_file import load_train_config
 
 if TYPE_CHECKING:
     import torch
 
-    from megtool.inference.rank_weights import Source as Stored
     from megtool.model.decoder import Decoder
     from megtool.optim.optimizer import Optimizer
     from megtool.parallel.process_groups import ProcessGroups
-    from megtool.train.checkpointing.retention import Identity
-    from megtool.train.datasets import Feeds
+    from megtool.train.checkpointing.retention import RunIdentity
+    from megtool.train.datasets import TrainDatasets
     from megtool.train.run_plan import RunPlan
-    from megtool.train.train_state import Standing
+    from megtool.train.train_state import TrainState
 
 _LOG = logging.getLogger(__name__)
 
@@ -77,16 +77,12 @@ def finetune(
             another one.
         MegtoolError: the checkpoint, the data, the layout or an option is no good.
     """
-    settings = settings_of(options, config)
+    settings = load_train_config(options, config)
     if not settings.data:
         raise UsageError("nothing to learn from", hint="--data FILE")
-    runnable = open_runnable(
-        Source(
-            path=Path(source),
-            iteration=settings.iteration,
-            family=settings.family,
-            like=settings.like,
-        )
+    runnable = open_decoder(
+        Path(source),
+        SourceOptions(iteration=settings.iteration, family=settings.family, like=settings.like),
     )
     folder = Path(destination)
     check_apart(Path(source), folder)
@@ -94,7 +90,9 @@ def finetune(
     check_early(runnable, settings)
     if dry_run:
         return plan_only(runnable, folder, settings, begun)
-    manner = Manner(device=settings.device, kernels=settings.kernels, threads=settings.threads)
+    manner = RuntimeOptions(
+        device=settings.device, kernels=settings.kernels, threads=settings.threads
+    )
     with on_ranks(manner, settings.layout, less=LESS_MEMORY) as groups:
         return _Run(runnable, folder, settings, begun, groups, progress).go()
 
@@ -103,25 +101,25 @@ def finetune(
 class _Run:
     """A run on one of its ranks."""
 
-    runnable: Runnable
+    runnable: CheckpointSource
     folder: Path
-    settings: TrainSettings
+    settings: TrainConfig
     begun: Path | None
     groups: ProcessGroups
     progress: Progress
 
     def go(self) -> FinetuneReport:
         """Prepare everything, train, and say what came of it."""
-        from megtool.train.checkpointing.retention import Identity
-        from megtool.train.checkpointing.save import Saver
+        from megtool.train.checkpointing.retention import RunIdentity
+        from megtool.train.checkpointing.save import TorchDistSaver
         from megtool.train.features.lora import LoraSaver
         from megtool.train.features.protocol import Further
-        from megtool.train.loop import Job, train
+        from megtool.train.loop import TrainJob, train
         from megtool.train.run_log import RunLog
-        from megtool.train.run_plan import make_optimizer, schedule_of
+        from megtool.train.run_plan import make_optimizer, make_lr_schedule
 
         settings, groups, folder = self.settings, self.groups, self.folder
-        before = Identity.read(folder)
+        before = RunIdentity.read(folder)
         found = None if self.begun is None else self.open_begun(self.begun)
         old_batch = batch_before(None if before is None else before.curve, found)
         settings = self.settings = with_batch(settings, old_batch)
@@ -133,14 +131,14 @@ class _Run:
         identity = self.identity(feeds, plan, before)
         if found is not None and self.begun == settings.load:
             check_loaded(self.runnable, found, plan.train_iters)
-        opened = self.runnable.opened if found is None or settings.lora_rank else found
-        stored = stored_of(opened)
+        opened = self.runnable if found is None or settings.lora_rank else found
+        stored = opened
         stages = self.load(stored)
         beside = beside_of(self.runnable, settings, stages, plan, self.progress)
         further = Further.of(stages, settings, groups, beside)
         optimizer = make_optimizer(stages, settings, plan, groups)
         if further.lora is not None and self.begun is not None:
-            standing = further.lora.go_on(self.begun, optimizer)
+            standing = further.lora.restore(self.begun, optimizer)
         else:
             standing = self.stand(stored, stages, optimizer, old_batch or plan.global_batch_size)
         standing = self.rescale(standing, old_batch, plan)
@@ -150,7 +148,7 @@ class _Run:
         further.names = [t.name for t in template.tensors]
         with ExitStack() as stack:
             plain_saver = stack.enter_context(
-                Saver(
+                TorchDistSaver(
                     folder,
                     template,
                     groups,
@@ -168,20 +166,20 @@ class _Run:
             )
             saver = plain_saver if further.lora is None else LoraSaver(plain_saver, further.lora)
             saver.prepare(stages, optimizer, asynchronous=settings.async_save)
-            job = Job(
+            job = TrainJob(
                 stages=stages,
                 optimizer=optimizer,
-                feed=feeds.train,
-                eval_feed=feeds.evaluation,
+                dataset=feeds.train,
+                eval_dataset=feeds.evaluation,
                 plan=plan,
                 settings=settings,
-                schedule=schedule_of(settings, plan),
+                schedule=make_lr_schedule(settings, plan),
                 log=log,
                 saver=saver,
                 folder=folder,
-                further=further,
+                features=further,
                 args=_megatron_args(settings, plan, stages[0].dtype, optimizer)
-                | ({} if further.balancing is None else further.balancing.args),
+                | ({} if further.balancing is None else further.balancing.megatron_args),
             )
             begun_at = standing.iteration
             outcome = train(job, standing, progress=self.progress)
@@ -189,21 +187,21 @@ class _Run:
         plot = hf = None
         if groups.rank == 0:
             plot = draw(folder, losses, evaluations)
-            hf = export(folder, outcome.saved, settings, self.progress)
+            hf = export(folder, outcome.saved_iteration, settings, self.progress)
         return FinetuneReport(
-            source=str(self.runnable.opened.path),
+            source=str(self.runnable.path),
             destination=str(folder),
             format=self.runnable.format,
-            family=self.runnable.family,
+            family=self.runnable.family_name,
             device=str(groups.device),
             dtype=str(stages[0].dtype).removeprefix("torch."),
             layout=sizes_said(groups.parallel),
             num_parameters=num_parameters(self.runnable),
             train_iters=plan.train_iters,
             begun_at=begun_at,
-            iteration=outcome.standing.iteration,
-            reason=outcome.reason,
-            saved=outcome.saved,
+            iteration=outcome.state.iteration,
+            reason=outcome.stop_reason,
+            saved=outcome.saved_iteration,
             tokens=outcome.tokens,
             seconds=outcome.seconds,
             stall_seconds=outcome.stall_seconds,
@@ -216,18 +214,20 @@ class _Run:
             peak_bytes=_peak(groups),
             plot=plot,
             hf=hf,
-            adapter=None if further.lora is None else further.lora.place(folder, outcome.saved),
+            adapter=None
+            if further.lora is None
+            else further.lora.place(folder, outcome.saved_iteration),
         )
 
-    def enter(self, identity: Identity) -> None:
+    def enter(self, identity: RunIdentity) -> None:
         """Say in the folder which run it is, once no other run can write there.
 
         Raises:
             DestinationError: another run has gone on in it meanwhile.
         """
-        from megtool.train.checkpointing.retention import newest_iteration
+        from megtool.train.checkpointing.retention import find_newest_iteration
 
-        newest = newest_iteration(self.folder)
+        newest = find_newest_iteration(self.folder)
         begun = self.settings.load if newest is None else self.folder / folder_name(newest)
         if begun != self.begun:
             raise DestinationError(
@@ -238,23 +238,25 @@ class _Run:
         if self.groups.rank == 0:
             identity.write(self.folder)
 
-    def identity(self, feeds: Feeds, plan: RunPlan, before: Identity | None) -> Identity:
+    def identity(
+        self, feeds: TrainDatasets, plan: RunPlan, before: RunIdentity | None
+    ) -> RunIdentity:
         """What this run is; held against what the folder's run was.
 
         Raises:
             TrainingError: it is another one.
         """
-        from megtool.train.checkpointing.fingerprint import fingerprint
-        from megtool.train.checkpointing.retention import Identity
+        from megtool.train.checkpointing.fingerprint import sample_fingerprint
+        from megtool.train.checkpointing.retention import RunIdentity
 
-        settings, opened = self.settings, self.runnable.opened
+        settings, opened = self.settings, self.runnable
         curve = {
             "train_iters": plan.train_iters,
             "global_batch_size": plan.global_batch_size,
             "dtype": dtype_of(settings, self.groups.device.type),
             "eval_data": None if feeds.evaluation is None else feeds.evaluation.fingerprint,
         }
-        mine = Identity.of(
+        mine = RunIdentity.from_config(
             self.runnable.config,
             feeds.identity,
             settings,
@@ -262,10 +264,10 @@ class _Run:
             # On every rank where a change is an error, and not told by the first alone.
             source=""
             if self.groups.rank and not settings.lora_rank
-            else fingerprint(opened.catalogue, opened.side),
+            else sample_fingerprint(opened.catalogue, opened.view),
         )
         if before is not None:
-            for changed in mine.check(before, self.folder):
+            for changed in mine.find_changes(before, self.folder):
                 if self.groups.rank == 0:
                     _LOG.warning("the run goes on, and something has changed: %s", changed)
         return mine
@@ -276,11 +278,11 @@ class _Run:
         if self.groups.rank == 0:
             _LOG.info("goes on from %s", begun)
             tell_of_tracker(self.folder, begun)
-        opened = open_model(begun, family_name=settings.family, like=settings.like)
-        runnable_of(opened)
+        opened = open_source(begun, SourceOptions(family=settings.family, like=settings.like))
+        require_decoder(opened)
         return opened
 
-    def load(self, stored: Stored) -> list[Decoder]:
+    def load(self, stored: CheckpointSource) -> list[Decoder]:
         """The model on this rank, in training mode, with what the settings do to it."""
         from megtool.model.recompute import recompute
         from megtool.train.build_model import load_for_training
@@ -301,30 +303,30 @@ class _Run:
         return stages
 
     def stand(
-        self, stored: Stored, stages: Sequence[Decoder], optimizer: Optimizer, batch: int
-    ) -> Standing:
+        self, stored: CheckpointSource, stages: Sequence[Decoder], optimizer: Optimizer, batch: int
+    ) -> TrainState:
         """Where the run is: at its beginning, or where its checkpoint was written.
 
         Where that does not count samples, there were `batch` in each step.
         """
         from megtool.train.checkpointing.resume import resume
-        from megtool.train.train_state import Standing
+        from megtool.train.train_state import TrainState
 
         if self.begun is None:
-            return Standing()
+            return TrainState()
         found = resume(
             stored, stages, optimizer, threads=self.settings.threads, progress=self.progress
         )
         if not found.has_optimizer and self.groups.rank == 0:
             _LOG.warning("%s has no optimizer state: moments begin at zero", self.begun)
         scheduler: Mapping[str, Any] = found.scheduler or {}
-        return Standing(
+        return TrainState(
             iteration=found.iteration,
             consumed_samples=found.consumed_train_samples or found.iteration * batch,
             num_steps=int(scheduler.get("num_steps", found.iteration * batch)),
         )
 
-    def rescale(self, standing: Standing, before: int | None, plan: RunPlan) -> Standing:
+    def rescale(self, standing: TrainState, before: int | None, plan: RunPlan) -> TrainState:
         """Where the run is, counted in steps as large as they are from now on."""
         now = plan.global_batch_size
         if before not in (None, now) and standing.iteration and self.groups.rank == 0:
@@ -341,10 +343,10 @@ class _Run:
     ) -> Any:
         """What saved iterations are but their values."""
         from megtool.dtypes import dtype
-        from megtool.train.checkpointing.megatron_template import template_of
+        from megtool.train.checkpointing.megatron_template import make_save_template
 
         kind = dtype(str(stages[0].dtype).removeprefix("torch."))
-        return template_of(
+        return make_save_template(
             opened,
             self.groups.parallel,
             kind,
@@ -354,7 +356,7 @@ class _Run:
 
 
 def _megatron_args(
-    settings: TrainSettings, plan: RunPlan, dtype: torch.dtype, optimizer: Optimizer
+    settings: TrainConfig, plan: RunPlan, dtype: torch.dtype, optimizer: Optimizer
 ) -> dict[str, Any]:
     """What the run knows of Megatron's args, as checkpoints keep them."""
     own: tuple[str, ...] = (

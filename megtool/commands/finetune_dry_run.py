@@ -11,14 +11,15 @@ from megtool.commands.finetune_resume import batch_before, check_loaded, with_ba
 from megtool.commands.finetune_setup import check_beside
 from megtool.config import ParallelConfig
 from megtool.console import Progress, silent
-from megtool.inference.runtime import Runnable, usual_device
-from megtool.reshard.open_source import CheckpointSource, open_model
-from megtool.train.config import TrainSettings
+from megtool.inference.runtime import usual_device
+from megtool.options.groups import SourceOptions
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from megtool.inference.rank_weights import Source as Stored
     from megtool.parallel.process_groups import Group
-    from megtool.train.datasets import Feeds
+    from megtool.train.datasets import TrainDatasets
     from megtool.train.run_plan import RunPlan
 
 LESS_MEMORY = (
@@ -29,17 +30,17 @@ LESS_MEMORY = (
 
 
 def open_feeds(
-    runnable: Runnable,
-    settings: TrainSettings,
+    runnable: CheckpointSource,
+    settings: TrainConfig,
     cache: Path | None,
     world: Group,
     progress: Progress = silent,
-) -> Feeds:
+) -> TrainDatasets:
     """The data of a run, encoded with the model's tokenizer, on every rank."""
-    from megtool.train.datasets import feeds_of
+    from megtool.train.datasets import open_datasets
     from megtool.train.run_plan import row_length
 
-    return feeds_of(
+    return open_datasets(
         settings,
         runnable.tokenizer(settings.tokenizer),
         vocab_size=runnable.config.vocab_size,
@@ -50,16 +51,8 @@ def open_feeds(
     )
 
 
-def stored_of(opened: CheckpointSource) -> Stored:
-    """An open checkpoint as loaders take it."""
-    from megtool.inference.rank_weights import Source as Stored
-
-    config = opened.side.config or (opened.model.config if opened.model else None)
-    return Stored(catalogue=opened.catalogue, side=opened.side, config=config)
-
-
 def run_plan(
-    runnable: Runnable, settings: TrainSettings, feeds: Feeds, layout: ParallelConfig
+    runnable: CheckpointSource, settings: TrainConfig, feeds: TrainDatasets, layout: ParallelConfig
 ) -> RunPlan:
     """How much a run at a layout does on these data.
 
@@ -67,32 +60,32 @@ def run_plan(
         LayoutError: replicas and micro batches do not divide the global batch, or ranks the rows.
         UsageError: there is no sample, or the learning rate has no such course in so many steps.
     """
-    from megtool.train.run_plan import schedule_of
+    from megtool.train.run_plan import make_lr_schedule
 
     plan = _plan(runnable, settings, len(feeds.train), layout)
-    schedule_of(settings, plan)
+    make_lr_schedule(settings, plan)
     return plan
 
 
-def check_plan(runnable: Runnable, settings: TrainSettings, layout: ParallelConfig) -> None:
+def check_plan(runnable: CheckpointSource, settings: TrainConfig, layout: ParallelConfig) -> None:
     """Refuse before data are read what `run_plan` would with any.
 
     Raises:
         MegtoolError: see `run_plan`.
     """
-    from megtool.train.run_plan import schedule_of
+    from megtool.train.run_plan import make_lr_schedule
 
     plan = _plan(runnable, settings, 1, layout)
     if settings.train_iters is not None:
-        schedule_of(settings, plan)
+        make_lr_schedule(settings, plan)
 
 
 def _plan(
-    runnable: Runnable, settings: TrainSettings, num_samples: int, layout: ParallelConfig
+    runnable: CheckpointSource, settings: TrainConfig, num_samples: int, layout: ParallelConfig
 ) -> RunPlan:
-    from megtool.train.run_plan import plan_of, row_length
+    from megtool.train.run_plan import plan_run, row_length
 
-    return plan_of(
+    return plan_run(
         settings,
         seq_length=row_length(settings, runnable.config.max_positions),
         num_samples=num_samples,
@@ -104,7 +97,7 @@ def _plan(
 
 
 def plan_only(
-    runnable: Runnable, folder: Path, settings: TrainSettings, begun: Path | None
+    runnable: CheckpointSource, folder: Path, settings: TrainConfig, begun: Path | None
 ) -> FinetunePlan:
     """What `finetune` would do, from headers and data alone.
 
@@ -113,15 +106,15 @@ def plan_only(
         MegtoolError: what LoRA, FP8, rounding or a teacher need is not there, as in the run.
     """
     from megtool.parallel.process_groups import ALONE, fit
-    from megtool.train.checkpointing.retention import Identity
-    from megtool.train.memory_estimate import sizes_of
+    from megtool.train.checkpointing.retention import RunIdentity
+    from megtool.train.memory_estimate import estimate_rank_memory
 
     world = int(os.environ.get("WORLD_SIZE", settings.layout.world_size))
     layout = fit(settings.layout, world)
-    before = Identity.read(folder)
+    before = RunIdentity.read(folder)
     found = None
     if begun is not None:
-        found = open_model(begun, family_name=settings.family, like=settings.like)
+        found = open_source(begun, SourceOptions(family=settings.family, like=settings.like))
     old_batch = batch_before(None if before is None else before.curve, found)
     settings = with_batch(settings, old_batch)
     check_plan(runnable, settings, layout)
@@ -131,13 +124,13 @@ def plan_only(
         check_loaded(runnable, found, plan.train_iters)
     device = settings.device or usual_device()
     dtype = dtype_of(settings, device.partition(":")[0])
-    sizes = sizes_of(stored_of(runnable.opened), settings, layout, dtype)
+    sizes = estimate_rank_memory(runnable, settings, layout, dtype)
     teacher_bytes, rounded_bytes = check_beside(runnable, settings, layout, dtype, device)
     return FinetunePlan(
-        source=str(runnable.opened.path),
+        source=str(runnable.path),
         destination=str(folder),
         format=runnable.format,
-        family=runnable.family,
+        family=runnable.family_name,
         goes_on_from=None if begun is None else str(begun),
         layout=sizes_said(layout),
         dtype=dtype,
@@ -162,7 +155,7 @@ def plan_only(
     )
 
 
-def dtype_of(settings: TrainSettings, device: str) -> str:
+def dtype_of(settings: TrainConfig, device: str) -> str:
     """What the model computes in."""
     for name, kind in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")):
         if getattr(settings, name):
@@ -175,7 +168,7 @@ def sizes_said(layout: ParallelConfig) -> dict[str, int]:
     return {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
 
 
-def num_parameters(runnable: Runnable) -> int:
+def num_parameters(runnable: CheckpointSource) -> int:
     """Parameters of the whole model."""
-    side = runnable.opened.side
+    side = runnable.view
     return sum(t.numel for n, t in side.canonical.items() if ":" not in n)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megtool.checkpoint.formats.save_folder import folder_name
 from megtool.console import Progress
 from megtool.errors import MissingPackageError
-from megtool.train.config import TrainSettings
+from megtool.train.config import TrainConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,11 +18,11 @@ def draw(
     folder: Path, losses: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
 ) -> str | None:
     """Draw the curve, if that can be done; returns its path."""
-    from megtool.train.loss_plot import PLOT_FILE, write_plot
+    from megtool.train.loss_plot import PLOT_FILE, plot_loss
 
     path = folder / PLOT_FILE
     try:
-        write_plot(path, losses, evaluations, title=folder.name)
+        plot_loss(path, losses, evaluations, title=folder.name)
     except MissingPackageError as e:
         _LOG.warning("%s: %s", e.message, e.hint)
         return None
@@ -30,7 +30,7 @@ def draw(
 
 
 def export(
-    folder: Path, saved: int | None, settings: TrainSettings, progress: Progress
+    folder: Path, saved: int | None, settings: TrainConfig, progress: Progress
 ) -> str | None:
     """Write DST/hf where it is asked for; returns its path."""
     from megtool.commands.reshard import reshard

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megtool.console import format_bytes
-from megtool.train.run_log import clock
+from megtool.train.run_log import format_duration
 
 _REASONS = {
     "done": "all steps are done",
@@ -159,7 +159,7 @@ class FinetuneReport:
         if self.seconds and self.tokens:
             yield (
                 f"  speed       {self.tokens / self.seconds:,.1f} tokens/s, "
-                f"{clock(self.seconds)} in all, {self.stall_seconds:.1f} s of it for checkpoints"
+                f"{format_duration(self.seconds)} in all, {self.stall_seconds:.1f} s of it for checkpoints"
             )
         yield f"  memory      {format_bytes(self.peak_bytes)} at most"
         if self.saved is not None:

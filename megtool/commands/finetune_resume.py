@@ -11,12 +11,12 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
-from megtool.checkpoint.megatron_metadata import args_of
+from megtool.checkpoint.megatron_metadata import saved_args
 from megtool.errors import DestinationError, TrainingError, UsageError
-from megtool.inference.runtime import Runnable, runnable_of
-from megtool.reshard.open_source import CheckpointSource
-from megtool.train.config import TrainSettings
-from megtool.train.train_state import Standing
+from megtool.reshard.open_source import require_decoder
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
+from megtool.train.train_state import TrainState
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def check_apart(source: Path, folder: Path) -> None:
         raise DestinationError(f"nothing can be written in {there}", file=folder)
 
 
-def begun_of(folder: Path, settings: TrainSettings) -> Path | None:
+def begun_of(folder: Path, settings: TrainConfig) -> Path | None:
     """The checkpoint to go on from; None at the beginning of a run.
 
     Raises:
@@ -79,13 +79,13 @@ def begun_of(folder: Path, settings: TrainSettings) -> Path | None:
     from megtool.train.checkpointing.retention import (
         FRESH_RUN_FILE,
         RUN_FILE,
-        iterations_of,
-        newest_iteration,
-        tracked_iteration,
+        list_iterations,
+        find_newest_iteration,
+        read_tracker,
     )
     from megtool.train.checkpointing.staged_iteration import STAGING
 
-    newest, tracked = newest_iteration(folder), tracked_iteration(folder)
+    newest, tracked = find_newest_iteration(folder), read_tracker(folder)
     if newest is not None and not settings.resume:
         raise DestinationError(
             f"iteration {newest} of a run lies there, and --no-resume begins anew",
@@ -101,7 +101,7 @@ def begun_of(folder: Path, settings: TrainSettings) -> Path | None:
             file=folder,
             hint="give a DST that is not there yet; --load CKPT goes on from a checkpoint",
         )
-    if newest is None and (tracked is not None or iterations_of(folder)):
+    if newest is None and (tracked is not None or list_iterations(folder)):
         what = "an iteration" if tracked is None else f"iteration {tracked}"
         raise DestinationError(
             f"{what} of a run should lie there, and none is whole",
@@ -113,9 +113,9 @@ def begun_of(folder: Path, settings: TrainSettings) -> Path | None:
 
 def tell_of_tracker(folder: Path, begun: Path) -> None:
     """Warn of a tracker that names another iteration than the run in its folder goes on from."""
-    from megtool.train.checkpointing.retention import tracked_iteration
+    from megtool.train.checkpointing.retention import read_tracker
 
-    tracked = tracked_iteration(folder)
+    tracked = read_tracker(folder)
     if tracked is not None and begun not in (folder / folder_name(tracked), folder):
         _LOG.warning(
             "%s names iteration %d, which is not in %s: the run goes on from %s",
@@ -126,7 +126,7 @@ def tell_of_tracker(folder: Path, begun: Path) -> None:
         )
 
 
-def check_loaded(runnable: Runnable, loaded: CheckpointSource, train_iters: int) -> None:
+def check_loaded(runnable: CheckpointSource, loaded: CheckpointSource, train_iters: int) -> None:
     """Hold what `--load` names against SRC, and against the steps there are to do.
 
     Raises:
@@ -134,7 +134,7 @@ def check_loaded(runnable: Runnable, loaded: CheckpointSource, train_iters: int)
         UsageError: all steps are done in it.
     """
     path = loaded.path
-    mine, theirs = asdict(runnable.config), asdict(runnable_of(loaded).config)
+    mine, theirs = asdict(runnable.config), asdict(require_decoder(loaded).config)
     for name in _SHAPE:
         is_untold = name.endswith("ffn_hidden_size") and not (mine[name] and theirs[name])
         if mine[name] != theirs[name] and not is_untold:
@@ -159,13 +159,13 @@ def iteration_of(catalogue: Catalogue) -> int:
 
 def batch_before(before: Mapping[str, Any] | None, loaded: CheckpointSource | None) -> int | None:
     """The rows of a step of the run that goes on: its checkpoint says, else what DST keeps."""
-    found = None if loaded is None else args_of(loaded.catalogue).get("global_batch_size")
+    found = None if loaded is None else saved_args(loaded.catalogue).get("global_batch_size")
     if found is None and before is not None:
         found = before.get("global_batch_size")
     return found if isinstance(found, int) and found > 0 else None
 
 
-def with_batch(settings: TrainSettings, before: int | None) -> TrainSettings:
+def with_batch(settings: TrainConfig, before: int | None) -> TrainConfig:
     """The settings with the rows of a step that the run had so far, where none are given.
 
     Raises:
@@ -182,7 +182,7 @@ def with_batch(settings: TrainSettings, before: int | None) -> TrainSettings:
     return replace(settings, global_batch_size=before)
 
 
-def rescaled(standing: Standing, before: int | None, now: int) -> Standing:
+def rescaled(standing: TrainState, before: int | None, now: int) -> TrainState:
     """Where a run is whose steps have another number of rows from now on.
 
     Schedules count samples, of which a step has as many as it has rows.

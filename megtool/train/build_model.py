@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from megtool.checkpoint.megatron_metadata import divisible_by
+from megtool.checkpoint.megatron_metadata import vocab_divisor
 from megtool.console import Progress, silent
 from megtool.convert.rank_tensors import RankCoordinates
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named
 from megtool.inference.layer_streaming import units_of
 from megtool.inference.load import check_memory, check_names, computable, fill
-from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
+from megtool.inference.rank_weights import BUFFER_BYTES, Weights
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import ProcessGroups
+from megtool.reshard.source import CheckpointSource
 
 
 def load_for_training(
-    source: Source,
+    source: CheckpointSource,
     groups: ProcessGroups | None = None,
     *,
     dtype: DType | torch.dtype | str | None = None,
@@ -42,11 +43,11 @@ def load_for_training(
         CheckpointError: they cannot be read.
     """
     groups = ProcessGroups.alone() if groups is None else groups
-    multiple = vocab_multiple or divisible_by(source.catalogue)  # as it is saved again
+    multiple = vocab_multiple or vocab_divisor(source.catalogue)  # as it is saved again
     weights = Weights(
         source,
         parallel=groups.parallel,
-        seat=seat_of(groups),
+        seat=rank_coordinates(groups),
         vocab_multiple=multiple,
         threads=threads,
         memory_bytes=memory_bytes,
@@ -66,11 +67,11 @@ def load_for_training(
     weights.become({n: named(str(t.dtype).removeprefix("torch.")) for n, t in expected.items()})
     check_memory(weights, groups.device, is_trained=True)
     for stage in stages:
-        own = list(stage.state_dict())
+        names_of_stage = list(stage.state_dict())
         if groups.device.type == "cpu":
-            fill(stage, weights.load(own))
+            fill(stage, weights.load(names_of_stage))
         else:
-            for names in units_of(own).values():
+            for names in units_of(names_of_stage).values():
                 tensors = weights.load(names)
                 fill(stage, {n: tensors.pop(n).to(groups.device) for n in names})
         for name, parameter in stage.named_parameters():
@@ -79,6 +80,8 @@ def load_for_training(
     return stages
 
 
-def seat_of(groups: ProcessGroups) -> RankCoordinates:
+def rank_coordinates(groups: ProcessGroups) -> RankCoordinates:
     """Where a process sits on the axes that divide a model."""
-    return RankCoordinates(stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank)
+    return RankCoordinates(
+        stage=groups.pp.rank, tp=groups.tp.rank, ep=groups.ep.rank, etp=groups.etp.rank
+    )

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from megtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from megtool.train.config import TrainSettings
+    from megtool.train.config import TrainConfig
 
 
-def flag(name: str) -> str:
+def option_flag(name: str) -> str:
     """How the command line says a field."""
     return "--" + name.replace("_", "-")
 
 
-def check(settings: TrainSettings) -> None:
+def check_train_config(settings: TrainConfig) -> None:
     """Refuse what no run can do, before anything is opened.
 
     Raises:
@@ -31,27 +31,27 @@ def check(settings: TrainSettings) -> None:
             _check_kind(field.name, value, hints[field.name], field.metadata["min"])
     _check_numbers(settings)
     _check_steps(settings)
-    _check_further(settings)
+    _check_feature_options(settings)
     _check_graphs(settings)
     _ = settings.layout
 
 
-def _check_kind(name: str, value: Any, hint: Any, least: float | None) -> None:
+def _check_kind(name: str, value: Any, hint: Any, minimum: float | None) -> None:
     allowed = get_args(hint)
     words = [a for part in (hint, *allowed) for a in get_args(part) if isinstance(a, str)]
     if words and value not in words:
-        raise UsageError(f"{flag(name)} {value!r}", hint=f"one of: {', '.join(words)}")
+        raise UsageError(f"{option_flag(name)} {value!r}", hint=f"one of: {', '.join(words)}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
-            raise UsageError(f"{flag(name)} {value}", hint="a finite number")
-        if least is not None and value < least:
-            raise UsageError(f"{flag(name)} {value}", hint=f"{least:g} or more")
+            raise UsageError(f"{option_flag(name)} {value}", hint="a finite number")
+        if minimum is not None and value < minimum:
+            raise UsageError(f"{option_flag(name)} {value}", hint=f"{minimum:g} or more")
 
 
-def _check_numbers(s: TrainSettings) -> None:
-    if (chosen := [n for n in TYPES if getattr(s, n)])[1:]:
+def _check_numbers(s: TrainConfig) -> None:
+    if (chosen := [n for n in DTYPE_FLAGS if getattr(s, n)])[1:]:
         raise UsageError(
-            f"{flag(chosen[0])} and {flag(chosen[1])}", hint="a model computes in one type"
+            f"{option_flag(chosen[0])} and {option_flag(chosen[1])}", hint="a model computes in one type"
         )
     for name, below in (
         ("adam_beta1", 1.0),
@@ -64,10 +64,10 @@ def _check_numbers(s: TrainSettings) -> None:
         ("attention_dropout", 1.0),
     ):
         if not 0 <= getattr(s, name) < below:
-            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
+            raise UsageError(f"{option_flag(name)} {getattr(s, name)}", hint="at least 0 and below 1")
     for name in ("distill_weight", "optimizer_offload_fraction"):
         if not 0 <= getattr(s, name) <= 1:
-            raise UsageError(f"{flag(name)} {getattr(s, name)}", hint="from 0 to 1")
+            raise UsageError(f"{option_flag(name)} {getattr(s, name)}", hint="from 0 to 1")
     if s.min_lr > s.lr:
         raise UsageError(f"--min-lr {s.min_lr} is above --lr {s.lr}")
     if s.lr_warmup_init > s.lr:
@@ -78,9 +78,9 @@ def _check_numbers(s: TrainSettings) -> None:
         _check_blend(s)
 
 
-def _check_blend(s: TrainSettings) -> None:
+def _check_blend(s: TrainConfig) -> None:
     try:
-        shares = s.shares or ()
+        shares = s.blend_shares or ()
     except ValueError:
         shares = ()
     if not shares or any(not math.isfinite(x) or x <= 0 for x in shares):
@@ -92,20 +92,20 @@ def _check_blend(s: TrainSettings) -> None:
         )
 
 
-RIVALS = (
+ALTERNATIVES = (
     ("train_iters", "epochs"),
     ("lr_warmup_iters", "lr_warmup_fraction"),
     ("eval_data", "hold_out"),
 )
 """Options that say the same in two ways."""
 
-TYPES = ("bf16", "fp16", "fp32")
+DTYPE_FLAGS = ("bf16", "fp16", "fp32")
 
 
-def _check_steps(s: TrainSettings) -> None:
-    for one, other in RIVALS:
-        if getattr(s, one) and getattr(s, other):
-            raise UsageError(f"{flag(one)} and {flag(other)}", hint="one of them")
+def _check_steps(s: TrainConfig) -> None:
+    for first, second in ALTERNATIVES:
+        if getattr(s, first) and getattr(s, second):
+            raise UsageError(f"{option_flag(first)} and {option_flag(second)}", hint="one of them")
     if s.epochs is not None and s.epochs <= 0:
         raise UsageError(f"--epochs {s.epochs}", hint="above 0")
     if s.lr_warmup_fraction is not None and s.lr_warmup_fraction > 1:
@@ -117,11 +117,11 @@ def _check_steps(s: TrainSettings) -> None:
             f"--global-batch-size {s.global_batch_size} is no multiple of "
             f"--micro-batch-size {s.micro_batch_size}"
         )
-    if s.patience is not None and not (s.eval_data or s.hold_out):
+    if s.patience is not None and not (s.eval_data or s.eval_split):
         raise UsageError("--patience, and nothing to evaluate on", hint="--eval-data, --hold-out")
 
 
-def _check_further(s: TrainSettings) -> None:
+def _check_feature_options(s: TrainConfig) -> None:
     needs = (
         (s.calibration is not None and s.qat is None, "--calibration without --qat"),
         (s.fp8_param_gather and s.fp8_recipe is None, "--fp8-param-gather without --fp8-recipe"),
@@ -174,29 +174,29 @@ def _check_further(s: TrainSettings) -> None:
         ),
         (
             s.moe_router_load_balancing_type not in (None, "none")
-            and not (s.moe_aux_loss_coeff or s.moe_losses_of_checkpoint),
+            and not (s.moe_aux_loss_coeff or s.moe_losses_from_checkpoint),
             "--moe-router-load-balancing-type without --moe-aux-loss-coeff",
         ),
     )
-    for wrong, said in needs:
-        if wrong:
-            raise UsageError(said.replace(": bf16 has", " needs --bf16"))
-    _check_needed(s)
+    for is_wrong, message in needs:
+        if is_wrong:
+            raise UsageError(message.replace(": bf16 has", " needs --bf16"))
+    _check_dependent_options(s)
     if s.lora_alpha is not None and s.lora_alpha <= 0:
         raise UsageError(f"--lora-alpha {s.lora_alpha:g}", hint="above 0; default: 2 x --lora-rank")
     if s.overlap_param_gather and s.use_distributed_optimizer is False:
         raise UsageError("--overlap-param-gather without --use-distributed-optimizer")
     roles = ("qkv", "proj", "fc1", "fc2")
     if s.lora_rank is not None:
-        said_roles = [role.strip() for role in s.lora_target.split(",")]
-        for n, role in enumerate(said_roles):
+        roles_given = [role.strip() for role in s.lora_target.split(",")]
+        for n, role in enumerate(roles_given):
             if role not in roles:
                 raise UsageError(f"--lora-target {role!r}", hint=f"of {', '.join(roles)}")
-            if role in said_roles[:n]:
+            if role in roles_given[:n]:
                 raise UsageError(f"--lora-target names {role!r} twice", hint=s.lora_target)
 
 
-UNGRAPHED = {
+GRAPH_CONFLICTS = {
     "overlap_grad_reduce": "a graph has all passes' gradients before replicas add up",
     "overlap_param_gather": "a graph does not wait for parameters",
     "fp8_param_gather": "parameters of every step lie elsewhere, and a graph reads the same memory",
@@ -209,13 +209,13 @@ UNGRAPHED = {
 """What a pass that is a CUDA graph cannot do, and why."""
 
 
-def _check_graphs(s: TrainSettings) -> None:
+def _check_graphs(s: TrainConfig) -> None:
     if s.cuda_graph_impl == "none":
         return
     hint = "without --cuda-graph-impl"
-    for name, why in UNGRAPHED.items():
+    for name, reason in GRAPH_CONFLICTS.items():
         if getattr(s, name):
-            raise UsageError(f"--cuda-graph-impl local and {flag(name)}: {why}", hint=hint)
+            raise UsageError(f"--cuda-graph-impl local and {option_flag(name)}: {reason}", hint=hint)
     if s.pp > 1:
         raise UsageError(
             f"--cuda-graph-impl local and --pp {s.pp}: stages take turns, which the host decides",
@@ -229,7 +229,7 @@ def _check_graphs(s: TrainSettings) -> None:
         )
 
 
-NEEDED = {
+DEPENDENT_OPTIONS = {
     "teacher": ("distill_weight", "distill_temperature"),
     "lora_rank": ("lora_target",),
     "fp8_recipe": (
@@ -244,10 +244,10 @@ NEEDED = {
 """Options without which others mean nothing."""
 
 
-def _check_needed(s: TrainSettings) -> None:
+def _check_dependent_options(s: TrainConfig) -> None:
     usual = {f.name: f.default for f in fields(s)}
-    for needed, names in NEEDED.items():
+    for needed, names in DEPENDENT_OPTIONS.items():
         if getattr(s, needed) is None:
             for name in names:
                 if getattr(s, name) != usual[name]:
-                    raise UsageError(f"{flag(name)} without {flag(needed)}")
+                    raise UsageError(f"{option_flag(name)} without {option_flag(needed)}")

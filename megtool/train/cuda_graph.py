@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
-from megtool.kernels.cuda_graphs import graphed
+from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
 from megtool.model.pipeline import PipelineSchedule
 from megtool.optim.optimizer import Optimizer
-from megtool.optim.scaler import DynamicScaler
-from megtool.train.config import TrainSettings
+from megtool.optim.scaler import DynamicGradScaler
+from megtool.train.config import TrainConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,16 +48,16 @@ class GraphedSchedule(PipelineSchedule):
         *,
         num_microbatches: int,
         shape: tuple[int, int],
-        is_settled: Callable[[], bool] = lambda: True,
+        is_steady: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(stages, num_microbatches=num_microbatches, scale=optimizer.scale_loss)
         optimizer.sum_in_place()
-        self._optimizer, self._shape, self._is_settled = optimizer, shape, is_settled
+        self._optimizer, self._shape, self._is_settled = optimizer, shape, is_steady
         device = self.groups.device
-        is_scaled = isinstance(optimizer.scaler, DynamicScaler) or optimizer.loss_scale != 1.0
+        is_scaled = isinstance(optimizer.scaler, DynamicGradScaler) or optimizer.loss_scale != 1.0
         # A tensor: a graph repeats a number that it was captured with.
         self._factor = torch.ones((), device=device) if is_scaled else None
-        self._graphs = graphed(self._there_and_back, device, undo=optimizer.zero_grad)
+        self._graphs = graphed(self._forward_backward, device, undo=optimizer.zero_grad)
         self.num_replays = 0
 
     @property
@@ -80,7 +80,7 @@ class GraphedSchedule(PipelineSchedule):
         self.num_replays += 1
         self._losses.append(loss)
 
-    def _there_and_back(
+    def _forward_backward(
         self,
         tokens_BS: Tensor,
         labels_BS: Tensor,
@@ -104,7 +104,7 @@ class GraphedSchedule(PipelineSchedule):
         return loss.detach()
 
 
-def check_graphs(settings: TrainSettings, config: ModelConfig) -> None:
+def check_graphs(settings: TrainConfig, config: ModelConfig) -> None:
     """Refuse beforehand a model or a device whose passes are no graphs; options are checked before.
 
     Raises:

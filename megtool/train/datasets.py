@@ -13,11 +13,11 @@ from megtool.data.dataset import TokenDataset as OneFeed
 from megtool.data.token_cache import Encoding
 from megtool.data.tokenizer import Tokenizer
 from megtool.parallel.process_groups import ALONE, Group
-from megtool.train.config import TrainSettings
+from megtool.train.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeds:
+class TrainDatasets:
     """The data of a run. `identity` says which data it is, however it is spelled; `counts` what
     became of samples."""
 
@@ -27,8 +27,8 @@ class Feeds:
     counts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def feeds_of(
-    settings: TrainSettings,
+def open_datasets(
+    settings: TrainConfig,
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
@@ -36,7 +36,7 @@ def feeds_of(
     cache: Path | None,
     world: Group = ALONE,
     progress: Progress = silent,
-) -> Feeds:
+) -> TrainDatasets:
     """The data that settings name, encoded; every rank of `world` has to call this.
 
     `cache` is where encoded text is kept, None for nowhere.
@@ -46,14 +46,14 @@ def feeds_of(
         UsageError: no such source, or a part held out that is nothing or everything.
         StorageError: the cache cannot be written.
     """
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cache": cache,
         "vocab_size": vocab_size,
         "mode": None if settings.packing else "padded",
         "encoding": Encoding(
-            field=settings.field, split=settings.split, answers_only=not settings.all_turns
+            field=settings.field, split=settings.split, answers_only=not settings.train_on_inputs
         ),
-        "long": settings.long,
+        "long": settings.overflow,
         "world": world,
         "progress": progress,
     }
@@ -61,22 +61,22 @@ def feeds_of(
         settings.data,
         tokenizer,
         seq_length,
-        shares=settings.shares,
+        shares=settings.blend_shares,
         seed=settings.seed,
-        **how,
+        **options,
     )
     evaluation: OneFeed | BlendedDataset | None = None
-    if settings.hold_out:
-        train, evaluation = train.divided(settings.hold_out)
+    if settings.eval_split:
+        train, evaluation = train.divided(settings.eval_split)
     elif settings.eval_data is not None:
-        evaluation = open_dataset([settings.eval_data], tokenizer, seq_length, seed=None, **how)
-    return Feeds(
+        evaluation = open_dataset([settings.eval_data], tokenizer, seq_length, seed=None, **options)
+    return TrainDatasets(
         train=train,
         evaluation=evaluation,
         identity={
             "seq_length": seq_length,
             "seed": settings.seed,
-            "hold_out": settings.hold_out,
+            "hold_out": settings.eval_split,
             "digest": train.fingerprint,
         },
         counts=asdict(train.counts),

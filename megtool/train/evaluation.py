@@ -14,7 +14,7 @@ from megtool.model.decoder import Decoder
 from megtool.model.pipeline import stream_hidden
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.collate import Feed, batch_of, padded
+from megtool.train.collate import RowDataset, collate_rows, pad_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     stages: Sequence[Decoder],
-    feed: Feed,
+    dataset: RowDataset,
     *,
     micro_batch_size: int,
     num_samples: int | None = None,
-    counted: Callable[[int], None] = lambda _: None,
+    on_samples: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
     """Every sample of the feed once, or its first `num_samples`, shared out over the replicas.
 
@@ -40,7 +40,7 @@ def evaluate(
     same.
     """
     groups = stages[0].groups
-    total = len(feed) if num_samples is None else min(len(feed), num_samples)
+    total = len(dataset) if num_samples is None else min(len(dataset), num_samples)
     labels: list[Tensor] = []
 
     def batches() -> Iterator[Batch]:
@@ -48,13 +48,13 @@ def evaluate(
         each = micro_batch_size
         for first in range(0, total, each * groups.dp.size):
             begin = first + groups.dp.rank * each
-            have = max(0, min(each, total - begin))
-            rows = feed.rows(begin, have) if have else feed.rows(first, 1)
-            if not have:
+            num_rows = max(0, min(each, total - begin))
+            rows = dataset.rows(begin, num_rows) if num_rows else dataset.rows(first, 1)
+            if not num_rows:
                 rows = replace(rows, labels_BS=rows.labels_BS * 0 + IGNORED)
-            batch, wanted = batch_of(padded(rows, each), groups.device)
-            labels.append(wanted)
-            counted(min(each * groups.dp.size, total - first))
+            batch, batch_labels = collate_rows(pad_rows(rows, each), groups.device)
+            labels.append(batch_labels)
+            on_samples(min(each * groups.dp.size, total - first))
             yield batch
 
     modes = [stage.training for stage in stages]
@@ -62,9 +62,9 @@ def evaluate(
         stage.eval()
     sums = [0.0, 0.0]
     for x_TH in stream_hidden(stages, batches()):
-        wanted = labels.pop(0)
+        batch_labels = labels.pop(0)
         if x_TH is not None:
-            loss, count = stages[-1].loss_of(x_TH, wanted)
+            loss, count = stages[-1].loss_of(x_TH, batch_labels)
             sums[0] += float(loss)
             sums[1] += float(count)
     for stage, mode in zip(stages, modes, strict=True):
@@ -83,7 +83,7 @@ def world_sum(
     all ranks instead.
     """
     counts = groups.tp.is_first and groups.pp.is_last
-    own = [*(values if counts else [0.0] * len(values)), *everywhere]
-    sums = torch.tensor(own, dtype=torch.float64, device=groups.device)
+    local = [*(values if counts else [0.0] * len(values)), *everywhere]
+    sums = torch.tensor(local, dtype=torch.float64, device=groups.device)
     total: list[float] = all_sum(sums, groups.world).tolist()
     return total

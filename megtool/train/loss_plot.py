@@ -12,7 +12,7 @@ _SMOOTHED = 0.9
 _MANY = 40
 
 
-def write_plot(
+def plot_loss(
     path: Path,
     losses: Sequence[tuple[int, float]],
     evaluations: Sequence[tuple[int, float]] = (),
@@ -34,12 +34,12 @@ def write_plot(
     figure = Figure(figsize=(9, 5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a screen
     axes = figure.subplots()
-    many = len(losses) > _MANY
+    is_smoothed = len(losses) > _MANY
     if losses:
         steps, values = zip(*losses, strict=True)
-        axes.plot(steps, values, color="#4c78a8", alpha=0.35 if many else 1, label="loss")
-        if many:
-            axes.plot(steps, smoothed(values), color="#4c78a8", label="loss, running mean")
+        axes.plot(steps, values, color="#4c78a8", alpha=0.35 if is_smoothed else 1, label="loss")
+        if is_smoothed:
+            axes.plot(steps, smooth(values), color="#4c78a8", label="loss, running mean")
     if evaluations:
         steps, values = zip(*evaluations, strict=True)
         axes.plot(steps, values, "o-", color="#f58518", label="evaluation")
@@ -53,12 +53,12 @@ def write_plot(
     figure.savefig(str(path), format="png")
 
 
-def smoothed(values: Sequence[float], keep: float = _SMOOTHED) -> list[float]:
+def smooth(values: Sequence[float], weight_of_past: float = _SMOOTHED) -> list[float]:
     """The running mean with exponentially falling weights, unbiased at the beginning."""
     out: list[float] = []
     total = weight = 0.0
     for value in values:
-        total = keep * total + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
+        total = weight_of_past * total + (1 - weight_of_past) * value
+        weight = weight_of_past * weight + (1 - weight_of_past)
         out.append(total / weight)
     return out

@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from megtool.config import ModelConfig, ParallelConfig
-from megtool.inference.rank_weights import Source, decoder_of
+from megtool.inference.rank_weights import decoder_of
 from megtool.model.decoder import Decoder
 from megtool.model.lora import add_adapters
 from megtool.model.pipeline import build_stages
 from megtool.parallel.process_groups import Group, ProcessGroups
 from megtool.quant.fake_quant.weight_views import WeightViews, canonical_side
-from megtool.train.config import TrainSettings
+from megtool.reshard.source import CheckpointSource
+from megtool.train.config import TrainConfig
 from megtool.train.features.protocol import lora_settings
 from megtool.train.run_plan import freeze
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class RankMemory:
     """Elements and bytes of the rank that holds most; activations are not in it.
 
     `adapter_bytes` are those of LoRA's adapters among `weight_bytes`.
@@ -34,7 +35,9 @@ class Sizes:
     adapter_bytes: int = 0
 
 
-def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dtype: str) -> Sizes:
+def estimate_rank_memory(
+    source: CheckpointSource, settings: TrainConfig, layout: ParallelConfig, dtype: str
+) -> RankMemory:
     """What the largest stage of a model takes on each of its ranks.
 
     Raises:
@@ -43,55 +46,55 @@ def sizes_of(source: Source, settings: TrainSettings, layout: ParallelConfig, dt
     """
     config, _ = decoder_of(source)
     kind: torch.dtype = getattr(torch, dtype)
-    found = []
+    estimates = []
     for stage in range(layout.pp):
         stages = build_stages(
             config,
-            seated(layout, stage),
+            meta_groups(layout, stage),
             dtype=kind,
             sequence_parallel=settings.sequence_parallel,
         )
         freeze(stages, settings.freeze)
         if (lora := lora_settings(settings)) is not None:
             add_adapters(stages, lora)
-        found.append(_sizes(stages, settings, layout, kind))
-    return max(found, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
+        estimates.append(_measure_stages(stages, settings, layout, kind))
+    return max(estimates, key=lambda s: s.weight_bytes + s.gradient_bytes + s.optimizer_bytes)
 
 
-def weight_bytes_of(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
+def estimate_weight_bytes(config: ModelConfig, layout: ParallelConfig, dtype: str) -> int:
     """What the weights of a model take on each rank of its largest stage, as those of a teacher.
 
     Raises:
         LayoutError: the layout does not divide the model; the hint says which sizes do.
     """
-    found = []
+    totals = []
     for stage in range(layout.pp):
-        stages = build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype))
-        held = [p for one in stages for p in one.parameters()]
-        found.append(sum(p.numel() * p.element_size() for p in held))
-    return max(found)
+        stages = build_stages(config, meta_groups(layout, stage), dtype=getattr(torch, dtype))
+        parameters = [p for one in stages for p in one.parameters()]
+        totals.append(sum(p.numel() * p.element_size() for p in parameters))
+    return max(totals)
 
 
-def rounded_bytes_of(
+def estimate_fake_quant_bytes(
     config: ModelConfig, layout: ParallelConfig, dtype: str, modules: Iterable[str]
 ) -> int:
     """What a rank keeps of parameters that are rounded for a step: those with modules' weights."""
-    named, found = list(modules), [0]
+    named, totals = list(modules), [0]
     for stage in range(layout.pp):
         total = 0
-        for one in build_stages(config, seated(layout, stage), dtype=getattr(torch, dtype)):
-            known = set(canonical_side(config, {str(n) for n in one.stage.layers}).canonical)
-            if one.stage.head:
-                known |= set(canonical_side(config, {""}).canonical)
-            held = WeightViews(one, [m for m in named if f"{m}.weight" in known])
-            for name in held.parameters(held.parts):
-                p = one.get_parameter(name)
+        for decoder in build_stages(config, meta_groups(layout, stage), dtype=getattr(torch, dtype)):
+            canonical = set(canonical_side(config, {str(n) for n in decoder.stage.layers}).canonical)
+            if decoder.stage.head:
+                canonical |= set(canonical_side(config, {""}).canonical)
+            views = WeightViews(decoder, [m for m in named if f"{m}.weight" in canonical])
+            for name in views.parameters(views.parts):
+                p = decoder.get_parameter(name)
                 total += p.numel() * p.element_size()
-        found.append(total)
-    return max(found)
+        totals.append(total)
+    return max(totals)
 
 
-def seated(layout: ParallelConfig, stage: int) -> ProcessGroups:
+def meta_groups(layout: ParallelConfig, stage: int) -> ProcessGroups:
     """The groups of the first rank of a stage, without processes: for shapes alone."""
 
     def group(size: int, rank: int = 0) -> Group:
@@ -113,9 +116,9 @@ def seated(layout: ParallelConfig, stage: int) -> ProcessGroups:
     )
 
 
-def _sizes(
-    stages: list[Decoder], settings: TrainSettings, layout: ParallelConfig, dtype: torch.dtype
-) -> Sizes:
+def _measure_stages(
+    stages: list[Decoder], settings: TrainConfig, layout: ParallelConfig, dtype: torch.dtype
+) -> RankMemory:
     parameters = [p for stage in stages for p in stage.parameters()]
     trained = [p for p in parameters if p.requires_grad]
     moments = {"adam": 2, "sgd": 1, "muon": 1}[settings.optimizer]
@@ -128,7 +131,7 @@ def _sizes(
         replicas = layout.dp * layout.cp if getattr(p, "allreduce", True) else layout.expert_dp
         optimizer += p.numel() * each / (1 if shared is False else replicas)
     narrow = settings.grad_reduce_in_bf16
-    return Sizes(
+    return RankMemory(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in trained),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters),

@@ -17,7 +17,7 @@ from megtool.parallel.process_groups import ProcessGroups
 
 
 @torch.no_grad()
-def first_not_finite(
+def find_nonfinite_tensor(
     stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, num_microbatches: int = 1
 ) -> str | None:
     """The first tensor with a NaN or an infinity: a parameter, else what a module gives.
@@ -26,42 +26,42 @@ def first_not_finite(
     with several it is the first of the first rank in the order of the stages that has one. None if
     all are numbers.
     """
-    found = _parameter(stages)
-    if all(x is None for x in _gathered(found, stages[0].groups)):
-        found = _activation(stages, batch, labels_BS, num_microbatches)
-    return _first(found, stages[0].groups)
+    name = _parameter(stages)
+    if all(x is None for x in _all_gather_names(name, stages[0].groups)):
+        name = _activation(stages, batch, labels_BS, num_microbatches)
+    return _first_of_ranks(name, stages[0].groups)
 
 
 @torch.no_grad()
-def parameter_not_finite(stages: Sequence[Decoder]) -> str | None:
+def find_nonfinite_parameter(stages: Sequence[Decoder]) -> str | None:
     """The first parameter with a NaN or an infinity, of all ranks; every rank has to call this."""
-    return _first(_parameter(stages), stages[0].groups)
+    return _first_of_ranks(_parameter(stages), stages[0].groups)
 
 
-def _first(found: str | None, groups: ProcessGroups) -> str | None:
+def _first_of_ranks(local_name: str | None, groups: ProcessGroups) -> str | None:
     """What the first rank in the order of the stages has found, the same on every rank."""
     named = [
         f"{name} (rank {rank})" if groups.world.size > 1 else name
         for rank, name in sorted(
-            enumerate(_gathered(found, groups)), key=lambda x: _stage_of(x[0], groups)
+            enumerate(_all_gather_names(local_name, groups)), key=lambda x: _stage_of(x[0], groups)
         )
         if name is not None
     ]
     return named[0] if named else None
 
 
-def stop(what: str, first: str | None, *, iteration: int, good: int | None) -> TrainingError:
+def nonfinite_error(problem: str, tensor: str | None, *, iteration: int, last_saved: int | None) -> TrainingError:
     """The error that ends a run: `what` went wrong in a step, and which checkpoint is left."""
-    left = (
-        f"iteration {good} is the last good checkpoint, which it goes on from"
-        if good
+    remaining = (
+        f"iteration {last_saved} is the last good checkpoint, which it goes on from"
+        if last_saved
         else "there is no checkpoint yet"
     )
     return TrainingError(
-        f"step {iteration}: {what}",
-        tensor=first,
+        f"step {iteration}: {problem}",
+        tensor=tensor,
         hint="the same command meets the same again: a lower --lr, more --lr-warmup-iters or "
-        f"--clip-grad may help; {left}; `megtool inspect SRC --stats` looks for NaN in what it "
+        f"--clip-grad may help; {remaining}; `megtool inspect SRC --stats` looks for NaN in what it "
         "began with",
     )
 
@@ -78,34 +78,34 @@ def _activation(
     stages: Sequence[Decoder], batch: Batch, labels_BS: Tensor, number: int
 ) -> str | None:
     """The first module whose output is not finite, in the order in which modules finish."""
-    found: list[str] = []
+    names: list[str] = []
     handles = []
     for stage in stages:
         for name, module in stage.named_modules():
             if name:
-                handles.append(module.register_forward_hook(_watch(name, found)))
+                handles.append(module.register_forward_hook(_record_nonfinite(name, names)))
     try:
         rows = stream_hidden(list(stages), microbatches(batch, number))
         for x_TH, labels in zip(rows, labels_BS.chunk(number), strict=True):
-            if x_TH is not None and not found:
+            if x_TH is not None and not names:
                 loss, _ = stages[-1].loss_of(x_TH, labels)
                 if not bool(torch.isfinite(loss)):
-                    found.append("the loss of the output layer")
+                    names.append("the loss of the output layer")
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return names[0] if names else None
 
 
-def _watch(name: str, found: list[str]) -> Any:
+def _record_nonfinite(name: str, names: list[str]) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-            found.append(f"output of {name}")
+        if not names and isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+            names.append(f"output of {name}")
 
     return hook
 
 
-def _gathered(name: str | None, groups: ProcessGroups) -> list[str | None]:
+def _all_gather_names(name: str | None, groups: ProcessGroups) -> list[str | None]:
     if groups.world.handle is None:
         return [name]
     out: list[str | None] = [None] * groups.world.size

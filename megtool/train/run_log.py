@@ -34,10 +34,10 @@ _MEGATRON_NAMES = {
 
 _NOT_FINITE = ("nan", "inf", "-inf")  # as `_text` writes them: JSON has no such numbers
 
-Line = dict[str, Any]
+LogLine = dict[str, Any]
 
 
-class Board(Protocol):
+class SummaryWriterProtocol(Protocol):
     """What TensorBoard's writer is to a log."""
 
     def add_scalar(self, tag: str, value: float, global_step: int) -> object:
@@ -63,8 +63,8 @@ class RunLog:
         self, folder: Path | None, *, iteration: int = 0, tensorboard: bool = False
     ) -> None:
         self._file: TextIO | None = None
-        self._board: Board | None = None
-        self.lines: list[Line] = []
+        self._board: SummaryWriterProtocol | None = None
+        self.lines: list[LogLine] = []
         if folder is None:
             return
         path = folder / LOG_FILE
@@ -73,13 +73,13 @@ class RunLog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(f".{LOG_FILE}.new")
-            fresh.write_text("".join(_text(line) for line in self.lines))
+            fresh.write_text("".join(_encode_line(line) for line in self.lines))
             os.replace(fresh, path)
             self._file = path.open("a", buffering=1)
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
         if tensorboard:
-            self._board = _board(folder / TENSORBOARD_FOLDER, iteration + 1)
+            self._board = _open_tensorboard(folder / TENSORBOARD_FOLDER, iteration + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Add a line.
@@ -91,7 +91,7 @@ class RunLog:
             return
         self.lines.append(dict(line))
         try:
-            self._file.write(_text(line))
+            self._file.write(_encode_line(line))
         except OSError as e:
             raise StorageError(f"cannot write: {e.strerror or e}", file=self._file.name) from e
         if self._board is not None:
@@ -122,7 +122,7 @@ class RunLog:
         self.close()
 
 
-def read_log(path: Path) -> list[Line]:
+def read_log(path: Path) -> list[LogLine]:
     """All whole lines of a log; none where there is no file. What a kill has cut off is left out.
 
     Raises:
@@ -132,10 +132,10 @@ def read_log(path: Path) -> list[Line]:
         text = path.read_text() if path.exists() else ""
     except OSError as e:
         raise StorageError(f"cannot read: {e.strerror or e}", file=path) from e
-    return list(_whole(text))
+    return list(_parse_lines(text))
 
 
-def _whole(text: str) -> Iterator[Line]:
+def _parse_lines(text: str) -> Iterator[LogLine]:
     for row in text.splitlines(keepends=True):
         try:
             line = json.loads(row)
@@ -145,14 +145,14 @@ def _whole(text: str) -> Iterator[Line]:
             yield {k: float(v) if v in _NOT_FINITE else v for k, v in line.items()}
 
 
-def _text(line: Mapping[str, Any]) -> str:
+def _encode_line(line: Mapping[str, Any]) -> str:
     plain = {
         k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
     }
     return json.dumps(plain) + "\n"
 
 
-def _board(folder: Path, begin: int) -> Board:
+def _open_tensorboard(folder: Path, begin: int) -> SummaryWriterProtocol:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:
@@ -162,11 +162,11 @@ def _board(folder: Path, begin: int) -> Board:
     return SummaryWriter(str(folder), purge_step=begin)
 
 
-def told(line: Mapping[str, Any], last: int, seconds_left: float | None = None) -> str:
+def format_line(line: Mapping[str, Any], last: int, seconds_left: float | None = None) -> str:
     """A line of a step or an evaluation, as a person reads it."""
-    where = f"step {line['iteration']:,} of {last:,}"
+    progress = f"step {line['iteration']:,} of {last:,}"
     if "eval_loss" in line:
-        return f"{where}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"
+        return f"{progress}: evaluation {line['eval_loss']:.4f} of {line['eval_labels']:,} tokens"
     parts = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.3g}"]
     if line.get("skipped"):
         parts.append(f"skipped, loss scale {line['loss_scale']:g}")
@@ -174,12 +174,12 @@ def told(line: Mapping[str, Any], last: int, seconds_left: float | None = None) 
         parts.append(f"grad norm {line['grad_norm']:.3g}")
     parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
     if seconds_left is not None:
-        parts.append(f"{clock(seconds_left)} left")
-    return f"{where}: {', '.join(parts)}"
+        parts.append(f"{format_duration(seconds_left)} left")
+    return f"{progress}: {', '.join(parts)}"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration: 4:05, or 1:02:03."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
+    minutes, seconds_left = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"

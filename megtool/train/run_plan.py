@@ -9,14 +9,14 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from megtool.errors import LayoutError, UsageError
-from megtool.train.config import TrainSettings
+from megtool.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from megtool.model.decoder import Decoder
     from megtool.optim.optimizer import Optimizer
     from megtool.optim.param_groups import GroupRule, ParamGroup
-    from megtool.optim.schedules import Schedule
-    from megtool.optim.settings import OptimizerSettings
+    from megtool.optim.schedules import LRSchedule
+    from megtool.optim.settings import OptimizerConfig
     from megtool.parallel.process_groups import ProcessGroups
 
 _MOST_LENGTH = 2048
@@ -56,7 +56,7 @@ class RunPlan:
         return self.train_iters * self.global_batch_size
 
 
-def row_length(settings: TrainSettings, max_positions: int) -> int:
+def row_length(settings: TrainConfig, max_positions: int) -> int:
     """Tokens of a row.
 
     Raises:
@@ -72,8 +72,8 @@ def row_length(settings: TrainSettings, max_positions: int) -> int:
     return settings.seq_length
 
 
-def plan_of(
-    settings: TrainSettings,
+def plan_run(
+    settings: TrainConfig,
     *,
     seq_length: int,
     num_samples: int,
@@ -100,12 +100,12 @@ def plan_of(
 
         rows_of_rank(settings.micro_batch_size * seq_length // cp, tp, cp)
     micro, batch = settings.micro_batch_size, settings.global_batch_size
-    each = micro * replicas
+    rows_per_pass = micro * replicas
     if batch is None:
-        batch = each * stages
-    if batch % each:
-        below = batch // each * each
-        fits = f"{below} or {below + each}" if below else str(each)
+        batch = rows_per_pass * stages
+    if batch % rows_per_pass:
+        below = batch // rows_per_pass * rows_per_pass
+        fits = f"{below} or {below + rows_per_pass}" if below else str(rows_per_pass)
         raise LayoutError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {micro} x "
             f"dp={replicas}",
@@ -123,13 +123,13 @@ def plan_of(
     )
 
 
-def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
+def make_lr_schedule(settings: TrainConfig, plan: RunPlan) -> LRSchedule:
     """The course of the learning rate and of weight decay, which counts samples, as Megatron's.
 
     Raises:
         UsageError: warm-up takes longer than the whole.
     """
-    from megtool.optim.schedules import Schedule
+    from megtool.optim.schedules import LRSchedule
 
     batch = plan.global_batch_size
     decay = settings.lr_decay_iters or plan.train_iters
@@ -143,10 +143,10 @@ def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
             f"{warmup:g} steps of warm-up, and the learning rate has fallen after {decay}",
             hint=f"--lr-warmup-iters {max(0, decay - 1)} at most, or a larger --lr-decay-iters",
         )
-    one = settings.weight_decay
+    weight_decay = settings.weight_decay
     start, end = settings.start_weight_decay, settings.end_weight_decay
     wsd = settings.lr_wsd_decay_iters
-    return Schedule(
+    return LRSchedule(
         kind=settings.lr_decay_style,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
@@ -155,28 +155,28 @@ def schedule_of(settings: TrainSettings, plan: RunPlan) -> Schedule:
         decay_steps=decay * batch,
         wsd_decay_steps=None if wsd is None else wsd * batch,
         wsd_decay_style=settings.lr_wsd_decay_style,
-        start_wd=one if start is None else start,
-        end_wd=one if end is None else end,
+        start_wd=weight_decay if start is None else start,
+        end_wd=weight_decay if end is None else end,
         wd_incr_style=settings.weight_decay_incr_style,
         wd_incr_steps=plan.samples,
     )
 
 
-def rates_of(schedule: Schedule, num_steps: int) -> tuple[_Rate, float]:
+def rates_at(schedule: LRSchedule, num_steps: int) -> tuple[_Rate, float]:
     """Each group's learning rate, and weight decay, after so many samples."""
     return _Rate(schedule, num_steps), schedule.weight_decay(num_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    schedule: Schedule
+    schedule: LRSchedule
     num_steps: int
 
     def __call__(self, group: ParamGroup) -> float:
         return self.schedule.lr(self.num_steps, max_lr=group.max_lr, min_lr=group.min_lr)
 
 
-def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSettings:
+def make_optimizer_config(settings: TrainConfig, plan: RunPlan) -> OptimizerConfig:
     """What the optimizer is told.
 
     Losses are sums over tokens, not means as Megatron's; so that a loss scale means the same, it is
@@ -185,12 +185,12 @@ def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSetti
     Raises:
         UsageError: a value is out of its range, or a rule cannot be read.
     """
-    from megtool.optim.settings import OptimizerSettings
+    from megtool.optim.settings import OptimizerConfig
 
     tokens = 2.0 ** (plan.micro_batch_size * plan.seq_length - 1).bit_length()
     constant = settings.loss_scale
     initial = settings.initial_loss_scale / tokens
-    return OptimizerSettings(
+    return OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -216,11 +216,11 @@ def optimizer_settings(settings: TrainSettings, plan: RunPlan) -> OptimizerSetti
         reduce_in_fp32=settings.grad_reduce_in_bf16,
         fp8_param_gather=settings.fp8_param_gather,
         bucket_size=settings.ddp_bucket_size,
-        rules=_rules(settings),
+        rules=_parse_group_rules(settings),
     )
 
 
-def _rules(settings: TrainSettings) -> tuple[GroupRule, ...]:
+def _parse_group_rules(settings: TrainConfig) -> tuple[GroupRule, ...]:
     """Rules of `--lr-mult` and `--wd-mult`, those of the same glob as one."""
     from megtool.optim.param_groups import GroupRule
 
@@ -263,7 +263,7 @@ def freeze(stages: Sequence[Decoder], globs: Sequence[str]) -> int:
 
 
 def make_optimizer(
-    stages: Sequence[Decoder], settings: TrainSettings, plan: RunPlan, groups: ProcessGroups
+    stages: Sequence[Decoder], settings: TrainConfig, plan: RunPlan, groups: ProcessGroups
 ) -> Optimizer:
     """The optimizer of a rank's stages: distributed where there are replicas, else a plain one.
 
@@ -274,21 +274,21 @@ def make_optimizer(
 
     from megtool.parallel.collectives import all_sum
 
-    told = optimizer_settings(settings, plan)
+    config = make_optimizer_config(settings, plan)
     named = [(n, p) for stage in stages for n, p in stage.named_parameters()]
-    learns = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
-    if not float(all_sum(learns, groups.world)):
+    is_trained = torch.tensor(float(any(p.requires_grad for _, p in named)), device=groups.device)
+    if not float(all_sum(is_trained, groups.world)):
         raise UsageError("nothing is left to train", hint="fewer --freeze")
-    shared = settings.use_distributed_optimizer
-    if shared is None:
-        shared = groups.replicas.size > 1 or groups.expert_dp.size > 1 or told.fp8_param_gather
-    from megtool.optim.cpu_offload import HybridOptimizer
+    is_distributed = settings.use_distributed_optimizer
+    if is_distributed is None:
+        is_distributed = groups.replicas.size > 1 or groups.expert_dp.size > 1 or config.fp8_param_gather
+    from megtool.optim.cpu_offload import HybridDeviceOptimizer
     from megtool.optim.distributed import DistributedOptimizer
-    from megtool.optim.replicated import PlainOptimizer
+    from megtool.optim.replicated import ReplicatedOptimizer
 
-    made = (
-        DistributedOptimizer(named, told, groups, chunks=list(stages))
-        if shared
-        else PlainOptimizer(named, told, groups)
+    optimizer = (
+        DistributedOptimizer(named, config, groups, chunks=list(stages))
+        if is_distributed
+        else ReplicatedOptimizer(named, config, groups)
     )
-    return HybridOptimizer(made) if told.offload_fraction else made
+    return HybridDeviceOptimizer(optimizer) if config.offload_fraction else optimizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class Standing:
+class TrainState:
     """Where a run is: steps done, samples of the data used, and steps of the schedule (in samples;
     those of skipped steps do not count)."""
 

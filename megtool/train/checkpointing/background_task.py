@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Behind:
+class BackgroundTask:
     """Work behind training: a copy of what training is about to change, then all that follows.
 
     Used from one thread; an error of the work waits for `check`.

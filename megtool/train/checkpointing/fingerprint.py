@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.convert.canonical_view import CanonicalView
-from megtool.quant.calibration.fingerprint import of_model
+from megtool.quant.calibration.fingerprint import hash_model
 
 _TENSORS = 2000
 
 
-def fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
+def sample_fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
     """A digest of how the model computes and of names, shapes, types and some rows of its canonical
     weights; of very many, of some of them, the same for every checkpoint of the model.
 
@@ -24,4 +24,4 @@ def fingerprint(catalogue: Catalogue, side: CanonicalView) -> str:
     """
     names = sorted(name for name in side.canonical if ":" not in name)
     some = names[:: max(1, len(names) // _TENSORS)]
-    return of_model(catalogue, replace(side, canonical={n: side.canonical[n] for n in some}))
+    return hash_model(catalogue, replace(side, canonical={n: side.canonical[n] for n in some}))

@@ -12,28 +12,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from megtool.checkpoint.containers.pickle_reader import Inert, decode, inert_global, references
-from megtool.checkpoint.containers.pickle_writer import namespace
-from megtool.checkpoint.containers.zip_writer import tensor_pickle
+from megtool.checkpoint.containers.pickle_reader import Inert, decode, inert_global, find_references
+from megtool.checkpoint.containers.pickle_writer import make_namespace
+from megtool.checkpoint.containers.zip_writer import encode_tensor_pickle
 from megtool.checkpoint.param_groups import (
-    SHARDING,
-    Inner,
-    content_of,
-    in_common,
-    number_of,
-    saving_args,
+    SHARDING_TYPE,
+    OptimizerState,
+    build_content_metadata,
+    build_common_optimizer,
+    scalar_value,
+    optimizer_args,
 )
 from megtool.checkpoint.random_state import RNG
 from megtool.dtypes import dtype
 from megtool.errors import CheckpointError
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.checkpointing.save_metadata import Extras
-from megtool.train.checkpointing.save_template import Template
+from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.checkpointing.save_template import SaveTemplate
 
 
-def common_of(
-    template: Template,
-    extras: Extras,
+def make_common_state(
+    template: SaveTemplate,
+    metadata: SaveMetadata,
     iteration: int,
     small: Mapping[str, Any] | None,
     kind: str,
@@ -49,45 +49,45 @@ def common_of(
     args: dict[str, Any] = dict(old.state) if isinstance(old, Inert) else {}
     args |= {
         "iteration": iteration,
-        "consumed_train_samples": extras.consumed_train_samples,
-        "consumed_valid_samples": extras.consumed_valid_samples,
-        **extras.args,
+        "consumed_train_samples": metadata.consumed_train_samples,
+        "consumed_valid_samples": metadata.consumed_valid_samples,
+        **metadata.args,
     }
-    absent = {"no_save_optim": small is None, "no_save_rng": not extras.random}
+    absent = {"no_save_optim": small is None, "no_save_rng": not metadata.random}
     args |= {k: no or None for k, no in absent.items() if bool(args.get(k)) != no}
     if small is not None:
-        args |= saving_args(kind)
-        chain = chained(small, num_chains)
-        common["optimizer"] = plain(in_common(chain, kind))
-        common["content_metadata"] = content_of(common.get("content_metadata"), kind)
-    if extras.scheduler is not None:
-        common["opt_param_scheduler"] = plain(dict(extras.scheduler))
-    common["args"] = namespace({k: plain(v) for k, v in args.items()})
+        args |= optimizer_args(kind)
+        chain = split_chain(small, num_chains)
+        common["optimizer"] = to_plain_tree(build_common_optimizer(chain, kind))
+        common["content_metadata"] = build_content_metadata(common.get("content_metadata"), kind)
+    if metadata.scheduler is not None:
+        common["opt_param_scheduler"] = to_plain_tree(dict(metadata.scheduler))
+    common["args"] = make_namespace({k: to_plain_tree(v) for k, v in args.items()})
     common["iteration"] = iteration
-    common["num_floating_point_operations_so_far"] = extras.floating_point_operations
+    common["num_floating_point_operations_so_far"] = metadata.floating_point_operations
     return common
 
 
-def chained(small: Mapping[str, Any], length: int) -> list[Inner]:
+def split_chain(small: Mapping[str, Any], length: int) -> list[OptimizerState]:
     """The small state of one optimizer as that of a chain: with two, the experts' groups apart."""
-    inner: dict[str, Any] = {k: v for k, v in small.items() if k != SHARDING}
+    inner: dict[str, Any] = {k: v for k, v in small.items() if k != SHARDING_TYPE}
     if length == 1:
         return [inner]
-    held = dict(inner["optimizer"])
-    groups: Sequence[Mapping[str, Any]] = held["param_groups"]
+    optimizer_state = dict(inner["optimizer"])
+    groups: Sequence[Mapping[str, Any]] = optimizer_state["param_groups"]
     return [
         {
             **inner,
             "optimizer": {
-                **held,
-                "param_groups": [g for g in groups if bool(g.get("is_expert_parallel")) == own],
+                **optimizer_state,
+                "param_groups": [g for g in groups if bool(g.get("is_expert_parallel")) == is_expert],
             },
         }
-        for own in (False, True)
+        for is_expert in (False, True)
     ]
 
 
-def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_chain(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The small state of a chain as that of one optimizer, as plain values.
 
     Raises:
@@ -98,10 +98,10 @@ def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = []
     for g in groups:
         values.append({k: v for k, v in g.items() if not isinstance(v, Inert)})
-        if (step := number_of(g.get("step"))) is not None:  # Transformer Engine's may be a tensor
+        if (step := scalar_value(g.get("step"))) is not None:  # Transformer Engine's may be a tensor
             values[-1]["step"] = step
     if scaler := first.get("grad_scaler"):
-        numbers = {k: number_of(v) for k, v in scaler.items()}
+        numbers = {k: scalar_value(v) for k, v in scaler.items()}
         if unread := [k for k, v in numbers.items() if v is None]:
             raise CheckpointError(
                 f"the saved loss scale has a {unread[0]!r} that is no number",
@@ -111,7 +111,7 @@ def joined(chain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "optimizer": {**first["optimizer"], "param_groups": values}}
 
 
-def plain(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
+def to_plain_tree(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> Any:
     """A tree with Python's own numbers, and torch's types and tensors as what a pickle holds.
 
     `tensor` says what stands for tensors with dimensions instead.
@@ -123,26 +123,26 @@ def plain(value: Any, tensor: Callable[[torch.Tensor], Any] | None = None) -> An
     if isinstance(value, torch.dtype):
         return inert_global("torch", str(value).removeprefix("torch."))
     if isinstance(value, Mapping):
-        return {k: plain(v, tensor) for k, v in value.items()}
+        return {k: to_plain_tree(v, tensor) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain(v, tensor) for v in value)
+        return type(value)(to_plain_tree(v, tensor) for v in value)
     return value
 
 
 def _inert_tensor(value: torch.Tensor) -> Any:
     """A small tensor as inert data, its bytes attached; the storage's key follows from them."""
-    held = value.detach().cpu().contiguous()
-    data = held.view(torch.uint8).numpy().tobytes()
-    kind = str(held.dtype).removeprefix("torch.")
-    node = decode(tensor_pickle(dtype(kind), tuple(held.shape)), file="common.pt")
-    for storage in references(node):
-        what, type_, _, *rest = storage.id
-        storage.id = (what, type_, f"{kind}-{zlib.crc32(data):08x}", *rest)
+    host = value.detach().cpu().contiguous()
+    data = host.view(torch.uint8).numpy().tobytes()
+    kind = str(host.dtype).removeprefix("torch.")
+    node = decode(encode_tensor_pickle(dtype(kind), tuple(host.shape)), file="common.pt")
+    for storage in find_references(node):
+        kind_tag, type_, _, *tail = storage.id
+        storage.id = (kind_tag, type_, f"{kind}-{zlib.crc32(data):08x}", *tail)
         storage.data = data
     return node
 
 
-def random_name(groups: ProcessGroups) -> str:
+def rng_object_name(groups: ProcessGroups) -> str:
     """What the random state of this rank is called; with experts every replica has its own."""
     p = groups.parallel
     if p.ep > 1:
@@ -151,7 +151,7 @@ def random_name(groups: ProcessGroups) -> str:
     return f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
 
 
-def random_item(groups: ProcessGroups) -> bytes:
+def pack_rng_state(groups: ProcessGroups) -> bytes:
     """This process' random state as Megatron keeps it, a ready item.
 
     Where there is no GPU, its generators stand as Megatron's would after seeding with torch's seed.
@@ -181,7 +181,7 @@ def _seeded(seed: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
 
 
-def restore_random(value: Any, groups: ProcessGroups) -> bool:
+def restore_rng_state(value: Any, groups: ProcessGroups) -> bool:
     """Set this process' random state from an object as `random_item` wrote it, as inert data.
 
     Returns whether it could be understood; nothing is set where not.
@@ -189,19 +189,19 @@ def restore_random(value: Any, groups: ProcessGroups) -> bool:
     state = value[0] if isinstance(value, list) and value else value
     if not isinstance(state, Mapping):
         return False
-    own = state.get("random_rng_state")
-    words = _bytes(state.get("torch_rng_state"))
-    if not isinstance(own, tuple) or words is None:
+    python_state = state.get("random_rng_state")
+    torch_state = _bytes(state.get("torch_rng_state"))
+    if not isinstance(python_state, tuple) or torch_state is None:
         return False
     try:
-        torch.set_rng_state(torch.frombuffer(bytearray(words), dtype=torch.uint8))
-        random.setstate(own)
-        kind, keys, *rest = state["np_rng_state"]
-        found = np.frombuffer(_array(keys), np.uint32)
-        np.random.set_state((kind, found, *rest))
-        drawn = _bytes(state.get("cuda_rng_state"))
-        if groups.device.type == "cuda" and drawn:
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+        torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+        random.setstate(python_state)
+        kind, keys, *tail = state["np_rng_state"]
+        numpy_keys = np.frombuffer(_array(keys), np.uint32)
+        np.random.set_state((kind, numpy_keys, *tail))
+        cuda_state = _bytes(state.get("cuda_rng_state"))
+        if groups.device.type == "cuda" and cuda_state:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda_state), dtype=torch.uint8))
     except (TypeError, ValueError, RuntimeError, KeyError):
         return False
     return True
@@ -209,7 +209,7 @@ def restore_random(value: Any, groups: ProcessGroups) -> bool:
 
 def _bytes(value: Any) -> bytes | None:
     """The data of a tensor kept as inert data."""
-    return next((held.data for held in references(value)), None)
+    return next((storage.data for storage in find_references(value)), None)
 
 
 def _array(value: Any) -> bytes:

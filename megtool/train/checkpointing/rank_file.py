@@ -9,32 +9,32 @@ from torch import Tensor
 
 from megtool.checkpoint.catalogue import Destination
 from megtool.checkpoint.formats.save_folder import folder_name
-from megtool.checkpoint.formats.torch_dist_layout import CONFIG_FILE, lay_out
-from megtool.train.checkpointing.host_snapshot import LiveRows
-from megtool.train.checkpointing.save_layout import Layout
-from megtool.train.checkpointing.staged_iteration import Elements, IterationFolder
+from megtool.checkpoint.formats.torch_dist_layout import CONFIG_FILE, plan_torch_dist_layout
+from megtool.train.checkpointing.host_snapshot import LiveShards
+from megtool.train.checkpointing.save_layout import SaveLayout
+from megtool.train.checkpointing.staged_iteration import Elements, StagedIteration
 
 _FOLDER = folder_name(None) + "/"
 
 
-class RankFile:
+class RankDataFile:
     """The file of `rank` among those of `size` ranks, for saves that all have one layout.
 
     Objects lie at the beginning of the first rank's file; of the others' nothing depends on them.
     """
 
-    def __init__(self, layout: Layout, *, rank: int, size: int) -> None:
+    def __init__(self, layout: SaveLayout, *, rank: int, size: int) -> None:
         self._layout, self._rank, self._size = layout, rank, size
-        self._laid: Destination | None = None
-        self._known: list[tuple[str, int]] = []
+        self._planned: Destination | None = None
+        self._sizes: list[tuple[str, int]] = []
 
-    def lay_out(self, objects: Mapping[str, bytes]) -> Destination:
+    def plan(self, objects: Mapping[str, bytes]) -> Destination:
         """All files; laid out anew only if objects changed in name or size, as they rarely do."""
-        known = [(name, len(item)) for name, item in objects.items()]
-        laid = self._laid
-        if laid is None or known != self._known:
-            self._known = known
-            self._laid = lay_out(
+        sizes = [(name, len(item)) for name, item in objects.items()]
+        planned = self._planned
+        if planned is None or sizes != self._sizes:
+            self._sizes = sizes
+            self._planned = plan_torch_dist_layout(
                 self._layout.tensors,
                 self._layout.shards,
                 num_files=self._size,
@@ -43,37 +43,37 @@ class RankFile:
                 iteration=None,
                 megatron=True,
             )
-            return self._laid
-        fragments = list(laid.fragments)
-        first = next((i for i, (k, at, _) in enumerate(fragments) if (k, at) == (0, 0)), None)
+            return self._planned
+        fragments = list(planned.fragments)
+        first = next((i for i, (k, offset, _) in enumerate(fragments) if (k, offset) == (0, 0)), None)
         if first is not None and objects:
-            rest = fragments[first][2][sum(length for _, length in known) :]
-            fragments[first] = 0, 0, b"".join(objects.values()) + rest
+            remainder = fragments[first][2][sum(length for _, length in sizes) :]
+            fragments[first] = 0, 0, b"".join(objects.values()) + remainder
         return Destination(
-            catalogue=laid.catalogue, fragments=fragments, small=laid.small, last=laid.last
+            catalogue=planned.catalogue, fragments=fragments, small_files=planned.small_files, final_files=planned.final_files
         )
 
     def write(
-        self, place: IterationFolder, laid: Destination, rows: Mapping[int, Tensor] | LiveRows
+        self, place: StagedIteration, planned: Destination, rows: Mapping[int, Tensor] | LiveShards
     ) -> None:
         """Write this rank's file, if it has one; `rows` are the elements of its shards."""
-        held = laid.catalogue
+        catalogue = planned.catalogue
         name = f"__{self._rank}_0.distcp"
-        number = next((i for i, f in enumerate(held.files) if f.path == _FOLDER + name), None)
+        number = next((i for i, f in enumerate(catalogue.files) if f.path == _FOLDER + name), None)
         if number is None:
             return
-        fragments = [(at, data) for file, at, data in laid.fragments if file == number]
-        place.write(name, held.files[number].size, fragments, self._elements(laid, rows))
+        fragments = [(offset, data) for file, offset, data in planned.fragments if file == number]
+        place.write(name, catalogue.files[number].size, fragments, self._elements(planned, rows))
 
     def _elements(
-        self, laid: Destination, rows: Mapping[int, Tensor] | LiveRows
+        self, planned: Destination, rows: Mapping[int, Tensor] | LiveShards
     ) -> Iterator[Elements]:
-        offsets = laid.catalogue.extents.offset
+        offsets = planned.catalogue.extents.offset
         for row in self._layout.parts:
             kind = self._layout.tensors[int(self._layout.shards.tensor[row])].dtype
             yield int(offsets[row]), kind, partial(rows.__getitem__, row)
 
 
-def marks_of(laid: Destination) -> tuple[bytes, bytes]:
+def metadata_files(planned: Destination) -> tuple[bytes, bytes]:
     """The `.metadata` of all files, and the file that marks a folder as complete."""
-    return laid.small[f"{_FOLDER}.metadata"], laid.last[f"{_FOLDER}{CONFIG_FILE}"]
+    return planned.small_files[f"{_FOLDER}.metadata"], planned.final_files[f"{_FOLDER}{CONFIG_FILE}"]

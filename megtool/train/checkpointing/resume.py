@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.megatron_metadata import args_of, divisible_by, object_value
+from megtool.checkpoint.megatron_metadata import saved_args, vocab_divisor, read_object
 from megtool.checkpoint.param_groups import read_groups
 from megtool.checkpoint.random_state import RNG
 from megtool.console import Progress, silent
@@ -19,11 +19,12 @@ from megtool.convert.megatron import MAIN
 from megtool.dtypes import dtype
 from megtool.errors import MappingError
 from megtool.inference.layer_streaming import units_of
-from megtool.inference.rank_weights import BUFFER_BYTES, Source, Weights
+from megtool.inference.rank_weights import BUFFER_BYTES, Weights
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.build_model import seat_of
-from megtool.train.checkpointing.megatron_common_state import joined, random_name, restore_random
+from megtool.reshard.source import CheckpointSource
+from megtool.train.build_model import rank_coordinates
+from megtool.train.checkpointing.megatron_common_state import join_chain, rng_object_name, restore_rng_state
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -35,7 +36,7 @@ _OTHER_RUN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class ResumedRun:
     """Where the run that was saved stood.
 
     `scheduler` is what `Extras.scheduler` was, None where the checkpoint has none. `has_optimizer`
@@ -52,7 +53,7 @@ class Resumed:
 
 
 def resume(
-    source: Source,
+    source: CheckpointSource,
     stages: Sequence[Decoder],
     optimizer: Optimizer | None,
     *,
@@ -60,7 +61,7 @@ def resume(
     threads: int | None = None,
     memory_bytes: int = BUFFER_BYTES,
     progress: Progress = silent,
-) -> Resumed:
+) -> ResumedRun:
     """Go on from a checkpoint whose weights `load_for_training` has put into `stages`.
 
     Moments and master weights come out of any format and layout that megtool reads, bit for bit.
@@ -72,14 +73,14 @@ def resume(
         CheckpointError: it cannot be read.
     """
     groups, catalogue = stages[0].groups, source.catalogue
-    has_optimizer = optimizer is not None and bool(source.side.states)
+    has_optimizer = optimizer is not None and bool(source.view.states)
     if optimizer is not None and has_optimizer:
-        states = _States(
+        states = _OptimizerStateReader(
             source, groups, threads=threads, memory_bytes=memory_bytes, progress=progress
         )
         states.require({(p.state, p.parameter) for p in optimizer.pieces()})
-        found = read_groups(catalogue)
-        small = None if found is None else joined(found.chain)
+        groups_state = read_groups(catalogue)
+        small = None if groups_state is None else join_chain(groups_state.chain)
         if any("exp_avg_sq" in update.states for update in optimizer.updates.values()):
             _require_step(small, catalogue)
         optimizer.load(states.read)
@@ -88,14 +89,14 @@ def resume(
     common = catalogue.metadata.get("common")
     common = common if isinstance(common, dict) else {}
     scheduler = common.get("opt_param_scheduler", common.get("lr_scheduler"))
-    args = args_of(catalogue)
-    return Resumed(
-        iteration=_number(catalogue.metadata.get("iteration", common.get("iteration"))),
-        consumed_train_samples=_number(args.get("consumed_train_samples")),
-        consumed_valid_samples=_number(args.get("consumed_valid_samples")),
+    args = saved_args(catalogue)
+    return ResumedRun(
+        iteration=_int_or_zero(catalogue.metadata.get("iteration", common.get("iteration"))),
+        consumed_train_samples=_int_or_zero(args.get("consumed_train_samples")),
+        consumed_valid_samples=_int_or_zero(args.get("consumed_valid_samples")),
         scheduler=scheduler if isinstance(scheduler, dict) else None,
         has_optimizer=has_optimizer,
-        has_random=random and _restore(catalogue, groups),
+        has_random=random and _restore_rng(catalogue, groups),
     )
 
 
@@ -116,22 +117,22 @@ def _require_step(small: Mapping[str, Any] | None, catalogue: Catalogue) -> None
         )
 
 
-def _number(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _restore(catalogue: Catalogue, groups: ProcessGroups) -> bool:
+def _restore_rng(catalogue: Catalogue, groups: ProcessGroups) -> bool:
     """Set the random state that was saved for this rank's place, if there is one."""
     p = groups.parallel
     shared = f"{RNG}/shard_{groups.pp.rank}.{groups.tp.rank}_{p.pp}.{p.tp}"
-    for name in (random_name(groups), shared):
-        held = catalogue.objects.get(name)
-        if held is not None:
-            return restore_random(object_value(catalogue, held), groups)
+    for name in (rng_object_name(groups), shared):
+        stored = catalogue.objects.get(name)
+        if stored is not None:
+            return restore_rng_state(read_object(catalogue, stored), groups)
     return False
 
 
-class _States:
+class _OptimizerStateReader:
     """A checkpoint's optimizer state, each state read as if it were a model's weights.
 
     What a state lacks is read from the weights: so master weights that nobody kept are the weights,
@@ -140,7 +141,7 @@ class _States:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         groups: ProcessGroups,
         *,
         threads: int | None,
@@ -152,42 +153,42 @@ class _States:
         self._lacking: dict[str, set[str]] = {}
         self._units: dict[str, dict[str, list[str]]] = {}
         self._read: dict[tuple[str, str], Tensor] = {}
-        for state in {MAIN, *source.side.states}:
-            side = source.side
-            held = {n: t for n, t in side.canonical.items() if ":" not in n}
-            places = {n: side.placements[n] for n in held}
-            own = set()
-            for name in list(held):
-                if (found := f"{state}:{name}") in side.canonical:
-                    held[name] = replace(side.canonical[found], name=name)
-                    places[name] = replace(side.placements[found], canonical=name)
-                    own.add(name)
+        for state in {MAIN, *source.view.states}:
+            side = source.view
+            tensors = {n: t for n, t in side.canonical.items() if ":" not in n}
+            places = {n: side.placements[n] for n in tensors}
+            names_with_state = set()
+            for name in list(tensors):
+                if (state_name := f"{state}:{name}") in side.canonical:
+                    tensors[name] = replace(side.canonical[state_name], name=name)
+                    places[name] = replace(side.placements[state_name], canonical=name)
+                    names_with_state.add(name)
             weights = Weights(
-                replace(source, side=replace(side, canonical=held, placements=places, states={})),
+                replace(source, side=replace(side, canonical=tensors, placements=places, states={})),
                 parallel=groups.parallel,
-                seat=seat_of(groups),
-                vocab_multiple=divisible_by(source.catalogue),
+                seat=rank_coordinates(groups),
+                vocab_multiple=vocab_divisor(source.catalogue),
                 threads=threads,
                 memory_bytes=memory_bytes,
                 progress=progress,
             )
             weights.become(dict.fromkeys(weights.tensors, dtype("float32")))
             self._weights[state] = weights
-            self._lacking[state] = weights.made_of(held.keys() - own)
+            self._lacking[state] = weights.made_of(tensors.keys() - names_with_state)
             self._units[state] = units_of(weights.tensors)
 
-    def require(self, wanted: set[tuple[str, str]]) -> None:
+    def require(self, required: set[tuple[str, str]]) -> None:
         """Make sure that all states of all parameters are there.
 
         Raises:
             MappingError: some are not; or the parameters are of another model.
         """
         absent = []
-        for state, name in sorted(wanted):
-            there = self._weights.get(state)
-            if there is None or (state != MAIN and name in self._lacking[state]):
+        for state, name in sorted(required):
+            weights = self._weights.get(state)
+            if weights is None or (state != MAIN and name in self._lacking[state]):
                 absent.append(f"{state} of {name}")
-            elif name not in there.tensors:
+            elif name not in weights.tensors:
                 raise MappingError(
                     "the model has a parameter that the checkpoint does not hold",
                     file=self._root,
@@ -196,7 +197,7 @@ class _States:
                 )
         if absent:
             raise MappingError(
-                f"the optimizer's state lacks {len(absent)} of {len(wanted)} tensors: "
+                f"the optimizer's state lacks {len(absent)} of {len(required)} tensors: "
                 f"{summarize(absent)}",
                 file=self._root,
                 hint=_OTHER_RUN,
@@ -206,6 +207,6 @@ class _States:
         """This rank's state of a whole parameter, in float32; read a layer at a time."""
         if (state, name) not in self._read:
             unit = next(names for names in self._units[state].values() if name in names)
-            for other, tensor in self._weights[state].load(unit).items():
-                self._read[state, other] = tensor
+            for tensor_name, tensor in self._weights[state].load(unit).items():
+                self._read[state, tensor_name] = tensor
         return self._read.pop((state, name)).to(torch.float32)

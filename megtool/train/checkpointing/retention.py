@@ -16,7 +16,7 @@ from typing import Any
 from megtool.checkpoint.formats.save_folder import TRACKER, folder_name
 from megtool.config import ModelConfig
 from megtool.errors import FormatError, StorageError, TrainingError
-from megtool.train.config import TrainSettings
+from megtool.train.config import TrainConfig
 
 RUN_FILE = "finetune.json"
 FRESH_RUN_FILE = f".{RUN_FILE}.new"
@@ -82,7 +82,7 @@ _CURVE = (
 )
 
 
-def tracked_iteration(folder: Path) -> int | None:
+def read_tracker(folder: Path) -> int | None:
     """The iteration that a save folder's tracker names, be it there or not; None without one."""
     try:
         text = (folder / TRACKER).read_text().strip()
@@ -96,39 +96,39 @@ def has_iteration(folder: Path, iteration: int) -> bool:
     return (folder / folder_name(iteration) / ".metadata").is_file()  # it is written last
 
 
-def newest_iteration(folder: Path) -> int | None:
+def find_newest_iteration(folder: Path) -> int | None:
     """The iteration that a save folder's tracker names, where it is there, else the newest that is.
 
     None where there is none.
     """
-    named = tracked_iteration(folder)
+    named = read_tracker(folder)
     if named is not None and has_iteration(folder, named):
         return named
-    return max((n for n in iterations_of(folder) if has_iteration(folder, n)), default=None)
+    return max((n for n in list_iterations(folder) if has_iteration(folder, n)), default=None)
 
 
-def iterations_of(folder: Path) -> list[int]:
+def list_iterations(folder: Path) -> list[int]:
     """The numbers of all iterations in a save folder, whole or not, ascending."""
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := _ITERATION.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
 
 
-def forget_old(folder: Path, keep: int) -> list[int]:
+def prune_checkpoints(folder: Path, keep: int) -> list[int]:
     """Remove all iterations but the newest `keep` of those that are complete; returns which.
 
     What the tracker names, and what is newer, stays.
     """
-    newest = newest_iteration(folder)
+    newest = find_newest_iteration(folder)
     if newest is None:
         return []
-    old = [n for n in iterations_of(folder) if n <= newest][:-keep]
+    old = [n for n in list_iterations(folder) if n <= newest][:-keep]
     for number in old:
         shutil.rmtree(folder / folder_name(number), ignore_errors=True)
     return old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class RunIdentity:
     """What makes a run the same when it is started again: its model, its data, and LoRA.
 
     `curve` holds options that decide about the loss curve; they may change. `source` is a
@@ -143,15 +143,15 @@ class Identity:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: ModelConfig,
         data: Mapping[str, Any],
-        settings: TrainSettings,
+        settings: TrainConfig,
         curve: Mapping[str, Any],
         *,
         source: str = "",
-    ) -> Identity:
+    ) -> RunIdentity:
         """A run's identity: `data` says which it is.
 
         `curve` is what decides about it beside settings, such as the number of steps.
@@ -165,7 +165,7 @@ class Identity:
             "lora_target": None if lora is None else sorted(lora.roles),
             "lora_alpha": None if lora is None else lora.alpha,
             "qat": settings.qat,
-            "calibration": _digest(settings.calibration),
+            "calibration": _file_digest(settings.calibration),
             "optimizer": settings.optimizer,
         }
         decides = {name: getattr(settings, name) for name in _CURVE} | dict(curve)
@@ -197,7 +197,7 @@ class Identity:
             raise StorageError(f"cannot write: {e.strerror or e}", file=path) from e
 
     @classmethod
-    def read(cls, folder: Path) -> Identity | None:
+    def read(cls, folder: Path) -> RunIdentity | None:
         """What is kept in a folder; None where there is nothing.
 
         Raises:
@@ -205,8 +205,8 @@ class Identity:
         """
         path = folder / RUN_FILE
         try:
-            found = json.loads(path.read_text())
-            return cls(**(found | {"names": tuple(found.get("names", ()))}))
+            content = json.loads(path.read_text())
+            return cls(**(content | {"names": tuple(content.get("names", ()))}))
         except FileNotFoundError:
             return None
         except OSError as e:
@@ -214,35 +214,35 @@ class Identity:
         except (ValueError, TypeError) as e:
             raise FormatError("it does not say what run this is", file=path) from e
 
-    def check(self, before: Identity, folder: Path) -> list[str]:
+    def find_changes(self, previous: RunIdentity, folder: Path) -> list[str]:
         """Hold it against what the folder's run was started with; returns what else has changed.
 
         Raises:
             TrainingError: the model or the data are others; or, with LoRA, what it began with.
         """
-        for what, mine, theirs in (
-            ("model", self.model, before.model),
-            ("data", self.data, before.data),
-            ("way of training", self.training, before.training),
+        for kind, current, stored in (
+            ("model", self.model, previous.model),
+            ("data", self.data, previous.data),
+            ("way of training", self.training, previous.training),
         ):
-            names = [n for n in mine if mine[n] != theirs.get(n)]
+            names = [n for n in current if current[n] != stored.get(n)]
             if names:
                 n = names[0]
-                was, now = theirs.get(n), mine[n]
-                if n == "digest" and before.names != self.names:
-                    n, was, now = "--data", ", ".join(before.names), ", ".join(self.names)
+                previous_value, current_value = stored.get(n), current[n]
+                if n == "digest" and previous.names != self.names:
+                    n, previous_value, current_value = "--data", ", ".join(previous.names), ", ".join(self.names)
                 raise TrainingError(
-                    f"the run in {folder} has another {what}: {n} was {_short(was)}, "
-                    f"and is {_short(now)}",
+                    f"the run in {folder} has another {kind}: {n} was {_short(previous_value)}, "
+                    f"and is {_short(current_value)}",
                     file=folder / RUN_FILE,
                     hint="give what it was started with, or another DST",
                 )
         changed = [
-            f"{n} was {_short(before.curve.get(n))}, and is {_short(self.curve[n])}"
+            f"{n} was {_short(previous.curve.get(n))}, and is {_short(self.curve[n])}"
             for n in self.curve
-            if n in before.curve and self.curve[n] != before.curve[n]
+            if n in previous.curve and self.curve[n] != previous.curve[n]
         ]
-        if self.source and before.source and self.source != before.source:
+        if self.source and previous.source and self.source != previous.source:
             if self.training.get("lora_rank") is not None:
                 raise TrainingError(
                     f"the run in {folder} has adapters for another model: the weights of SRC are "
@@ -254,7 +254,7 @@ class Identity:
         return changed
 
 
-def _digest(path: Path | None) -> str | None:
+def _file_digest(path: Path | None) -> str | None:
     """What a file holds, in short.
 
     Raises:

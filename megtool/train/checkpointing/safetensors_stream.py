@@ -20,7 +20,7 @@ from megtool.dtypes import dtype
 from megtool.errors import CheckpointError, FormatError, StorageError
 
 
-def write(
+def write_safetensors(
     files: Files,
     path: Path,
     facts: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
@@ -47,21 +47,21 @@ def _header(
     facts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
     """The first bytes of the file, and where each tensor begins after them."""
-    entries, at = [], 0
+    entries, offset = [], 0
     for name, kind, shape in facts:
-        end = at + math.prod(shape) * kind.itemsize
+        end = offset + math.prod(shape) * kind.itemsize
         named = dtype(str(kind).removeprefix("torch."))
-        entries.append(SafetensorsEntry(name, named, shape, at, end))
-        at = end
+        entries.append(SafetensorsEntry(name, named, shape, offset, end))
+        offset = end
     return encode_header(entries, dict(metadata), "an adapter"), [e.begin for e in entries]
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    held = tensor.detach().cpu().contiguous()
-    return held.reshape(-1).view(torch.uint8).numpy().tobytes()
+    host = tensor.detach().cpu().contiguous()
+    return host.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class TensorFile(Mapping[str, Tensor]):
+class SafetensorsFile(Mapping[str, Tensor]):
     """The tensors of a file, each read when it is asked for and not kept.
 
     Raises:
@@ -72,7 +72,7 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._told():
+        with self._storage_errors():
             header = read_header(path, path.stat().st_size)
         self.metadata: Mapping[str, str] = header.metadata
         self._start = header.start
@@ -81,13 +81,13 @@ class TensorFile(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         data = bytearray(entry.end - entry.begin)
-        with self._told(), self._path.open("rb") as file:
+        with self._storage_errors(), self._path.open("rb") as file:
             file.seek(self._start + entry.begin)
             if file.readinto(data) != len(data):
                 raise FormatError("the file ends before its last tensor does", file=self._path)
         kind = getattr(torch, entry.dtype.name)
-        held = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
-        return held.view(entry.shape)
+        tensor = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        return tensor.view(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -96,7 +96,7 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self._entries)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as e:

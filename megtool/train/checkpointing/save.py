@@ -15,30 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megtool.checkpoint.containers.zip_writer import object_item
+from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats.torch_dist_layout import COMMON_FILE, CONFIG_FILE
-from megtool.checkpoint.param_groups import BY_DP, FULLY
+from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.checkpoint.storage.files import Files
-from megtool.checkpoint.storage.lock import Lock
+from megtool.checkpoint.storage.lock import LockFile
 from megtool.errors import MegtoolError, StorageError, UsageError
 from megtool.model.decoder import Decoder
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.build_model import seat_of
-from megtool.train.checkpointing.background_task import Behind
-from megtool.train.checkpointing.host_snapshot import HostCopy, LiveRows, live
+from megtool.train.build_model import rank_coordinates
+from megtool.train.checkpointing.background_task import BackgroundTask
+from megtool.train.checkpointing.host_snapshot import HostSnapshot, LiveShards, iterate_live_state
 from megtool.train.checkpointing.megatron_common_state import (
-    chained,
-    common_of,
-    plain,
-    random_item,
-    random_name,
+    split_chain,
+    make_common_state,
+    to_plain_tree,
+    pack_rng_state,
+    rng_object_name,
 )
-from megtool.train.checkpointing.rank_file import RankFile, marks_of
-from megtool.train.checkpointing.save_layout import WEIGHT, Layout, lay_out_run
-from megtool.train.checkpointing.save_metadata import Extras
-from megtool.train.checkpointing.save_template import Template
-from megtool.train.checkpointing.shard_ownership import Report, Run
-from megtool.train.checkpointing.staged_iteration import STAGING, IterationFolder, clean
+from megtool.train.checkpointing.rank_file import RankDataFile, metadata_files
+from megtool.train.checkpointing.save_layout import WEIGHT, SaveLayout, plan_save_layout
+from megtool.train.checkpointing.save_metadata import SaveMetadata
+from megtool.train.checkpointing.save_template import SaveTemplate
+from megtool.train.checkpointing.shard_ownership import RankOwnership, StateRange
+from megtool.train.checkpointing.staged_iteration import STAGING, StagedIteration, remove_unfinished
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
@@ -49,26 +49,26 @@ _PATIENCE_S = 60.0  # for a save under way, when the run ends by an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
+class _SavePlan:
     """What all saves of a run share: what lies where, and this rank's file."""
 
-    layout: Layout
-    file: RankFile
+    layout: SaveLayout
+    file: RankDataFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _SaveTask:
     """One iteration to write: where, from which rows, and on rank 0 with what beside them."""
 
-    place: IterationFolder
-    file: RankFile
-    rows: Mapping[int, Tensor] | LiveRows
+    staged: StagedIteration
+    file: RankDataFile
+    rows: Mapping[int, Tensor] | LiveShards
     objects: Mapping[str, bytes]
     common: Mapping[str, Any]
     small: Mapping[str, bytes | Path]
 
 
-class Saver:
+class TorchDistSaver:
     """Writes iterations of one run into a save folder (`torch_dist`), all ranks together.
 
     `folder` holds `iter_NNNNNNN/` and `latest_checkpointed_iteration.txt`; it is on a file system
@@ -92,37 +92,37 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        template: Template,
+        template: SaveTemplate,
         groups: ProcessGroups,
         *,
-        optimizer_format: str = FULLY,
+        optimizer_format: str = FULLY_RESHARDABLE,
         fsync: bool = True,
         timeout_s: float = 1800.0,
         files: Files | None = None,
     ) -> None:
-        if optimizer_format not in (FULLY, BY_DP, _NONE):
+        if optimizer_format not in (FULLY_RESHARDABLE, DP_RESHARDABLE, _NONE):
             raise UsageError(
-                f"optimizer format {optimizer_format!r}", hint=f"{FULLY}, {BY_DP} or {_NONE}"
+                f"optimizer format {optimizer_format!r}", hint=f"{FULLY_RESHARDABLE}, {DP_RESHARDABLE} or {_NONE}"
             )
         self.folder, self.template, self.groups = folder, template, groups
         self.optimizer_format = optimizer_format
         self._fsync, self._timeout_s = fsync, timeout_s
         self.files = files or Files()
-        self._lock: Lock | None = None
-        self._behind = Behind()
-        self._planned: _Planned | None = None
-        self._host: HostCopy | None = None
+        self._lock: LockFile | None = None
+        self._background = BackgroundTask()
+        self._planned: _SavePlan | None = None
+        self._host: HostSnapshot | None = None
         self._kinds: dict[tuple[str, str], torch.dtype] = {}
         self._attempts = 0
         error: MegtoolError | None = None
         try:
             if groups.rank == 0:
-                self._enter()
+                self._claim_folder()
         except MegtoolError as e:
             error = e
-        self._agree(error)
+        self._raise_on_all_ranks(error)
 
-    def _enter(self) -> None:
+    def _claim_folder(self) -> None:
         """Take the folder, and clear it of what was left there."""
         missing = [p for p in (self.folder, *self.folder.parents) if self.files.stat(p) is None]
 
@@ -131,9 +131,9 @@ class Saver:
                 self.files.mkdir(path)
             self.files.mkdir(self.folder / STAGING)
 
-        self._lock = Lock(self.files, self.folder / STAGING / "lock", make)
-        if left := clean(self.files, self.folder):
-            _LOG.warning("removed what unfinished saves left: %s", ", ".join(left))
+        self._lock = LockFile(self.files, self.folder / STAGING / "lock", make)
+        if removed := remove_unfinished(self.files, self.folder):
+            _LOG.warning("removed what unfinished saves left: %s", ", ".join(removed))
 
     def prepare(
         self, stages: Sequence[Decoder], optimizer: Optimizer | None, *, asynchronous: bool = True
@@ -146,35 +146,35 @@ class Saver:
         """
         planned = self._plan(stages, optimizer)
         if asynchronous:
-            self._room(planned.layout)
+            self._prepare_snapshot(planned.layout)
 
-    def _plan(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> _Planned:
+    def _plan(self, stages: Sequence[Decoder], optimizer: Optimizer | None) -> _SavePlan:
         if self._planned is not None:
             return self._planned
-        held = optimizer if self.optimizer_format != _NONE else None
-        runs, dtypes = [], {}
-        for state, name, start, tensor in live(stages, held):
+        saved_optimizer = optimizer if self.optimizer_format != _NONE else None
+        ranges, dtypes = [], {}
+        for state, name, start, tensor in iterate_live_state(stages, saved_optimizer):
             self._kinds[state, name] = tensor.dtype
             if state == WEIGHT:
                 dtypes[name] = str(tensor.dtype).removeprefix("torch.")
             else:
-                runs.append(Run(state, name, start, start + tensor.numel()))
-        report = Report(seat=seat_of(self.groups), dtypes=dtypes, runs=tuple(runs))
+                ranges.append(StateRange(state, name, start, start + tensor.numel()))
+        report = RankOwnership(coordinates=rank_coordinates(self.groups), dtypes=dtypes, ranges=tuple(ranges))
         rank, size = self.groups.rank, self.groups.world.size
         reports = self._gather(report)
         try:
-            layout = lay_out_run(self.template, reports, rank, self.optimizer_format)
+            layout = plan_save_layout(self.template, reports, rank, self.optimizer_format)
         except MegtoolError as e:
-            self._agree(e)
+            self._raise_on_all_ranks(e)
             raise
-        self._agree(None)
-        self._planned = _Planned(layout=layout, file=RankFile(layout, rank=rank, size=size))
+        self._raise_on_all_ranks(None)
+        self._planned = _SavePlan(layout=layout, file=RankDataFile(layout, rank=rank, size=size))
         return self._planned
 
-    def _room(self, layout: Layout) -> HostCopy:
+    def _prepare_snapshot(self, layout: SaveLayout) -> HostSnapshot:
         if self._host is None:
             pinned = self.groups.device.type == "cuda"
-            self._host = HostCopy(layout, self._kinds, pinned=pinned)
+            self._host = HostSnapshot(layout, self._kinds, pinned=pinned)
         return self._host
 
     def save(
@@ -182,7 +182,7 @@ class Saver:
         iteration: int,
         stages: Sequence[Decoder],
         optimizer: Optimizer | None,
-        extras: Extras,
+        metadata: SaveMetadata,
         *,
         asynchronous: bool = False,
         copy_behind: bool = False,
@@ -199,14 +199,14 @@ class Saver:
             StorageError: it could not be written (no space, ...); or an earlier one could not.
         """
         began = time.monotonic()
-        self._behind.join()
+        self._background.join()
         planned = self._plan(stages, optimizer)
-        held = optimizer if self.optimizer_format != _NONE else None
+        saved_optimizer = optimizer if self.optimizer_format != _NONE else None
         if (wait := getattr(optimizer, "wait_for_parameters", None)) is not None:
             wait()
-        objects = self._exchange(extras)
+        objects = self._gather_objects(metadata)
         self._attempts += 1
-        place = IterationFolder(
+        staged = StagedIteration(
             self.files,
             self.folder,
             iteration,
@@ -216,25 +216,25 @@ class Saver:
             fsync=self._fsync,
             timeout_s=self._timeout_s,
         )
-        rows: Mapping[int, Tensor] | LiveRows
-        take: Callable[[], None] | None = None
+        rows: Mapping[int, Tensor] | LiveShards
+        copy: Callable[[], None] | None = None
         if asynchronous:
-            room = self._room(planned.layout)
-            rows = room.rows
-            take = room.taking(live(stages, held))
+            snapshot = self._prepare_snapshot(planned.layout)
+            rows = snapshot.rows
+            copy = snapshot.copy_fn(iterate_live_state(stages, saved_optimizer))
             if not copy_behind:
-                take()
-                take = None
+                copy()
+                copy = None
         else:
-            rows = LiveRows(planned.layout, live(stages, held))
+            rows = LiveShards(planned.layout, iterate_live_state(stages, saved_optimizer))
         common: dict[str, Any] = {}
         small: dict[str, bytes | Path] = {}
         if self.groups.rank == 0:
-            state = None if held is None else plain(held.small_state())
-            common, objects = self._beside(extras, iteration, state, objects)
-            small = {**self.template.small, **extras.files}
-        job = _Job(
-            place=place,
+            state = None if saved_optimizer is None else to_plain_tree(saved_optimizer.small_state())
+            common, objects = self._make_common_state(metadata, iteration, state, objects)
+            small = {**self.template.small, **metadata.files}
+        task = _SaveTask(
+            staged=staged,
             file=planned.file,
             rows=rows,
             objects=objects,
@@ -242,14 +242,14 @@ class Saver:
             small=small,
         )
         if asynchronous:
-            self._behind.start(take, partial(self._write, job), f"save {iteration}")
+            self._background.start(copy, partial(self._write, task), f"save {iteration}")
         else:
-            self._write(job)
+            self._write(task)
         return time.monotonic() - began
 
     def wait_for_copy(self) -> float:
         """Wait until a copy under way is made; returns the seconds of it. See `save`."""
-        return self._behind.wait_for_copy()
+        return self._background.wait_for_copy()
 
     def check(self) -> None:
         """Raise what went wrong in the background since the last call, once; costs nothing.
@@ -257,12 +257,12 @@ class Saver:
         Raises:
             StorageError: a save failed. The iteration before it is still there.
         """
-        self._behind.check()
+        self._background.check()
 
     @property
     def is_busy(self) -> bool:
         """A save is under way in the background."""
-        return self._behind.is_busy
+        return self._background.is_busy
 
     def finish(self) -> None:
         """Wait until no save is under way.
@@ -270,7 +270,7 @@ class Saver:
         Raises:
             StorageError: see `check`.
         """
-        self._behind.join()
+        self._background.join()
 
     def close(self) -> None:
         """Wait, and let go of the folder and of all memory.
@@ -279,11 +279,11 @@ class Saver:
             StorageError: see `check`.
         """
         try:
-            self._behind.join()
+            self._background.join()
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._host = self._planned = None
         lock, self._lock = self._lock, None
         if lock is not None:
@@ -293,7 +293,7 @@ class Saver:
             finally:
                 lock.release()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> TorchDistSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -301,97 +301,97 @@ class Saver:
             self.close()
             return
         with contextlib.suppress(BaseException):  # what ended the run is raised, and nothing else
-            self._behind.join(_PATIENCE_S)
+            self._background.join(_PATIENCE_S)
         with contextlib.suppress(MegtoolError):
-            self._let_go()
+            self._release()
 
     # ---- what the ranks tell each other
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         """What every rank says, on every rank."""
         world = self.groups.world
         if world.handle is None:
-            return [mine]
-        said: list[Any] = [None] * world.size
-        dist.all_gather_object(said, mine, group=world.handle)
-        return said
+            return [value]
+        values: list[Any] = [None] * world.size
+        dist.all_gather_object(values, value, group=world.handle)
+        return values
 
-    def _agree(self, error: MegtoolError | None) -> None:
+    def _raise_on_all_ranks(self, error: MegtoolError | None) -> None:
         """Raise on every rank what one of them has met.
 
         Raises:
             MegtoolError: this rank's, or the first rank's that has one.
         """
-        said = self._gather(error)
+        errors = self._gather(error)
         if error is not None:
             raise error
-        for found in said:
-            if found is not None:
-                raise found
+        for other_error in errors:
+            if other_error is not None:
+                raise other_error
 
-    def _exchange(self, extras: Extras) -> dict[str, bytes]:
+    def _gather_objects(self, metadata: SaveMetadata) -> dict[str, bytes]:
         """The objects of all ranks, on every rank: random state, and the extras' own."""
-        mine = dict(extras.objects)
-        if extras.random:
+        local_objects = dict(metadata.objects)
+        if metadata.random:
             p, groups = self.template.parallel, self.groups
             is_first = groups.replicas.rank == 0 if p.ep == 1 else True
             if is_first:
-                mine[random_name(groups)] = random_item(groups)
+                local_objects[rng_object_name(groups)] = pack_rng_state(groups)
         out: dict[str, bytes] = {}
-        for said in self._gather(mine):
-            out |= said
+        for rank_objects in self._gather(local_objects):
+            out |= rank_objects
         return out
 
-    def _beside(
+    def _make_common_state(
         self,
-        extras: Extras,
+        metadata: SaveMetadata,
         iteration: int,
         small: Mapping[str, Any] | None,
         objects: Mapping[str, bytes],
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Common state, and all objects by name."""
-        template, flat = self.template, self._planned.layout.flat if self._planned else None
+        template, buckets = self.template, self._planned.layout.buckets if self._planned else None
         has_experts = any(".experts." in t.name for t in template.tensors)
         num_chains = 2 if template.parallel.ep > 1 and has_experts else 1
-        common = common_of(
-            template, extras, iteration, small, self.optimizer_format, num_chains=num_chains
+        common = make_common_state(
+            template, metadata, iteration, small, self.optimizer_format, num_chains=num_chains
         )
         out: dict[str, bytes] = {}
-        if flat is not None and small is not None:
-            chain = chained(small, num_chains)
-            out |= {name: object_item([value]) for name, value in flat.objects.items()}
-            items = [{k: object_item([plain(v)]) for k, v in inner.items()} for inner in chain]
-            for prefix, number in flat.prefixes:
+        if buckets is not None and small is not None:
+            chain = split_chain(small, num_chains)
+            out |= {name: encode_object([value]) for name, value in buckets.objects.items()}
+            items = [{k: encode_object([to_plain_tree(v)]) for k, v in inner.items()} for inner in chain]
+            for prefix, number in buckets.prefixes:
                 out |= {f"{prefix}{k}/shard_0_1": item for k, item in items[number].items()}
         return common, out | {**template.objects, **objects}
 
     # ---- writing, in whichever thread
 
-    def _write(self, job: _Job) -> None:
-        place, is_first = job.place, self.groups.rank == 0
-        place.begin()
+    def _write(self, task: _SaveTask) -> None:
+        staged, is_first = task.staged, self.groups.rank == 0
+        staged.begin()
         try:
-            laid = job.file.lay_out(job.objects)
+            planned = task.file.plan(task.objects)
             if is_first:
-                place.require_space(sum(f.size for f in laid.catalogue.files))
-            job.file.write(place, laid, job.rows)
-            place.done()
+                staged.require_space(sum(f.size for f in planned.catalogue.files))
+            task.file.write(staged, planned, task.rows)
+            staged.mark_done()
             if not is_first:
-                place.wait()
+                staged.wait()
                 return
-            metadata, last = marks_of(laid)
-            place.commit(
+            metadata, last = metadata_files(planned)
+            staged.commit(
                 {
-                    **job.small,
+                    **task.small,
                     ".metadata": metadata,
-                    COMMON_FILE: object_item(dict(job.common)),
+                    COMMON_FILE: encode_object(dict(task.common)),
                     CONFIG_FILE: last,
                 }
             )
         except BaseException:
             with contextlib.suppress(StorageError):
-                place.failed()
+                staged.mark_failed()
             if is_first:
                 with contextlib.suppress(StorageError):
-                    place.discard()
+                    staged.discard()
             raise

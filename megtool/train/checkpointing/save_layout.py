@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megtool.checkpoint.param_groups import BY_DP, FULLY
+from megtool.checkpoint.param_groups import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megtool.convert.megatron import MAIN
 from megtool.convert.sharding import shard
 from megtool.dtypes import dtype
 from megtool.errors import MappingError, UsageError
 from megtool.tensors.sharded import GlobalTensor, Shards, widest
-from megtool.train.checkpointing.save_template import Flat, Template
+from megtool.train.checkpointing.save_template import BucketLayout, SaveTemplate
 from megtool.train.checkpointing.shard_ownership import (
-    Assigned,
-    Cells,
-    Holders,
-    Report,
-    assign,
-    boxes_of,
+    WriteAssignment,
+    ShardCells,
+    LayoutOwnership,
+    RankOwnership,
+    assign_writers,
+    split_into_boxes,
     local_name,
 )
 
@@ -26,22 +26,22 @@ FLOAT32 = dtype("float32")
 WEIGHT = ""
 """What a weight is called among the states."""
 
-_SPELLED = {MAIN: "param"}
+_STORED_NAMES = {MAIN: "param"}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """Elements `start` to `stop` of a state of this rank's tensor `name`, at `at` of a shard."""
 
     state: str
     name: str
     start: int
     stop: int
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SaveLayout:
     """What is stored, and by whom; `parts` says of this rank's shards what fills them.
 
     Elements of a shard that no part covers are padding, and zero.
@@ -49,16 +49,16 @@ class Layout:
 
     tensors: tuple[GlobalTensor, ...]
     shards: Shards
-    parts: dict[int, tuple[Part, ...]]
-    flat: Flat | None = None
+    parts: dict[int, tuple[ShardPart, ...]]
+    buckets: BucketLayout | None = None
 
 
-_Row = tuple[int, list[int], list[int], int, tuple[Part, ...]]
+_Row = tuple[int, list[int], list[int], int, tuple[ShardPart, ...]]
 
 
-def lay_out_run(
-    template: Template, reports: Sequence[Report], rank: int, optimizer_format: str
-) -> Layout:
+def plan_save_layout(
+    template: SaveTemplate, reports: Sequence[RankOwnership], rank: int, optimizer_format: str
+) -> SaveLayout:
     """Lay out a save; `reports` are those of all ranks, of which this one is `rank`.
 
     Weights are cut and spread over ranks as `reshard` does. State is cut as its weights are, and
@@ -70,35 +70,35 @@ def lay_out_run(
     """
     parallel, config = template.parallel, template.config
     kinds = {n: kind for report in reports for n, kind in report.dtypes.items()}
-    holders = Holders(template.tensors, config, parallel)
+    ownership = LayoutOwnership(template.tensors, config, parallel)
     shards = shard(template.tensors, parallel, config=config)
-    cells = Cells(template.tensors, shards)
-    weights = _typed(template.tensors, reports, holders, cells, kinds)
-    owned = _weight_parts(reports[rank], holders, cells)
+    cells = ShardCells(template.tensors, shards)
+    weights = _with_stored_dtypes(template.tensors, reports, ownership, cells, kinds)
+    owned = _weight_parts(reports[rank], ownership, cells)
     rows: list[_Row] = []
     owners = shards.owner.tolist()
     boxes = zip(shards.boxes.lo.tolist(), shards.boxes.hi.tolist(), strict=True)
-    for row, (which, (lo, hi)) in enumerate(zip(shards.tensor.tolist(), boxes, strict=True)):
-        ndim, parts = len(weights[which].shape), tuple[Part, ...]()
+    for row, (number, (lo, hi)) in enumerate(zip(shards.tensor.tolist(), boxes, strict=True)):
+        ndim, parts = len(weights[number].shape), tuple[ShardPart, ...]()
         if owners[row] == rank:
             if row not in owned:
                 raise MappingError(
                     "the rank that is to write a part of it does not hold that",
-                    tensor=weights[which].name,
+                    tensor=weights[number].name,
                 )
             parts = (owned[row],)
-        rows.append((which, lo[:ndim], hi[:ndim], owners[row], parts))
-    flat: Flat | None = None
+        rows.append((number, lo[:ndim], hi[:ndim], owners[row], parts))
+    buckets: BucketLayout | None = None
     tensors = list(weights)
-    if optimizer_format == BY_DP and any(r.runs for r in reports):
-        flat = _flat(template, reports)
-        rows += _flat_rows(flat, assign(reports, holders, every_place=True), reports, len(tensors))
-        tensors += flat.tensors
+    if optimizer_format == DP_RESHARDABLE and any(r.ranges for r in reports):
+        buckets = _plan_buckets(template, reports)
+        rows += _bucket_rows(buckets, assign_writers(reports, ownership, every_place=True), reports, len(tensors))
+        tensors += buckets.tensors
     else:
-        rows += _state_rows(tensors, assign(reports, holders), cells)
+        rows += _state_rows(tensors, assign_writers(reports, ownership), cells)
     rows.sort(key=lambda row: row[0])
     ndim = max(widest(tensors), 1)
-    return Layout(
+    return SaveLayout(
         tensors=tuple(tensors),
         shards=Shards.build([row[:4] for row in rows], ndim),
         parts={
@@ -106,131 +106,131 @@ def lay_out_run(
             for i, row in enumerate(rows)
             if row[3] == rank
         },
-        flat=flat,
+        buckets=buckets,
     )
 
 
-def _typed(
+def _with_stored_dtypes(
     tensors: Sequence[GlobalTensor],
-    reports: Sequence[Report],
-    holders: Holders,
-    cells: Cells,
+    reports: Sequence[RankOwnership],
+    ownership: LayoutOwnership,
+    cells: ShardCells,
     kinds: dict[str, str],
 ) -> list[GlobalTensor]:
     """The stored weights in the types that the ranks hold them in."""
     out = list(tensors)
-    for seat in {report.seat for report in reports}:
-        for held in holders.of(seat):
-            number, _ = cells.stored(held.parameter.key)
-            name = local_name(held.name, kinds)
+    for seat in {report.coordinates for report in reports}:
+        for parameter in ownership.parameters_of(seat):
+            number, _ = cells.find_tensor(parameter.parameter.key)
+            name = local_name(parameter.name, kinds)
             if name not in kinds:
-                raise MappingError("no rank holds this weight of the checkpoint", tensor=held.name)
+                raise MappingError("no rank holds this weight of the checkpoint", tensor=parameter.name)
             out[number] = replace(out[number], dtype=dtype(kinds[name]))
     return out
 
 
-def _weight_parts(report: Report, holders: Holders, cells: Cells) -> dict[int, Part]:
+def _weight_parts(report: RankOwnership, ownership: LayoutOwnership, cells: ShardCells) -> dict[int, ShardPart]:
     """What fills each shard of which this rank holds a copy."""
-    out: dict[int, Part] = {}
-    for held in holders.of(report.seat):
-        name = local_name(held.name, report.dtypes)
-        for (lo, hi), begin, row in cells.of(held.parameter):
+    out: dict[int, ShardPart] = {}
+    for parameter in ownership.parameters_of(report.coordinates):
+        name = local_name(parameter.name, report.dtypes)
+        for (lo, hi), begin, row in cells.find_cells(parameter.parameter):
             size = 1
             for a, b in zip(lo, hi, strict=True):
                 size *= b - a
-            start = held.offset + begin
-            out.setdefault(row, Part(WEIGHT, name, start, start + size, 0))
+            start = parameter.offset + begin
+            out.setdefault(row, ShardPart(WEIGHT, name, start, start + size, 0))
     return out
 
 
 def _state_rows(
-    tensors: list[GlobalTensor], assigned: Sequence[Assigned], cells: Cells
+    tensors: list[GlobalTensor], assigned: Sequence[WriteAssignment], cells: ShardCells
 ) -> list[_Row]:
     """State under the names of its weights; its tensors are appended to `tensors`."""
     sizes: dict[tuple[str, int], int] = {}
     for a in assigned:
-        number, _ = cells.stored(a.held.parameter.key)
+        number, _ = cells.find_tensor(a.owned.parameter.key)
         sizes[a.state, number] = sizes.get((a.state, number), 0) + a.stop - a.start
     # A key of all layers needs them all: where some are frozen, each layer has a key of its own.
-    whole = all(size == cells.tensors[number].numel for (_, number), size in sizes.items())
+    is_complete = all(size == cells.tensors[number].numel for (_, number), size in sizes.items())
     numbers: dict[tuple[str, str], int] = {}
     order = {MAIN: 0, "exp_avg": 1, "exp_avg_sq": 2}
-    if whole:
+    if is_complete:
         for state, number in sorted(sizes, key=lambda s: (order.get(s[0], 3), s)):
             t = cells.tensors[number]
             numbers[state, t.name] = len(tensors)
             tensors.append(_state_tensor(state, t.name, t.shape))
     rows: list[_Row] = []
     for a in assigned:
-        p = a.held.parameter
-        number, lead = cells.stored(p.key)
-        name = cells.tensors[number].name if whole else p.key
+        p = a.owned.parameter
+        number, lead = cells.find_tensor(p.key)
+        name = cells.tensors[number].name if is_complete else p.key
         if (a.state, name) not in numbers:
             numbers[a.state, name] = len(tensors)
             tensors.append(_state_tensor(a.state, name, p.shape))
-        front = list(lead) if whole else []
+        front = list(lead) if is_complete else []
         after = [x + 1 for x in front]
-        for lo, hi, at in boxes_of(cells.of(p), a.start, a.stop):
+        for lo, hi, offset in split_into_boxes(cells.find_cells(p), a.start, a.stop):
             size = 1
             for x, y in zip(lo, hi, strict=True):
                 size *= y - x
-            start = a.held.offset + at
-            part = Part(a.state, a.held.name, start, start + size, 0)
+            start = a.owned.offset + offset
+            part = ShardPart(a.state, a.owned.name, start, start + size, 0)
             rows.append((numbers[a.state, name], front + lo, after + hi, a.rank, (part,)))
     return rows
 
 
 def _state_tensor(state: str, name: str, shape: tuple[int, ...]) -> GlobalTensor:
-    spelled = _SPELLED.get(state, state)
-    return GlobalTensor(name=f"optimizer.state.{spelled}.{name}", shape=shape, dtype=FLOAT32)
+    stored_name = _STORED_NAMES.get(state, state)
+    return GlobalTensor(name=f"optimizer.state.{stored_name}.{name}", shape=shape, dtype=FLOAT32)
 
 
-def _flat(template: Template, reports: Sequence[Report]) -> Flat:
-    states = {run.state for report in reports for run in report.runs}
-    if template.flat is None:
-        raise MappingError(f"{BY_DP} needs to know how the run cuts its buckets")
+def _plan_buckets(template: SaveTemplate, reports: Sequence[RankOwnership]) -> BucketLayout:
+    states = {run.state for report in reports for run in report.ranges}
+    if template.plan_buckets is None:
+        raise MappingError(f"{DP_RESHARDABLE} needs to know how the run cuts its buckets")
     order = sorted(states, key=lambda s: (s != MAIN, s))
-    return template.flat({_SPELLED.get(s, s): FLOAT32 for s in order})
+    return template.plan_buckets({_STORED_NAMES.get(s, s): FLOAT32 for s in order})
 
 
-def _flat_rows(
-    flat: Flat, assigned: Sequence[Assigned], reports: Sequence[Report], first: int
+def _bucket_rows(
+    buckets: BucketLayout, assigned: Sequence[WriteAssignment], reports: Sequence[RankOwnership], first: int
 ) -> list[_Row]:
     """State in buckets: a row for every run of a bucket that one rank holds."""
-    known: dict[tuple[object, ...], list[Assigned]] = {}
+    by_parameter: dict[tuple[object, ...], list[WriteAssignment]] = {}
     for a in assigned:
-        key = a.held.parameter.key, a.held.parameter.boxes, a.held.place
-        known.setdefault((_SPELLED.get(a.state, a.state), *key), []).append(a)
-    found: dict[int, list[tuple[int, int, Assigned]]] = {}
-    for slot in flat.slots:
-        p, seat = slot.parameter, reports[slot.rank].seat
+        key = a.owned.parameter.key, a.owned.parameter.boxes, a.owned.place
+        by_parameter.setdefault((_STORED_NAMES.get(a.state, a.state), *key), []).append(a)
+    by_tensor: dict[int, list[tuple[int, int, WriteAssignment]]] = {}
+    for slot in buckets.slots:
+        p, seat = slot.parameter, reports[slot.rank].coordinates
         place = (seat.stage, seat.ep, seat.etp) if p.is_expert else (seat.stage, 0, seat.tp)
         for state, number in slot.tensors.items():
-            there = known.get((state, p.key, p.boxes, place))
-            if there is None:
+            assignments = by_parameter.get((state, p.key, p.boxes, place))
+            if assignments is None:
                 raise UsageError(
-                    f"{BY_DP} state is of every parameter alike, and this one has no {state!r}: "
+                    f"{DP_RESHARDABLE} state is of every parameter alike, and this one has no {state!r}: "
                     "it is frozen, or updated in another way than others are",
                     tensor=p.key,
-                    hint=f"--dist-ckpt-optim-format {FULLY} saves what there is",
+                    hint=f"--dist-ckpt-optim-format {FULLY_RESHARDABLE} saves what there is",
                 )
-            found.setdefault(number, []).extend(
-                (slot.start + a.start, slot.start + a.stop, a) for a in there
+            by_tensor.setdefault(number, []).extend(
+                (slot.start + a.start, slot.start + a.stop, a) for a in assignments
             )
     rows: list[_Row] = []
-    for number, runs in sorted(found.items()):
+    for number, runs in sorted(by_tensor.items()):
         runs.sort(key=lambda run: run[0])
-        groups: list[list[tuple[int, int, Assigned]]] = []
+        groups: list[list[tuple[int, int, WriteAssignment]]] = []
         for run in runs:
             if groups and groups[-1][-1][2].rank == run[2].rank:
                 groups[-1].append(run)
             else:
                 groups.append([run])
-        size = flat.tensors[number].numel
+        size = buckets.tensors[number].numel
         begins = [0, *(group[0][0] for group in groups[1:]), size]
         for group, lo, hi in zip(groups, begins, begins[1:], strict=False):
             parts = tuple(
-                Part(a.state, a.held.name, a.at, a.at + stop - start, start - lo)
+                ShardPart(a.state, a.owned.name, a.offset, a.offset + stop - start, start - lo)
                 for start, stop, a in group
             )
             rows.append((first + number, [lo], [hi], group[0][2].rank, parts))

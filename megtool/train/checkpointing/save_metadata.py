@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
+class SaveMetadata:
     """Where a run stands when it is saved, and what a resumed one goes on from.
 
     `scheduler` is the state of the learning rate's schedule, with Megatron's keys. `args` are

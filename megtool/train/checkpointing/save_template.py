@@ -13,7 +13,7 @@ from megtool.tensors.sharded import GlobalTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class BucketSlot:
     """A parameter's place in the optimizer's buckets.
 
     `tensors` is, for every state as it is stored, the number of the flat tensor in which the
@@ -27,7 +27,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flat:
+class BucketLayout:
     """Optimizer state as `dp_reshardable` stores it: flat tensors, and who lies where in them.
 
     `objects` say how large the buckets are. `prefixes` are those of the objects that hold the small
@@ -35,13 +35,13 @@ class Flat:
     """
 
     tensors: tuple[GlobalTensor, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     objects: Mapping[str, Any]
     prefixes: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
+class SaveTemplate:
     """What `megtool reshard` would write of a model's weights at a layout, without their values.
 
     `tensors` are the weights as they are stored, under Megatron's names. `objects` (bytes of ready
@@ -56,4 +56,4 @@ class Template:
     common: Mapping[str, Any]
     objects: Mapping[str, bytes] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
-    flat: Callable[[Mapping[str, DType]], Flat] | None = None
+    plan_buckets: Callable[[Mapping[str, DType]], BucketLayout] | None = None

@@ -25,7 +25,7 @@ _OWN_NORM = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OwnedParameter:
     """A parameter of a rank: elements `offset` on of what the rank calls `name`.
 
     `place` is the pipeline stage, expert rank and tensor rank that hold it, without replicas.
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StateRange:
     """Elements `start` to `stop` of one state of a rank's flattened parameter `name`."""
 
     state: str
@@ -48,31 +48,31 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RankOwnership:
     """What one rank tells all others: where it sits, its tensors' types, and the runs it holds."""
 
-    seat: RankCoordinates
+    coordinates: RankCoordinates
     dtypes: Mapping[str, str]
-    runs: tuple[Run, ...]
+    ranges: tuple[StateRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
+class WriteAssignment:
     """Elements `start` to `stop` of a parameter (of `held.offset` on): written by `rank`.
 
     `at` is the element of the rank's own flattened tensor at which they begin.
     """
 
     state: str
-    held: Held
+    owned: OwnedParameter
     rank: int
     start: int
     stop: int
-    at: int
+    offset: int
 
 
 @dataclass(slots=True)
-class Cells:
+class ShardCells:
     """The shards of the stored weights, by the parameter whose elements they are."""
 
     tensors: Sequence[GlobalTensor]
@@ -84,14 +84,14 @@ class Cells:
         self.number = {t.name: i for i, t in enumerate(self.tensors)}
         self._by_layer = {}
         lo, hi = self.shards.boxes.lo.tolist(), self.shards.boxes.hi.tolist()
-        for row, which in enumerate(self.shards.tensor.tolist()):
-            t = self.tensors[which]
+        for row, number in enumerate(self.shards.tensor.tolist()):
+            t = self.tensors[number]
             ndim, lead = len(t.shape), int(_is_stacked(t.name))
             box = tuple(lo[row][lead:ndim]), tuple(hi[row][lead:ndim])
             layer = lo[row][0] if lead else 0
-            self._by_layer.setdefault((which, layer), []).append((box, row))
+            self._by_layer.setdefault((number, layer), []).append((box, row))
 
-    def stored(self, key: str) -> tuple[int, tuple[int, ...]]:
+    def find_tensor(self, key: str) -> tuple[int, tuple[int, ...]]:
         """The stored tensor of a per-layer key, and the indices in front of the key's own.
 
         Raises:
@@ -107,28 +107,28 @@ class Cells:
             )
         return self.number[stacked], (int(match[2]),)
 
-    def of(self, p: Parameter) -> list[tuple[Box, int, int]]:
+    def find_cells(self, p: Parameter) -> list[tuple[Box, int, int]]:
         """A parameter's cells in the order of its elements: box, first element, row of shards."""
-        number, lead = self.stored(p.key)
-        there = self._by_layer.get((number, lead[0] if lead else 0), [])
+        number, lead = self.find_tensor(p.key)
+        candidates = self._by_layer.get((number, lead[0] if lead else 0), [])
         out: list[tuple[Box, int, int]] = []
         begin = 0
         for lo, hi in p.boxes:
             shape = [b - a for a, b in zip(lo, hi, strict=True)]
-            for (cell_lo, cell_hi), row in there:
+            for (cell_lo, cell_hi), row in candidates:
                 inside = all(
                     a <= c and d <= b for a, b, c, d in zip(lo, hi, cell_lo, cell_hi, strict=True)
                 )
                 if inside:
-                    at = 0
+                    offset = 0
                     for size, a, c in zip(shape, lo, cell_lo, strict=True):
-                        at = at * size + c - a
-                    out.append(((cell_lo, cell_hi), begin + at, row))
+                        offset = offset * size + c - a
+                    out.append(((cell_lo, cell_hi), begin + offset, row))
             begin += prod(shape)
         return sorted(out, key=lambda cell: cell[1])
 
 
-def boxes_of(
+def split_into_boxes(
     cells: Iterable[tuple[Box, int, int]], start: int, stop: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """A parameter's elements `start` to `stop` as boxes of its tensor, with the first of each."""
@@ -137,20 +137,20 @@ def boxes_of(
         a, b = max(start - begin, 0), min(stop - begin, prod(shape))
         if a >= b:
             continue
-        found, at = from_flat(shape, a, b), begin + a
-        volumes = found.volume().tolist()
+        boxes, offset = from_flat(shape, a, b), begin + a
+        volumes = boxes.volume().tolist()
         for box_lo, box_hi, volume in zip(
-            found.lo.tolist(), found.hi.tolist(), volumes, strict=True
+            boxes.lo.tolist(), boxes.hi.tolist(), volumes, strict=True
         ):
             yield (
                 [x + y for x, y in zip(lo, box_lo, strict=True)],
                 [x + y for x, y in zip(lo, box_hi, strict=True)],
-                at,
+                offset,
             )
-            at += volume
+            offset += volume
 
 
-class Holders:
+class LayoutOwnership:
     """What every seat of a layout holds, of a model's stored weights."""
 
     def __init__(
@@ -158,38 +158,38 @@ class Holders:
     ) -> None:
         self._ranks = rank_parameters(tensors, config, parallel)
         self._num_chunks = parallel.vpp
-        self._known: dict[RankCoordinates, list[Held]] = {}
+        self._by_coordinates: dict[RankCoordinates, list[OwnedParameter]] = {}
 
-    def of(self, seat: RankCoordinates) -> list[Held]:
+    def parameters_of(self, coordinates: RankCoordinates) -> list[OwnedParameter]:
         """The parameters of a seat, experts one by one, under the names of its modules."""
-        if seat not in self._known:
-            self._known[seat] = list(self._find(seat))
-        return self._known[seat]
+        if coordinates not in self._by_coordinates:
+            self._by_coordinates[coordinates] = list(self._find(coordinates))
+        return self._by_coordinates[coordinates]
 
-    def _find(self, seat: RankCoordinates) -> Iterator[Held]:
+    def _find(self, coordinates: RankCoordinates) -> Iterator[OwnedParameter]:
         ends: dict[str, int] = {}
         for chunk in range(self._num_chunks):
-            dense = RankPlace(seat.stage, chunk, 0, seat.tp)
-            experts = RankPlace(seat.stage, chunk, seat.ep, seat.etp)
+            dense = RankPlace(coordinates.stage, chunk, 0, coordinates.tp)
+            experts = RankPlace(coordinates.stage, chunk, coordinates.ep, coordinates.etp)
             for place, is_expert in ((dense, False), (experts, True)):
                 for p in self._ranks.get(place, ()):
                     if p.is_expert == is_expert:
-                        at = ends.get(p.key, 0)
-                        ends[p.key] = at + p.numel
-                        yield Held(p, p.key, at, (place.stage, place.ep, place.tp))
+                        offset = ends.get(p.key, 0)
+                        ends[p.key] = offset + p.numel
+                        yield OwnedParameter(p, p.key, offset, (place.stage, place.ep, place.tp))
 
 
-def local_name(key: str, known: Mapping[str, object]) -> str:
+def local_name(key: str, local_names: Mapping[str, object]) -> str:
     """What a rank's modules call the parameter that is stored as `key`.
 
     megatron-core's own layers name the norm before experts otherwise.
     """
-    return key if key in known else key.replace(*_OWN_NORM)
+    return key if key in local_names else key.replace(*_OWN_NORM)
 
 
-def assign(
-    reports: Sequence[Report], holders: Holders, *, every_place: bool = False
-) -> list[Assigned]:
+def assign_writers(
+    reports: Sequence[RankOwnership], ownership: LayoutOwnership, *, every_place: bool = False
+) -> list[WriteAssignment]:
     """Which rank writes which elements of which parameter's state, each element once.
 
     The least loaded of the ranks that hold an element writes it: of those of the first place that
@@ -199,23 +199,23 @@ def assign(
         MappingError: some elements of a parameter's state are on no rank.
     """
     load = [0] * len(reports)
-    out: list[Assigned] = []
-    for (state, key), found in _by_parameter(reports, holders).items():
-        places = sorted({held.place for held, *_ in found})
+    out: list[WriteAssignment] = []
+    for (state, key), candidates in _by_parameter(reports, ownership).items():
+        places = sorted({owned.place for owned, *_ in candidates})
         for place in places if every_place else places[:1]:
-            mine = [f for f in found if f[0].place == place]
-            at, size = 0, mine[0][0].parameter.numel
-            while at < size:
-                here = [(load[rank], rank, b, held) for held, rank, a, b in mine if a <= at < b]
-                if not here:
+            at_place = [f for f in candidates if f[0].place == place]
+            start, size = 0, at_place[0][0].parameter.numel
+            while start < size:
+                writers = [(load[rank], rank, b, owned) for owned, rank, a, b in at_place if a <= start < b]
+                if not writers:
                     raise MappingError(
-                        f"elements from {at} on of its state {state!r} are on no rank",
+                        f"elements from {start} on of its state {state!r} are on no rank",
                         tensor=key[0],
                     )
-                _, rank, stop, held = min(here, key=lambda h: h[:2])
-                out.append(Assigned(state, held, rank, at, stop, held.offset + at))
-                load[rank] += stop - at
-                at = stop
+                _, rank, stop, owned = min(writers, key=lambda h: h[:2])
+                out.append(WriteAssignment(state, owned, rank, start, stop, owned.offset + start))
+                load[rank] += stop - start
+                start = stop
     return out
 
 
@@ -223,21 +223,21 @@ _Key = tuple[str, tuple[Box, ...]]
 
 
 def _by_parameter(
-    reports: Sequence[Report], holders: Holders
-) -> dict[tuple[str, _Key], list[tuple[Held, int, int, int]]]:
+    reports: Sequence[RankOwnership], ownership: LayoutOwnership
+) -> dict[tuple[str, _Key], list[tuple[OwnedParameter, int, int, int]]]:
     """Runs of parameters' own elements, by state and parameter: holder, rank, start and stop."""
-    out: dict[tuple[str, _Key], list[tuple[Held, int, int, int]]] = {}
+    out: dict[tuple[str, _Key], list[tuple[OwnedParameter, int, int, int]]] = {}
     for rank, report in enumerate(reports):
-        by_name: dict[str, list[Held]] = {}
-        for held in holders.of(report.seat):
-            by_name.setdefault(local_name(held.name, report.dtypes), []).append(held)
-        for run in report.runs:
-            for held in by_name.get(run.name, ()):
-                end = held.offset + held.parameter.numel
-                a, b = max(run.start, held.offset), min(run.stop, end)
+        by_name: dict[str, list[OwnedParameter]] = {}
+        for owned in ownership.parameters_of(report.coordinates):
+            by_name.setdefault(local_name(owned.name, report.dtypes), []).append(owned)
+        for run in report.ranges:
+            for owned in by_name.get(run.name, ()):
+                end = owned.offset + owned.parameter.numel
+                a, b = max(run.start, owned.offset), min(run.stop, end)
                 if a < b:
-                    key = held.parameter.key, held.parameter.boxes
-                    piece = held, rank, a - held.offset, b - held.offset
+                    key = owned.parameter.key, owned.parameter.boxes
+                    piece = owned, rank, a - owned.offset, b - owned.offset
                     out.setdefault((run.state, key), []).append(piece)
     return out
 

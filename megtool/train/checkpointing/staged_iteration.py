@@ -29,7 +29,7 @@ Elements = tuple[int, DType, Callable[[], Tensor]]
 """Where elements begin in a file, the type they are stored in, and what reads them."""
 
 
-class IterationFolder:
+class StagedIteration:
     """One rank's view of an iteration under way; `number` tells the attempts of a run apart.
 
     Rank 0 calls `commit`, the others `wait`, all after `begin` and, once written, `done`; or
@@ -63,13 +63,13 @@ class IterationFolder:
             self.files.mkdir(path)
         self.files.close(self.files.open_write(self._mark(self._rank, "busy")))
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """All that this rank writes is written."""
-        self._turn("done")
+        self._set_mark("done")
 
-    def failed(self) -> None:
+    def mark_failed(self) -> None:
         """This rank gives up."""
-        self._turn("failed")
+        self._set_mark("failed")
 
     def write(
         self,
@@ -79,18 +79,18 @@ class IterationFolder:
         rows: Iterable[Elements],
     ) -> None:
         """Write a file of `size` bytes: fragments and elements, each in ascending order."""
-        full = self._made(name)
+        full = self._prepare_path(name)
         fd = self.files.open_write(full)
         try:
             self.files.truncate(fd, size)
             writer = _Writer(self.files, fd)
             ahead = iter(fragments)
             bytes_at = next(ahead, None)
-            for at, kind, read in rows:
-                while bytes_at is not None and bytes_at[0] < at:
+            for offset, kind, read in rows:
+                while bytes_at is not None and bytes_at[0] < offset:
                     writer.add(*bytes_at)
                     bytes_at = next(ahead, None)
-                writer.add_elements(at, getattr(torch, kind.name), read())
+                writer.add_elements(offset, getattr(torch, kind.name), read())
             while bytes_at is not None:
                 writer.add(*bytes_at)
                 bytes_at = next(ahead, None)
@@ -106,19 +106,19 @@ class IterationFolder:
         Raises:
             StorageError: it has not.
         """
-        self._until(lambda: self.files.lstat(self.staging) is None, "rank 0 commits")
-        found = self.files.read_whole(self.folder / TRACKER, at_most=100)
-        if found is None or found.strip() != str(self.iteration).encode():
+        self._wait_until(lambda: self.files.lstat(self.staging) is None, "rank 0 commits")
+        tracker = self.files.read_whole(self.folder / TRACKER, at_most=100)
+        if tracker is None or tracker.strip() != str(self.iteration).encode():
             raise StorageError(
                 f"iteration {self.iteration} was given up by another rank, whose message says why",
                 file=self.final,
-                hint=self._what_is_left(),
+                hint=self._hint(),
             )
 
-    def _what_is_left(self) -> str:
+    def _hint(self) -> str:
         has_earlier = self.files.lstat(self.folder / TRACKER) is not None
-        there = "an earlier iteration is there still; " if has_earlier else ""
-        return f"{there}free some space, or give another save folder"
+        prefix = "an earlier iteration is there still; " if has_earlier else ""
+        return f"{prefix}free some space, or give another save folder"
 
     # ---- rank 0
 
@@ -134,7 +134,7 @@ class IterationFolder:
                 f"not enough space for iteration {self.iteration}: {num_bytes:,} bytes needed, "
                 f"{free:,} free",
                 file=self.folder,
-                hint=self._what_is_left(),
+                hint=self._hint(),
             )
 
     def commit(self, small: Mapping[str, bytes | Path]) -> None:
@@ -148,12 +148,12 @@ class IterationFolder:
         Raises:
             StorageError: a rank failed, or the system refused; what there was before stays.
         """
-        self._until(lambda: not self._marked("busy", but_for=0), "all ranks have written")
-        if failed := self._marked("failed"):
+        self._wait_until(lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have written")
+        if failed := self._ranks_in_state("failed"):
             raise StorageError(
                 f"rank {failed[0]} could not write its part of iteration {self.iteration}",
                 file=self.final,
-                hint=self._what_is_left(),
+                hint=self._hint(),
             )
         for name, data in small.items():
             if isinstance(data, Path):
@@ -176,14 +176,14 @@ class IterationFolder:
     def discard(self) -> None:
         """Remove all of it, once no rank writes any more."""
         try:
-            self._until(lambda: not self._marked("busy", but_for=0), "all ranks have stopped")
+            self._wait_until(lambda: not self._ranks_in_state("busy", but_for=0), "all ranks have stopped")
         finally:
             self.files.remove(self.staging)
 
     def _move(self, path: Path, name: str) -> None:
         if self._fsync:
             self.files.fsync(path)
-        self.files.rename(path, self._made(name))
+        self.files.rename(path, self._prepare_path(name))
 
     def _rename(self) -> None:
         files = self.files
@@ -210,10 +210,10 @@ class IterationFolder:
     def _mark(self, rank: int, state: str) -> Path:
         return self.staging / f"rank_{rank}.{state}"
 
-    def _turn(self, state: str) -> None:
+    def _set_mark(self, state: str) -> None:
         self.files.rename(self._mark(self._rank, "busy"), self._mark(self._rank, state))
 
-    def _marked(self, state: str, *, but_for: int | None = None) -> list[int]:
+    def _ranks_in_state(self, state: str, *, but_for: int | None = None) -> list[int]:
         """The ranks in a state; those without a mark have not begun, and are as good as busy."""
         names = set(self.files.names(self.staging))
         ranks = [r for r in range(self._size) if r != but_for]
@@ -222,19 +222,19 @@ class IterationFolder:
             return [r for r in ranks if not any(f"rank_{r}.{s}" in names for s in over)]
         return [r for r in ranks if f"rank_{r}.{state}" in names]
 
-    def _until(self, reached: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, is_reached: Callable[[], bool], goal: str) -> None:
         began, pause = time.monotonic(), 0.001
-        while not reached():
+        while not is_reached():
             if time.monotonic() - began > self._timeout_s:
                 raise StorageError(
-                    f"iteration {self.iteration}: {self._timeout_s:.0f} s passed before {what}",
+                    f"iteration {self.iteration}: {self._timeout_s:.0f} s passed before {goal}",
                     file=self.final,
                     hint="a process may have ended, or the save folder is not one that all share",
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
-    def _made(self, name: str) -> Path:
+    def _prepare_path(self, name: str) -> Path:
         full = self.tree / name
         for folder in reversed(full.relative_to(self.tree).parents):
             self.files.mkdir(self.tree / folder)
@@ -249,28 +249,28 @@ class _Writer:
         self._buffers: list[Any] = []
         self._start = self._end = 0
 
-    def add(self, at: int, data: Any) -> None:
+    def add(self, offset: int, data: Any) -> None:
         """Bytes at `at`, kept until enough are there."""
-        gap = at - self._end
+        gap = offset - self._end
         if self._buffers and (gap > _GAP or self._end - self._start > _BATCH):
             self.flush()
         if not self._buffers:
-            self._start = at
+            self._start = offset
         elif gap:
             self._buffers.append(memoryview(bytes(gap)))
-        held = memoryview(data)
-        self._buffers.append(held)
-        self._end = at + held.nbytes
+        view = memoryview(data)
+        self._buffers.append(view)
+        self._end = offset + view.nbytes
 
-    def add_elements(self, at: int, kind: torch.dtype, elements: Tensor) -> None:
+    def add_elements(self, offset: int, kind: torch.dtype, elements: Tensor) -> None:
         """Elements at `at`, as another type where it is one; of those a part is kept at a time."""
         if elements.dtype == kind:
             if elements.numel():
-                self.add(at, elements.contiguous().view(torch.uint8).numpy().data)
+                self.add(offset, elements.contiguous().view(torch.uint8).numpy().data)
             return
         for start in range(0, elements.numel(), _CHUNK):
             part = elements[start : start + _CHUNK].to(kind)
-            self.add(at + start * kind.itemsize, part.view(torch.uint8).numpy().data)
+            self.add(offset + start * kind.itemsize, part.view(torch.uint8).numpy().data)
 
     def flush(self) -> None:
         """Write what is kept."""
@@ -279,7 +279,7 @@ class _Writer:
             self._buffers = []
 
 
-def clean(files: Files, folder: Path) -> list[str]:
+def remove_unfinished(files: Files, folder: Path) -> list[str]:
     """Remove what unfinished saves left in a save folder; returns what was there.
 
     To be called by the one run that holds the folder.
@@ -288,7 +288,7 @@ def clean(files: Files, folder: Path) -> list[str]:
         StorageError: the system refused.
     """
     staging = folder / STAGING
-    found = []
+    removed = []
     for name in files.names(staging) if files.lstat(staging) is not None else ():
         if name == "lock":
             continue
@@ -296,5 +296,5 @@ def clean(files: Files, folder: Path) -> list[str]:
         if files.lstat(old) is not None and files.lstat(final) is None:
             files.rename(old, final)  # stopped between the two renames of a replacement
         files.remove(staging / name)
-        found.append(name)
-    return found
+        removed.append(name)
+    return removed

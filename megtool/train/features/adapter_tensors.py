@@ -13,8 +13,7 @@ from torch import Tensor
 from megtool.config import ModelConfig
 from megtool.errors import CheckpointError
 from megtool.model.decoder import Decoder
-from megtool.model.expert_lora import ExpertAdapter
-from megtool.model.lora import Adapter, adapters_of
+from megtool.model.lora import Adapter, ExpertAdapter, adapters_of
 from megtool.parallel.process_groups import Group
 from megtool.quant.fake_quant.weight_views import WeightViews
 from megtool.tensors.placement import Placement
@@ -24,7 +23,7 @@ A, B = "lora_A", "lora_B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class AdapterSlice:
     """A matrix of an adapter on this rank: rows (of B) or columns (of A) `here` are those `there`
     of the whole matrix `name`, of `shape`; ranks of the groups `cut` have the others.
 
@@ -33,14 +32,14 @@ class Spot:
     name: str
     shape: tuple[int, ...]
     dim: int
-    here: Tensor
-    there: Tensor
-    cut: tuple[Group, ...] = ()
+    local_index: Tensor
+    global_index: Tensor
+    shard_groups: tuple[Group, ...] = ()
     first: int = 0
 
-    def part(self, whole: Tensor, held: Tensor) -> Tensor:
+    def local_experts(self, full: Tensor, local: Tensor) -> Tensor:
         """Of the whole matrix, that of the experts of what this rank holds."""
-        return whole if len(self.shape) == 2 else whole.narrow(0, self.first, held.shape[0])
+        return full if len(self.shape) == 2 else full.narrow(0, self.first, local.shape[0])
 
 
 class AdapterViews:
@@ -55,80 +54,80 @@ class AdapterViews:
 
     def __init__(self, stages: Sequence[Decoder]) -> None:
         self.groups = stages[0].groups
-        self.spots: dict[str, list[Spot]] = {}
+        self.slices: dict[str, list[AdapterSlice]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._experts: set[str] = set()
         for decoder in stages:
-            found: dict[str, Adapter] = {}
+            adapters: dict[str, Adapter] = {}
             for name, _, adapter in adapters_of(decoder):
                 if isinstance(adapter, ExpertAdapter):
-                    self._put_experts(name, adapter, decoder.config)
+                    self._add_experts(name, adapter, decoder.config)
                 else:
-                    found[name] = adapter
-            modules = [m for name in found for m in modules_of(name, decoder.config)]
+                    adapters[name] = adapter
+            modules = [m for name in adapters for m in canonical_modules(name, decoder.config)]
             views = WeightViews(decoder, modules)
-            for name, adapter in found.items():
-                parts = [(m, views.parts[m]) for m in modules_of(name, decoder.config)]
-                own_A, own_B = f"{name}.adapter.{A}", f"{name}.adapter.{B}"
-                self._tensors |= {own_A: adapter.lora_A, own_B: adapter.lora_B}
-                self.spots[own_A], self.spots[own_B] = [], []
+            for name, adapter in adapters.items():
+                parts = [(m, views.parts[m]) for m in canonical_modules(name, decoder.config)]
+                local_A, local_B = f"{name}.adapter.{A}", f"{name}.adapter.{B}"
+                self._tensors |= {local_A: adapter.lora_A, local_B: adapter.lora_B}
+                self.slices[local_A], self.slices[local_B] = [], []
                 rank, inner = adapter.lora_A.shape
                 out = adapter.lora_B.shape[0]
                 cut = adapter.group.size > 1
                 columns = [(p.pieces, p.shape[1]) for _, p in parts[:1] if adapter.is_row]
                 for pieces, width in columns or [((), inner)]:
-                    here, there = lines(pieces, 1) if columns else (torch.arange(inner),) * 2
-                    self.spots[own_A].append(
-                        Spot(
+                    local_index, global_index = match_indices(pieces, 1) if columns else (torch.arange(inner),) * 2
+                    self.slices[local_A].append(
+                        AdapterSlice(
                             name=f"{name}.{A}",
                             shape=(rank, width),
                             dim=1,
-                            here=here,
-                            there=there,
-                            cut=(self.groups.tp,) if cut and adapter.is_row else (),
+                            local_index=local_index,
+                            global_index=global_index,
+                            shard_groups=(self.groups.tp,) if cut and adapter.is_row else (),
                         )
                     )
                 for module, part in parts:
                     is_rows = adapter.is_column
-                    here, there = lines(part.pieces, 0) if is_rows else (torch.arange(out),) * 2
-                    self.spots[own_B].append(
-                        Spot(
+                    local_index, global_index = match_indices(part.pieces, 0) if is_rows else (torch.arange(out),) * 2
+                    self.slices[local_B].append(
+                        AdapterSlice(
                             name=f"{module}.{B}",
                             shape=(part.shape[0], rank),
                             dim=0,
-                            here=here,
-                            there=there,
-                            cut=(self.groups.tp,) if cut and is_rows else (),
+                            local_index=local_index,
+                            global_index=global_index,
+                            shard_groups=(self.groups.tp,) if cut and is_rows else (),
                         )
                     )
 
-    def _put_experts(self, name: str, adapter: ExpertAdapter, config: ModelConfig) -> None:
+    def _add_experts(self, name: str, adapter: ExpertAdapter, config: ModelConfig) -> None:
         """Note where both matrices of all experts lie."""
         etp, first = adapter.etp, adapter.ep.rank * adapter.lora_A.shape[0]
-        for kind, held in ((A, adapter.lora_A), (B, adapter.lora_B)):
+        for kind, tensor in ((A, adapter.lora_A), (B, adapter.lora_B)):
             dim = 2 if kind == A else 1
-            size, shape = held.shape[dim], list(held.shape)
+            size, shape = tensor.shape[dim], list(tensor.shape)
             shape[0] *= adapter.ep.size
-            here = there = torch.arange(size)
+            local_index = global_index = torch.arange(size)
             is_cut = adapter.split_dim == dim
             if is_cut:
                 # Gate and up are one above the other, and cut each.
                 parts = 2 if dim == 1 and config.gated else 1
                 shape[dim] *= etp.size
-                there = there.view(parts, -1) + torch.arange(parts).view(-1, 1) * (
+                global_index = global_index.view(parts, -1) + torch.arange(parts).view(-1, 1) * (
                     (etp.size - 1) * (size // parts)
                 )
-                there = (there + etp.rank * (size // parts)).flatten()
-            self._tensors[own := f"{name}.adapter.{kind}"] = held
-            self._experts.add(own)
-            self.spots[own] = [
-                Spot(
+                global_index = (global_index + etp.rank * (size // parts)).flatten()
+            self._tensors[local_name := f"{name}.adapter.{kind}"] = tensor
+            self._experts.add(local_name)
+            self.slices[local_name] = [
+                AdapterSlice(
                     name=f"{name}.{kind}",
                     shape=tuple(shape),
                     dim=dim,
-                    here=here,
-                    there=there,
-                    cut=(adapter.ep, etp) if is_cut else (adapter.ep,),
+                    local_index=local_index,
+                    global_index=global_index,
+                    shard_groups=(adapter.ep, etp) if is_cut else (adapter.ep,),
                     first=first,
                 )
             ]
@@ -138,11 +137,11 @@ class AdapterViews:
         """The adapters' own parameters, by name."""
         return self._tensors
 
-    def is_of_experts(self, name: str) -> bool:
+    def is_expert(self, name: str) -> bool:
         """Whether a parameter is of experts, whose states are shared out over other replicas."""
         return name in self._experts
 
-    def local(self, whole: Mapping[str, Tensor], state: str, name: str) -> Tensor:
+    def slice_local(self, matrices: Mapping[str, Tensor], state: str, name: str) -> Tensor:
         """This rank's part of a parameter, or of a state of it, out of canonical matrices by their
         keys (`megtool.train.features.adapter_gather`).
 
@@ -150,18 +149,18 @@ class AdapterViews:
             CheckpointError: it is not there, or of another shape.
         """
         out = torch.empty_like(self._tensors[name], dtype=torch.float32, device="cpu")
-        for spot in self.spots[name]:
-            found = whole.get(f"{state}:{spot.name}")
-            if found is None or tuple(found.shape) != spot.shape:
-                shape = None if found is None else list(found.shape)
+        for part in self.slices[name]:
+            matrix = matrices.get(f"{state}:{part.name}")
+            if matrix is None or tuple(matrix.shape) != part.shape:
+                shape = None if matrix is None else list(matrix.shape)
                 raise CheckpointError(
                     f"the saved adapter has {shape or 'no such matrix'} where the run has "
-                    f"{list(spot.shape)}",
-                    tensor=spot.name,
+                    f"{list(part.shape)}",
+                    tensor=part.name,
                     hint="give the --lora-rank and --lora-target that the run was started with",
                 )
-            rows = spot.part(found, out).float().index_select(spot.dim, spot.there)
-            out.index_copy_(spot.dim, spot.here, rows)
+            rows = part.local_experts(matrix, out).float().index_select(part.dim, part.global_index)
+            out.index_copy_(part.dim, part.local_index, rows)
         return out
 
 
@@ -171,7 +170,7 @@ _LATENT = {
 }
 
 
-def modules_of(name: str, config: ModelConfig) -> tuple[str, ...]:
+def canonical_modules(name: str, config: ModelConfig) -> tuple[str, ...]:
     """The canonical modules that are fused in a linear layer, by Megatron's name of it."""
     _, _, number, *_, within, last = name.split(".")
     attn, mlp = f"layers.{number}.attn.", f"layers.{number}.mlp."
@@ -189,31 +188,31 @@ def modules_of(name: str, config: ModelConfig) -> tuple[str, ...]:
     return (mlp + "down",)
 
 
-def lines(pieces: Iterable[tuple[Placement, Placement]], dim: int) -> tuple[Tensor, Tensor]:
+def match_indices(pieces: Iterable[tuple[Placement, Placement]], dim: int) -> tuple[Tensor, Tensor]:
     """Rows (`dim` 0) or columns (1) of what pieces relate: of the first, and of the second."""
-    here, there = [], []
-    for one, other in pieces:
-        axes = [d == dim for d in other.dims]
-        here.append(_line(one, dim, axes))
-        there.append(_line(other, dim, axes))
+    local_index, global_index = [], []
+    for local_side, canonical_side in pieces:
+        axes = [d == dim for d in canonical_side.dims]
+        local_index.append(_positions_along(local_side, dim, axes))
+        global_index.append(_positions_along(canonical_side, dim, axes))
     none = torch.empty(0, dtype=torch.int64)
-    return torch.cat(here or [none]), torch.cat(there or [none])
+    return torch.cat(local_index or [none]), torch.cat(global_index or [none])
 
 
-def _line(p: Placement, dim: int, axes: Sequence[bool]) -> Tensor:
+def _positions_along(p: Placement, dim: int, axes: Sequence[bool]) -> Tensor:
     """The positions along a dimension of a stored tensor, over some axes of a view of it."""
-    at = torch.tensor(p.base[dim])
+    positions = torch.tensor(p.base[dim])
     for is_axis, size, d, mult in zip(axes, p.shape, p.dims, p.mults, strict=True):
         if is_axis:
             steps = torch.arange(size) * (mult if d == dim else 0)
-            at = at.unsqueeze(-1) + steps
-    return at.flatten()
+            positions = positions.unsqueeze(-1) + steps
+    return positions.flatten()
 
 
-def gathered(mine: T, group: Group) -> list[T]:
+def all_gather_objects(value: T, group: Group) -> list[T]:
     """What every rank of a group says."""
     if group.handle is None:
-        return [mine]
-    said: list[Any] = [None] * group.size
-    dist.all_gather_object(said, mine, group=group.handle)
-    return said
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values

@@ -34,25 +34,25 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class LogitsHead:
     """How a model makes logits of states: weight (this rank's rows), cap and scale."""
 
     weight_VH: Tensor
     softcap: float = 0.0
     scale: float = 1.0
 
-    def logits(self, x_TH: Tensor, held: int) -> Tensor:
+    def logits(self, x_TH: Tensor, num_columns: int) -> Tensor:
         """The first `held` of this rank's columns, float32."""
-        return bend(F.linear(x_TH, self.weight_VH[:held]), self.softcap, self.scale)
+        return bend(F.linear(x_TH, self.weight_VH[:num_columns]), self.softcap, self.scale)
 
 
-def divergence(
+def kl_divergence(
     x_TH: Tensor,
-    student: Head,
+    student: LogitsHead,
     teacher_x_TH: Tensor,
-    teacher: Head,
+    teacher: LogitsHead,
     *,
-    held: int,
+    num_columns: int,
     temperature: float = 1.0,
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,7 +65,7 @@ def divergence(
     `held` are no padding, and x's gradient is this rank's part of a sum over the group.
     """
     out: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        x_TH, student.weight_VH, student, teacher_x_TH, teacher, held, temperature, chunk, group
+        x_TH, student.weight_VH, student, teacher_x_TH, teacher, num_columns, temperature, chunk, group
     )
     return out
 
@@ -76,10 +76,10 @@ class _Divergence(torch.autograd.Function):
         ctx: Any,
         x_TH: Tensor,
         weight_VH: Tensor,
-        student: Head,
+        student: LogitsHead,
         teacher_x_TH: Tensor,
-        teacher: Head,
-        held: int,
+        teacher: LogitsHead,
+        num_columns: int,
         temperature: float,
         chunk: int | None,
         group: dist.ProcessGroup | None,
@@ -96,11 +96,11 @@ class _Divergence(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=device)
         for begin in range(0, x_TH.shape[0], chunk):
             x_CH = x_TH[begin : begin + chunk]
-            s_CV = student.logits(x_CH, held)
+            s_CV = student.logits(x_CH, num_columns)
             bending = 1 - (s_CV / student.softcap).square() if student.softcap else None
-            s_CV, log_s_C = _softened(s_CV, temperature, group)
-            t_CV = teacher.logits(teacher_x_TH[begin : begin + chunk], held)
-            t_CV, log_t_C = _softened(t_CV, temperature, group)
+            s_CV, log_s_C = _apply_temperature(s_CV, temperature, group)
+            t_CV = teacher.logits(teacher_x_TH[begin : begin + chunk], num_columns)
+            t_CV, log_t_C = _apply_temperature(t_CV, temperature, group)
             log_t_CV = t_CV - log_t_C.unsqueeze(1)
             log_s_CV = s_CV - log_s_C.unsqueeze(1)
             p_CV = log_t_CV.exp()
@@ -114,9 +114,9 @@ class _Divergence(torch.autograd.Function):
                 g_CV.mul_(bending)
             g_CV = g_CV.to(x_TH.dtype)
             if g_x_TH is not None:
-                torch.mm(g_CV, weight_VH[:held], out=g_x_TH[begin : begin + chunk])
+                torch.mm(g_CV, weight_VH[:num_columns], out=g_x_TH[begin : begin + chunk])
             if g_weight_VH is not None:
-                g_weight_VH[:held] += g_CV.t() @ x_CH
+                g_weight_VH[:num_columns] += g_CV.t() @ x_CH
         if group is not None:
             dist.all_reduce(total, group=group)
         ctx.save_for_backward(g_x_TH, g_weight_VH)
@@ -132,7 +132,7 @@ class _Divergence(torch.autograd.Function):
         return by_x, by_weight, *(None,) * 7
 
 
-def _softened(
+def _apply_temperature(
     logits_CV: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Logits over the temperature, and the logarithms of their exponentials' sums on all ranks."""
@@ -149,7 +149,7 @@ def _softened(
     return logits_CV, top_C + sum_C.log()
 
 
-def check_pair(student: ModelConfig, teacher: ModelConfig) -> None:
+def check_vocabularies(student: ModelConfig, teacher: ModelConfig) -> None:
     """Refuse a teacher that cannot teach this student.
 
     Raises:
@@ -163,7 +163,7 @@ def check_pair(student: ModelConfig, teacher: ModelConfig) -> None:
         )
 
 
-def teachers_layout(
+def plan_teacher_layout(
     layout: ParallelConfig, student: ModelConfig, teacher: ModelConfig
 ) -> ParallelConfig:
     """How a teacher goes to the student's ranks: as the student, its stages evenly where its layers
@@ -197,7 +197,7 @@ def teachers_layout(
     return layout
 
 
-class Distillation:
+class DistillationFeature:
     """The objective of a run with a teacher, which stands still.
 
     `around` a step it is told the batch, whose microbatches `objective` meets one after the other.
@@ -227,7 +227,7 @@ class Distillation:
             )
         self.chunks = [teacher] if isinstance(teacher, Decoder) else list(teacher)
         self.teacher = self.chunks[-1]
-        check_pair(student.config, self.teacher.config)
+        check_vocabularies(student.config, self.teacher.config)
         if student.groups.tp.size > 1 and student.padded_vocab != self.teacher.padded_vocab:
             raise LayoutError(
                 f"tp={student.groups.tp.size} cuts vocabularies padded to {student.padded_vocab} "
@@ -245,7 +245,7 @@ class Distillation:
     def around(self, batch: Batch | None) -> Iterator[None]:
         """While the passes of a batch are done; None is for an evaluation."""
         if batch is not None:
-            self._batches.extend(_microbatches(batch, self.num_microbatches))
+            self._batches.extend(_split_batch(batch, self.num_microbatches))
             if self.weight and self.teacher.groups.pp.size > 1:
                 self._states.extend(stream_hidden(self.chunks, self._batches))
         try:
@@ -275,30 +275,30 @@ class Distillation:
         tp = head.groups.tp
         x_TH = gather_rows(x_TH, tp) if head.sequence_parallel else copy_to(x_TH, tp)
         counted_N = (labels_T != -100).nonzero().squeeze(1)
-        student, teacher = _head(head, x_TH), _head(self.teacher, teacher_x_TH)
+        student, teacher = _logits_head(head, x_TH), _logits_head(self.teacher, teacher_x_TH)
         local = head.padded_vocab // tp.size
-        held = min(max(head.config.vocab_size - tp.rank * local, 0), local)
-        return divergence(
+        num_columns = min(max(head.config.vocab_size - tp.rank * local, 0), local)
+        return kl_divergence(
             x_TH.index_select(0, counted_N),
             student,
             teacher_x_TH.index_select(0, counted_N),
             teacher,
-            held=held,
+            num_columns=num_columns,
             temperature=self.temperature,
             group=tp.handle,
         )
 
 
-def _head(decoder: Decoder, x_TH: Tensor) -> Head:
+def _logits_head(decoder: Decoder, x_TH: Tensor) -> LogitsHead:
     config = decoder.config
-    return Head(
+    return LogitsHead(
         weight_VH=decoder.output_weight_for(x_TH),
         softcap=config.logit_softcap,
         scale=config.logit_scale,
     )
 
 
-def _microbatches(batch: Batch, count: int) -> Sequence[Batch]:
+def _split_batch(batch: Batch, count: int) -> Sequence[Batch]:
     """A batch row by row as `megtool.model.pipeline.Schedule` divides it."""
     shape = batch.tokens_BS.shape
     parts: dict[str, tuple[Tensor, ...]] = {}

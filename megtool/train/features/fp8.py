@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.containers.te_extra_state import (
-    MORE,
+    EXTRA_VARIABLES,
     NUM_GEMMS,
     ExtraState,
     decode,
-    delayed_recipe,
+    make_delayed_recipe,
     to_tree,
-    with_length,
+    resize_history,
 )
-from megtool.checkpoint.containers.zip_writer import object_item
-from megtool.checkpoint.megatron_metadata import object_value
+from megtool.checkpoint.containers.zip_writer import encode_object
+from megtool.checkpoint.megatron_metadata import read_object
 from megtool.config import ModelConfig
 from megtool.convert.megatron import split_state
 from megtool.errors import MappingError, UsageError
@@ -36,12 +36,12 @@ from megtool.model.mla import DownLinear
 from megtool.model.moe import ExpertLinear
 from megtool.model.pipeline import build_stages
 from megtool.number_formats.delayed_scaling import ScalingRule
-from megtool.optim.fp8.amax_history import Histories
+from megtool.optim.fp8.amax_history import AmaxHistories
 from megtool.optim.fp8.fp8_param_gather import mark_for_gather
 from megtool.optim.fp8.linear import fp8_product, require_products
-from megtool.optim.fp8.scaling import Scaling, make_scalings
-from megtool.optim.fp8.settings import Fp8Settings
-from megtool.optim.fp8.transformer_engine import TeHistories, TeTraining, multiple_of
+from megtool.optim.fp8.scaling import Fp8Scaling, make_scalings
+from megtool.optim.fp8.settings import Fp8Config
+from megtool.optim.fp8.transformer_engine import TeAmaxHistories, TeTraining, required_multiple
 from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _Member:
     module: ColumnLinear | RowLinear
 
 
-class Fp8Training:
+class Fp8Feature:
     """FP8 in the stages of this rank: every rank makes one, and calls its methods at the same time.
 
     All dense linear layers between embedding and output layer are computed so, but those of the
@@ -74,26 +74,28 @@ class Fp8Training:
             Transformer Engine cannot do the recipe, or alone can.
     """
 
-    def __init__(self, stages: Sequence[Decoder], settings: Fp8Settings, groups: ProcessGroups) -> None:
+    def __init__(
+        self, stages: Sequence[Decoder], settings: Fp8Config, groups: ProcessGroups
+    ) -> None:
         require_products(groups.device)
         first = stages[0]
         if first.dtype == torch.float16:
             raise UsageError("FP8 with fp16", hint="train in bf16 or fp32 beside FP8")
         self.settings, self.groups = settings, groups
         self.num_layers = first.config.num_layers
-        self._layers = left = layers_in_fp8(settings, self.num_layers)
+        self._fp8_layers = fp8_layers = select_fp8_layers(settings, self.num_layers)
         self._members = [
             _Member(f"decoder.layers.{n}.{name}", module)
             for stage in stages
             for n in stage.stage.layers
-            if n in left
+            if n in fp8_layers
             for name, module in _linears(stage.decoder.layers[str(n)])
         ]
         self._stages = stages
-        self.histories: Histories | TeHistories | None
+        self.histories: AmaxHistories | TeAmaxHistories | None
         self._is_by_te = chosen(groups.device) == "te"
         if self._is_by_te:
-            self._compute_by_te()
+            self._use_transformer_engine()
         else:
             scalings, self.histories = make_scalings(len(self._members), settings, groups.device)
             for member, scaling in zip(self._members, scalings, strict=True):
@@ -102,31 +104,31 @@ class Fp8Training:
                     mark_for_gather(member.module.weight)
         inner = [m for stage in stages for m in stage.modules()]
         kinds = {ExpertLinear: "experts", DownLinear: "latent projections down"}
-        self._left_out = [
+        self._excluded = [
             word for kind, word in kinds.items() if any(isinstance(m, kind) for m in inner)
         ]
         if groups.rank == 0:
-            _LOG.info("%s", self.say())
+            _LOG.info("%s", self.describe())
 
-    def _compute_by_te(self) -> None:
+    def _use_transformer_engine(self) -> None:
         """Transformer Engine's linear layers hold the weights, inside its region alone."""
         weights = [member.module.weight for member in self._members]
-        made = TeTraining(weights, self.settings, self.groups)
-        for member, product in zip(self._members, made.products, strict=True):
+        te = TeTraining(weights, self.settings, self.groups)
+        for member, product in zip(self._members, te.products, strict=True):
             member.module.product = product
         for stage in self._stages:
-            setattr(stage, "run", made.around(stage.run))  # noqa: B010 - stands for the method
-        self.histories = made.histories
+            setattr(stage, "run", te.around(stage.run))  # noqa: B010 - stands for the method
+        self.histories = te.histories
 
     @property
     def names(self) -> list[str]:
         """The modules of this rank that are computed in FP8."""
         return [member.name for member in self._members]
 
-    def say(self) -> str:
+    def describe(self) -> str:
         """What is computed in FP8, and by what."""
-        settings, left = self.settings, self._layers
-        rest = ", ".join([*self._left_out, "attention"])
+        settings, fp8_layers = self.settings, self._fp8_layers
+        excluded = ", ".join([*self._excluded, "attention"])
         if self._is_by_te:
             by = "computed by Transformer Engine"
         elif self.groups.device.type == "cpu":
@@ -138,13 +140,13 @@ class Fp8Training:
         te = "; Transformer Engine is installed and does none of it: --kernels te has it do so"
         is_idle = not self._is_by_te and find_spec("transformer_engine") is not None
         return (
-            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {left.start} to "
-            f"{left.stop - 1} of {self.num_layers} are {by}; {rest} and the output layer are not "
+            f"FP8 ({settings.recipe}, {settings.format}): linear layers of layers {fp8_layers.start} to "
+            f"{fp8_layers.stop - 1} of {self.num_layers} are {by}; {excluded} and the output layer are not "
             f"in FP8{te if is_idle else ''}"
         )
 
     @property
-    def is_settled(self) -> bool:
+    def is_steady(self) -> bool:
         """Every layer has the scales of a step before: passes do the same from now on."""
         return self.histories is None or not any(self.histories.is_fresh)
 
@@ -175,11 +177,11 @@ class Fp8Training:
         out = {}
         for i, name in enumerate(self.names):
             arrays = {n: t.numpy() for n, t in histories.state(i).items()}
-            item = object_item(to_tree(self._extra_state(arrays)))
+            item = encode_object(to_tree(self._extra_state(arrays)))
             out[_object_name(name, self.num_layers, is_stacked)] = item
         return out
 
-    def load(self, catalogue: Catalogue) -> int:
+    def load_objects(self, catalogue: Catalogue) -> int:
         """Take the states of a checkpoint, at whatever layout it was; returns how many there were.
 
         Histories of another length are brought to this run's. Layers that have none begin anew.
@@ -190,23 +192,23 @@ class Fp8Training:
         """
         if self.histories is None:
             return 0
-        found, number = {}, 0
+        object_names, number = {}, 0
         for name in catalogue.objects:
-            if (module := _module_of(name)) is not None:
-                found[module] = name
+            if (module := _parse_object_name(name)) is not None:
+                object_names[module] = name
         for i, module in enumerate(self.names):
-            if module not in found:
+            if module not in object_names:
                 continue
-            held = catalogue.objects[found[module]]
-            file = catalogue.path(held.extent[0]) if held.extent else catalogue.root
-            state = decode(object_value(catalogue, held), file=file)
+            stored = catalogue.objects[object_names[module]]
+            file = catalogue.path(stored.extent[0]) if stored.extent else catalogue.root
+            state = decode(read_object(catalogue, stored), file=file)
             if state is None or not state.is_delayed:
                 continue
             if state.num_gemms != 1:
                 raise MappingError(
                     f"its FP8 state is of {state.num_gemms} products", file=file, tensor=module
                 )
-            state = with_length(state, self.settings.amax_history_len)
+            state = resize_history(state, self.settings.amax_history_len)
             self.histories.load(
                 i, {n: torch.from_numpy(np.array(a)) for n, a in state.tensors.items()}
             )
@@ -223,8 +225,8 @@ class Fp8Training:
             algorithm=self.settings.amax_compute_algo,
         )
         facts = {
-            "recipe": delayed_recipe(rule, self.settings.amax_history_len),
-            MORE: {
+            "recipe": make_delayed_recipe(rule, self.settings.amax_history_len),
+            EXTRA_VARIABLES: {
                 "fp8_checkpoint": True,
                 "fp8_max_fwd": forward,
                 "fp8_max_bwd": backward,
@@ -234,33 +236,33 @@ class Fp8Training:
         return ExtraState(tensors=dict(arrays), facts=facts, release=2)
 
 
-def layers_in_fp8(settings: Fp8Settings, num_layers: int) -> range:
+def select_fp8_layers(settings: Fp8Config, num_layers: int) -> range:
     """The layers of a model that are computed in FP8.
 
     Raises:
         UsageError: there are none.
     """
-    left = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
-    if not left:
+    layers = range(settings.start_in_bf16, num_layers - settings.end_in_bf16)
+    if not layers:
         raise UsageError(
             f"{settings.start_in_bf16} first and {settings.end_in_bf16} last layers without FP8, "
             f"and the model has {num_layers}",
             hint="--num-layers-at-start-in-bf16, --num-layers-at-end-in-bf16",
         )
-    return left
+    return layers
 
 
-def check_te(settings: Fp8Settings, config: ModelConfig, tp: int) -> None:
+def check_te_shapes(settings: Fp8Config, config: ModelConfig, tp: int) -> None:
     """Refuse a model of whose layers Transformer Engine makes no products, before it is loaded.
 
     Raises:
         UsageError: a rank's part of a weight has sides that do not suit the recipe.
         LayoutError: tp does not divide it.
     """
-    left, multiple = layers_in_fp8(settings, config.num_layers), multiple_of(settings.recipe)
-    (whole,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
-    for n in left:
-        for name, module in _linears(whole.decoder.layers[str(n)]):
+    fp8_layers, multiple = select_fp8_layers(settings, config.num_layers), required_multiple(settings.recipe)
+    (model,) = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
+    for n in fp8_layers:
+        for name, module in _linears(model.decoder.layers[str(n)]):
             out, inner = module.weight.shape
             is_column = isinstance(module, ColumnLinear)
             shape = (out // tp, inner) if is_column else (out, inner // tp)
@@ -275,7 +277,7 @@ def _linears(layer: nn.Module) -> list[tuple[str, ColumnLinear | RowLinear]]:
     ]
 
 
-def _product(scaling: Scaling) -> Callable[[Tensor, Tensor], Tensor]:
+def _product(scaling: Fp8Scaling) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(fp8_product, scaling=scaling)
 
 
@@ -287,7 +289,7 @@ def _object_name(module: str, num_layers: int, is_stacked: bool) -> str:
     return f"{match[1]}{match[3]}._extra_state/shard_{match[2]}_{num_layers}"
 
 
-def _module_of(name: str) -> str | None:
+def _parse_object_name(name: str) -> str | None:
     """The module, with its layer, that an extra state is of; None for other objects."""
     match = _STATE.fullmatch(name)
     if match is None:

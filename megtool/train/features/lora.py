@@ -25,31 +25,31 @@ from megtool.model.decoder import Decoder
 from megtool.model.lora import LoraSettings, adapters_of, add_adapters, merged_weight
 from megtool.model.param_attributes import is_marked
 from megtool.parallel.collectives import all_sum
-from megtool.train.checkpointing.megatron_common_state import plain
-from megtool.train.checkpointing.retention import newest_iteration
-from megtool.train.checkpointing.safetensors_stream import TensorFile, write
-from megtool.train.checkpointing.save_metadata import Extras
+from megtool.train.checkpointing.megatron_common_state import to_plain_tree
+from megtool.train.checkpointing.retention import find_newest_iteration
+from megtool.train.checkpointing.safetensors_stream import SafetensorsFile, write_safetensors
+from megtool.train.checkpointing.save_metadata import SaveMetadata
 from megtool.train.checkpointing.staged_iteration import STAGING
-from megtool.train.features.adapter_gather import WEIGHT, Gathering
-from megtool.train.features.adapter_tensors import AdapterViews, gathered
-from megtool.train.features.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftForm
-from megtool.train.train_state import Standing
+from megtool.train.features.adapter_gather import WEIGHT, AdapterGather
+from megtool.train.features.adapter_tensors import AdapterViews, all_gather_objects
+from megtool.train.features.peft_format import CONFIG_FILE, WEIGHTS_FILE, PeftFormat
+from megtool.train.train_state import TrainState
 
 if TYPE_CHECKING:
     from megtool.optim.optimizer import Optimizer
-    from megtool.train.checkpointing.save import Saver
+    from megtool.train.checkpointing.save import TorchDistSaver
 
 FOLDER = "adapter"
 STATE_FILE = "training_state.safetensors"
 _FORMAT = 2
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_SAME = 1e-11
+_DTYPE_FLAGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_FINGERPRINT_TOLERANCE = 1e-11
 """Prints of the same weights differ by less of their room, by the order of summing alone."""
 _CHUNK = 1 << 24
 """Elements of a weight that are held in float64 at a time."""
 
 
-class Lora:
+class LoraFeature:
     """The adapters of a run, on this rank's stages, which are frozen from now on.
 
     `base` is where the model lies that they belong to. Every rank makes one, and the same calls.
@@ -67,19 +67,19 @@ class Lora:
         self.num_elements = add_adapters(stages, settings)
         self.views = AdapterViews(stages)
         self._family = family
-        self._print = frozen_print(stages)
-        PeftForm(self.config, family, [n for s in stages for n, *_ in adapters_of(s)])
+        self._fingerprint = fingerprint_frozen_weights(stages)
+        PeftFormat(self.config, family, [n for s in stages for n, *_ in adapters_of(s)])
 
     @property
     def _dtype(self) -> str:
         return str(self.stages[0].dtype).removeprefix("torch.")
 
-    def merged(self) -> list[Merged]:
+    def merged_stages(self) -> list[MergedStage]:
         """The stages as the model without adapters that computes the same."""
-        return [Merged(decoder) for decoder in self.stages]
+        return [MergedStage(decoder) for decoder in self.stages]
 
     def files(
-        self, optimizer: Optimizer | None, standing: Standing, spool: Path, files: Files
+        self, optimizer: Optimizer | None, state: TrainState, spool: Path, files: Files
     ) -> dict[str, bytes | Path]:
         """The adapter's files on rank 0, by their path in an iteration's folder; every rank calls
         it.
@@ -90,34 +90,34 @@ class Lora:
         Raises:
             StorageError: it cannot be written.
         """
-        facts: dict[str, Any] = {"format": _FORMAT, "base": self._print, "dtype": self._dtype}
+        facts: dict[str, Any] = {"format": _FORMAT, "base": self._fingerprint, "dtype": self._dtype}
         facts["optimizer"] = None
         if optimizer is not None:
-            facts["optimizer"] = plain(optimizer.small_state(), _single)
+            facts["optimizer"] = to_plain_tree(optimizer.small_state(), _single)
         facts |= {
-            "iteration": standing.iteration,
-            "consumed_samples": standing.consumed_samples,
-            "num_steps": standing.num_steps,
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_samples,
+            "num_steps": state.num_steps,
         }
-        gathering = Gathering(self.views, () if optimizer is None else optimizer.pieces())
+        gathering = AdapterGather(self.views, () if optimizer is None else optimizer.pieces())
         weights: dict[str, Tensor] = {}
-        met = self._met(gathering, weights)
+        matrices = self._iterate_matrices(gathering, weights)
         error: MegtoolError | None = None
         out: dict[str, bytes | Path] = {}
         groups = self.stages[0].groups
         if groups.rank == 0:
-            told = [(m.key, m.dtype, m.shape) for m in gathering.matrices]
+            specs = [(m.key, m.dtype, m.shape) for m in gathering.matrices]
             try:
-                write(files, spool, told, met, {"state": json.dumps(facts)})
+                write_safetensors(files, spool, specs, matrices, {"state": json.dumps(facts)})
                 out = self._peft_files(weights, spool.with_name(f"{spool.name}.peft"), files)
                 out[f"{FOLDER}/{STATE_FILE}"] = spool
             except MegtoolError as e:
                 error = e
-        for _ in met:  # of the other ranks; and where one fails, they do not wait for it
+        for _ in matrices:  # of the other ranks; and where one fails, they do not wait for it
             pass
-        for found in gathered(error, groups.world):
-            if found is not None:
-                raise found
+        for rank_error in all_gather_objects(error, groups.world):
+            if rank_error is not None:
+                raise rank_error
         return out
 
     def _peft_files(
@@ -125,69 +125,69 @@ class Lora:
     ) -> dict[str, bytes | Path]:
         """The adapter as PEFT has it, its tensors in the file `spool`."""
         linears = {n.rpartition(".")[0] for n in weights if n.startswith("decoder.")}
-        form = PeftForm(self.config, self._family, sorted(linears))
-        made = form.tensors(weights)
-        names = sorted(made)
-        told = [(n, made[n].dtype, tuple(made[n].shape)) for n in names]
-        write(files, spool, told, (made[n] for n in names), {"format": "pt"})
+        form = PeftFormat(self.config, self._family, sorted(linears))
+        tensors = form.tensors(weights)
+        names = sorted(tensors)
+        specs = [(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
+        write_safetensors(files, spool, specs, (tensors[n] for n in names), {"format": "pt"})
         config = form.config(self.settings, self.base)
         return {f"{FOLDER}/{WEIGHTS_FILE}": spool, f"{FOLDER}/{CONFIG_FILE}": config}
 
-    def _met(self, gathering: Gathering, weights: dict[str, Tensor]) -> Iterator[Tensor]:
+    def _iterate_matrices(self, gathering: AdapterGather, weights: dict[str, Tensor]) -> Iterator[Tensor]:
         """The matrices that rank 0 meets; the adapter's own are put into `weights`."""
-        for matrix, whole in gathering:
-            if whole is not None:
+        for matrix, full in gathering:
+            if full is not None:
                 if matrix.state == WEIGHT:
-                    weights[matrix.name] = whole
-                yield whole
+                    weights[matrix.name] = full
+                yield full
 
-    def go_on(self, begun: Path, optimizer: Optimizer) -> Standing:
+    def restore(self, checkpoint: Path, optimizer: Optimizer) -> TrainState:
         """`resume` from an iteration's folder, or the newest iteration of a save folder."""
-        if not (begun / FOLDER).is_dir() and (newest := newest_iteration(begun)) is not None:
-            begun = begun / folder_name(newest)
-        return self.resume(begun, optimizer)
+        if not (checkpoint / FOLDER).is_dir() and (newest := find_newest_iteration(checkpoint)) is not None:
+            checkpoint = checkpoint / folder_name(newest)
+        return self.resume(checkpoint, optimizer)
 
     def place(self, folder: Path, iteration: int | None) -> str | None:
         """Where a save folder has the adapter of an iteration."""
         return None if iteration is None else str(folder / folder_name(iteration) / FOLDER)
 
     @torch.no_grad()
-    def resume(self, iteration_folder: Path, optimizer: Optimizer) -> Standing:
+    def resume(self, iteration_folder: Path, optimizer: Optimizer) -> TrainState:
         """Take up adapters and optimizer state where an iteration left them, bit for bit.
 
         Raises:
             CheckpointError: it has no adapter, one of another size, one of another model, or one
                 that was trained in another type.
         """
-        whole, facts = _read(iteration_folder / FOLDER / STATE_FILE)
+        matrices, facts = _read_adapter_state(iteration_folder / FOLDER / STATE_FILE)
         if facts["dtype"] != self._dtype:
             raise CheckpointError(
                 f"the adapter was trained in {facts['dtype']}, and the run computes in "
                 f"{self._dtype}",
                 file=iteration_folder / FOLDER,
-                hint=f"--{_SHORT.get(facts['dtype'], facts['dtype'])} goes on with it",
+                hint=f"--{_DTYPE_FLAGS.get(facts['dtype'], facts['dtype'])} goes on with it",
             )
-        (mine, room), (theirs, _) = self._print, facts["base"]
-        if not abs(theirs - mine) <= _SAME * room:
+        (current, magnitude), (stored, _) = self._fingerprint, facts["base"]
+        if not abs(stored - current) <= _FINGERPRINT_TOLERANCE * magnitude:
             raise CheckpointError(
                 "the adapter belongs to another model than the one that was given",
                 file=iteration_folder / FOLDER,
                 hint="SRC has to be the model that the run was started with",
             )
         for name, parameter in self.views.tensors.items():
-            parameter.copy_(self.views.local(whole, WEIGHT, name))
+            parameter.copy_(self.views.slice_local(matrices, WEIGHT, name))
         optimizer.reload_parameters()
         if facts["optimizer"] is not None:
-            optimizer.load(lambda state, name: self.views.local(whole, state, name))
+            optimizer.load(lambda state, name: self.views.slice_local(matrices, state, name))
             optimizer.load_small_state(facts["optimizer"])
-        return Standing(
+        return TrainState(
             iteration=facts["iteration"],
             consumed_samples=facts["consumed_samples"],
             num_steps=facts["num_steps"],
         )
 
 
-class Merged:
+class MergedStage:
     """A stage with its adapters in its weights, as far as a saver looks at it."""
 
     def __init__(self, decoder: Decoder) -> None:
@@ -196,25 +196,25 @@ class Merged:
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """Parameters under the names of a model without adapters; merged as they are looked at."""
-        found = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
-        held = self._decoder.state_dict()
+        adapters = {f"{n}.weight": (x, a) for n, x, a in adapters_of(self._decoder)}
+        tensors = self._decoder.state_dict()
         makers: dict[str, Callable[[], Tensor]] = {}
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             if ".adapter." not in name:
-                pair = found.get(name)
-                makers[name] = _made(tensor) if pair is None else _merging(*pair)
-        return _Lazy(makers)
+                pair = adapters.get(name)
+                makers[name] = _constant(tensor) if pair is None else _merge_fn(*pair)
+        return _LazyTensors(makers)
 
 
-def _made(tensor: Tensor) -> Callable[[], Tensor]:
+def _constant(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
-def _merging(linear: Any, adapter: Any) -> Callable[[], Tensor]:
+def _merge_fn(linear: Any, adapter: Any) -> Callable[[], Tensor]:
     return lambda: merged_weight(linear, adapter)
 
 
-class _Lazy(Mapping[str, Tensor]):
+class _LazyTensors(Mapping[str, Tensor]):
     """Tensors that are made when they are asked for, and not kept."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -241,7 +241,7 @@ class LoraSaver:
     a time: the device never has all of them.
     """
 
-    def __init__(self, saver: Saver, lora: Lora) -> None:
+    def __init__(self, saver: TorchDistSaver, lora: LoraFeature) -> None:
         self._saver, self._lora = saver, lora
 
     def prepare(
@@ -255,7 +255,7 @@ class LoraSaver:
         iteration: int,
         stages: Sequence[Decoder],
         optimizer: Optimizer | None,
-        extras: Extras,
+        metadata: SaveMetadata,
         *,
         asynchronous: bool = False,
         copy_behind: bool = False,
@@ -263,17 +263,17 @@ class LoraSaver:
         """Save an iteration; see `Saver.save`. Nothing is copied behind passes."""
         began = time.monotonic()
         self._saver.finish()
-        scheduler = extras.scheduler or {}
-        standing = Standing(
+        scheduler = metadata.scheduler or {}
+        state = TrainState(
             iteration=iteration,
-            consumed_samples=extras.consumed_train_samples,
-            num_steps=int(scheduler.get("num_steps", extras.consumed_train_samples)),
+            consumed_samples=metadata.consumed_train_samples,
+            num_steps=int(scheduler.get("num_steps", metadata.consumed_train_samples)),
         )
         spool = self._saver.folder / STAGING / f"{folder_name(iteration)}.{FOLDER}"
-        found = self._lora.files(optimizer, standing, spool, self._saver.files)
-        files = {**extras.files, **found}
+        adapter_files = self._lora.files(optimizer, state, spool, self._saver.files)
+        files = {**metadata.files, **adapter_files}
         self._saver.save(
-            iteration, self._stages(), None, replace(extras, files=files), asynchronous=True
+            iteration, self._stages(), None, replace(metadata, files=files), asynchronous=True
         )
         if not asynchronous:
             self._saver.finish()
@@ -292,11 +292,11 @@ class LoraSaver:
         self._saver.finish()
 
     def _stages(self) -> Any:
-        return self._lora.merged()
+        return self._lora.merged_stages()
 
 
 @torch.no_grad()
-def frozen_print(stages: Sequence[Decoder]) -> tuple[float, float]:
+def fingerprint_frozen_weights(stages: Sequence[Decoder]) -> tuple[float, float]:
     """A number that all frozen weights and their places decide about, the same at every layout, and
     the sum of magnitudes that it is a part of; every rank calls it.
 
@@ -318,7 +318,7 @@ def frozen_print(stages: Sequence[Decoder]) -> tuple[float, float]:
                 # Marks of experts say how they are cut here, not how another layout may cut them.
                 along = int(getattr(p, "partition_dim", -1))  # -1: along none
                 cut = range(p.dim()) if is_expert else [along]
-                total += _summed(p, cut) * (0.5 + int.from_bytes(digest[:4], "little") / 2**32)
+                total += _weighted_sum(p, cut) * (0.5 + int.from_bytes(digest[:4], "little") / 2**32)
     value, room = all_sum(total, groups.world).tolist()
     return value, room
 
@@ -326,7 +326,7 @@ def frozen_print(stages: Sequence[Decoder]) -> tuple[float, float]:
 _CUT = "tensor_model_parallel"
 
 
-def _summed(p: Tensor, cut: Iterable[int]) -> Tensor:
+def _weighted_sum(p: Tensor, cut: Iterable[int]) -> Tensor:
     """The sum of a parameter's elements with factors by their place, and that of magnitudes."""
     factors = [
         torch.ones(n, dtype=torch.float64, device=p.device)
@@ -341,8 +341,8 @@ def _summed(p: Tensor, cut: Iterable[int]) -> Tensor:
     total = torch.zeros(2, dtype=torch.float64, device=p.device)
     rows = max(1, _CHUNK // max(inner.numel(), 1))
     by_inner = p.reshape(by_row.numel(), -1)
-    for at in range(0, by_row.numel(), rows):
-        weights, wide = by_row[at : at + rows], by_inner[at : at + rows].double()
+    for start in range(0, by_row.numel(), rows):
+        weights, wide = by_row[start : start + rows], by_inner[start : start + rows].double()
         total[0] += weights @ (wide @ inner.double())
         total[1] += weights @ (wide.abs_() @ inner.double())
     return total
@@ -353,7 +353,7 @@ def _single(tensor: Tensor) -> float:
     return float(tensor.item())
 
 
-def _read(path: Path) -> tuple[TensorFile, dict[str, Any]]:
+def _read_adapter_state(path: Path) -> tuple[SafetensorsFile, dict[str, Any]]:
     """The tensors and the facts of a state file.
 
     Raises:
@@ -365,12 +365,12 @@ def _read(path: Path) -> tuple[TensorFile, dict[str, Any]]:
             file=path,
             hint="it is no iteration of a LoRA run: give it as SRC to start a new one",
         )
-    tensors = TensorFile(path)
+    tensors = SafetensorsFile(path)
     try:
         facts = json.loads(tensors.metadata["state"])
-        found = facts["format"]
+        format_version = facts["format"]
     except (ValueError, KeyError, TypeError) as e:
         raise FormatError(f"no state of an adapter: {e}", file=path) from e
-    if found != _FORMAT:
-        raise FormatError(f"a state of an adapter of format {found}, not {_FORMAT}", file=path)
+    if format_version != _FORMAT:
+        raise FormatError(f"a state of an adapter of format {format_version}, not {_FORMAT}", file=path)
     return tensors, facts

@@ -15,14 +15,14 @@ from megtool.model.moe_aux_loss import Balance, BalanceSettings, moved_bias
 from megtool.model.router import Router
 from megtool.parallel.collectives import all_max, all_sum
 from megtool.parallel.context_parallel import own_tokens
-from megtool.train.config import TrainSettings
+from megtool.train.config import TrainConfig
 from megtool.train.evaluation import world_sum
 
 _KINDS = ("aux_loss", "seq_aux_loss", "none")
 
 
-def balance_settings(
-    settings: TrainSettings, config: ModelConfig, args: Mapping[str, Any]
+def make_balance_settings(
+    settings: TrainConfig, config: ModelConfig, args: Mapping[str, Any]
 ) -> BalanceSettings | None:
     """What is said of routers, and with `--moe-losses-of-checkpoint` what the checkpoint says
     beside it, in Megatron's `args` or in the keys of its Hugging Face config; None: nothing is.
@@ -33,20 +33,20 @@ def balance_settings(
     Raises:
         UsageError: the model has no experts, or no bias that chooses them.
     """
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "kind": settings.moe_router_load_balancing_type,
         "aux_coeff": settings.moe_aux_loss_coeff,
         "z_coeff": settings.moe_z_loss_coeff,
         "bias_rate": settings.moe_router_bias_update_rate,
     }
-    if settings.moe_losses_of_checkpoint:
-        for name, value in _kept(config, args, found).items():
-            found[name] = found[name] or value
-    if found["kind"] is None:
-        found["kind"] = "aux_loss"
-    told = BalanceSettings(**found)
-    if not (told.has_losses or told.bias_rate):
-        if settings.moe_losses_of_checkpoint:
+    if settings.moe_losses_from_checkpoint:
+        for name, value in _read_checkpoint_losses(config, args, values).items():
+            values[name] = values[name] or value
+    if values["kind"] is None:
+        values["kind"] = "aux_loss"
+    balance = BalanceSettings(**values)
+    if not (balance.has_losses or balance.bias_rate):
+        if settings.moe_losses_from_checkpoint:
             raise UsageError(
                 "--moe-losses-of-checkpoint, and it has none",
                 hint="--moe-aux-loss-coeff X, --moe-z-loss-coeff X",
@@ -54,44 +54,44 @@ def balance_settings(
         return None
     if not config.moe_layers:
         raise UsageError("losses of routers, and the model has no experts")
-    if told.bias_rate and not config.router_expert_bias:
+    if balance.bias_rate and not config.router_expert_bias:
         raise UsageError(
             "--moe-router-bias-update-rate, and no bias chooses the experts of this model",
             hint="--moe-aux-loss-coeff X",
         )
-    return told
+    return balance
 
 
-def _kept(config: ModelConfig, args: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_checkpoint_losses(config: ModelConfig, args: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint says of its routers' losses; what is `given` besides decides.
 
     Raises:
         UsageError: it asks for another kind of loss, and nobody says which it is to be.
     """
     extra = config.extra
-    kept: dict[str, Any] = {
+    stored: dict[str, Any] = {
         "aux_coeff": args.get(
             "moe_aux_loss_coeff", extra.get("router_aux_loss_coef", extra.get("aux_loss_alpha"))
         ),
         "z_coeff": args.get("moe_z_loss_coeff", extra.get("router_z_loss_coef")),
     }
     kind = args.get("moe_router_load_balancing_type")
-    if given["kind"] is not None or given["aux_coeff"]:
+    if explicit["kind"] is not None or explicit["aux_coeff"]:
         kind = kind if kind in _KINDS[:2] else None
-    elif kept["aux_coeff"] and (
-        isinstance(kept["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
+    elif stored["aux_coeff"] and (
+        isinstance(stored["aux_coeff"], list) or (kind is not None and kind not in _KINDS)
     ):
         raise UsageError(
-            f"--moe-losses-of-checkpoint, and it asks for {kind!r} by {kept['aux_coeff']}",
+            f"--moe-losses-of-checkpoint, and it asks for {kind!r} by {stored['aux_coeff']}",
             hint="--moe-aux-loss-coeff X --moe-router-load-balancing-type aux_loss",
         )
     if kind is None and extra.get("seq_aux"):
         kind = "seq_aux_loss"
-    out: dict[str, Any] = {n: float(v) for n, v in kept.items() if isinstance(v, int | float)}
+    out: dict[str, Any] = {n: float(v) for n, v in stored.items() if isinstance(v, int | float)}
     return out | ({"kind": kind} if kind in _KINDS else {})
 
 
-class Balancing:
+class MoeLoadBalancingFeature:
     """The routers of this rank's stages, from now on with losses, counts, and a bias that moves.
 
     Every rank makes one, and the same calls: `begin` before the passes of a step, `end` after it.
@@ -115,27 +115,27 @@ class Balancing:
                     self._routers.append((module, module.balance))
 
     @property
-    def args(self) -> dict[str, Any]:
+    def megatron_args(self) -> dict[str, Any]:
         """What is asked of routers, as Megatron's args have it."""
-        told = self.settings
-        found = {
-            "moe_aux_loss_coeff": told.aux_coeff,
-            "moe_router_load_balancing_type": told.kind if told.aux_coeff else None,
-            "moe_z_loss_coeff": told.z_coeff,
-            "moe_router_bias_update_rate": told.bias_rate,
+        settings = self.settings
+        values = {
+            "moe_aux_loss_coeff": settings.aux_coeff,
+            "moe_router_load_balancing_type": settings.kind if settings.aux_coeff else None,
+            "moe_z_loss_coeff": settings.z_coeff,
+            "moe_router_bias_update_rate": settings.bias_rate,
         }
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in values.items() if value}
 
-    def begin(self, labels_BS: Tensor, loss_scale: float) -> None:
+    def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
         """Count anew; losses are to be worth as much as the mean loss of a label."""
-        own = own_tokens(labels_BS, self.groups.cp)
-        (labels,) = world_sum([float((own != -100).sum())], self.groups)
+        local_labels = own_tokens(labels_BS, self.groups.cp)
+        (labels,) = world_sum([float((local_labels != -100).sum())], self.groups)
         factor = loss_scale * labels / (self.num_microbatches * self.groups.dp.size)
         for _, balance in self._routers:
             balance.begin(factor)
 
     @torch.no_grad()
-    def end(self) -> dict[str, float]:
+    def end_step(self) -> dict[str, float]:
         """Move the bias, and say how it was: `aux_loss` (or `seq_aux_loss`) and `z_loss` without
         coefficients, in the mean over layers, microbatches and replicas; the load of the busiest
         and the idlest expert of any layer, of which 1 is as much as all have in the mean."""

@@ -22,7 +22,7 @@ from megtool.errors import MappingError
 from megtool.model.lora import LoraSettings
 from megtool.quant.fake_quant.weight_views import canonical_side
 from megtool.tensors.placement import Placement
-from megtool.train.features.adapter_tensors import A, B, modules_of
+from megtool.train.features.adapter_tensors import A, B, canonical_modules
 
 _EXPERTS = ".experts.experts."
 _SAY_TRANSPOSED = {"gpt_oss"}
@@ -32,7 +32,7 @@ WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PeftModuleSlice:
     """Where a canonical module lies in a Hugging Face module with `out` rows and `inner` columns:
     its rows and columns are `rows` and `columns` of that; `is_transposed`: stored `[in, out]`."""
 
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
+class PeftExperts:
     """Where the matrices of all experts lie in a parameter of a Hugging Face module.
 
     The rows of a layer's weight are `rows` of the parameter, None where they are in order. Who has
@@ -56,18 +56,18 @@ class Mixture:
     rows: Tensor | None = None
     is_swapped: bool = False
 
-    def stored(self, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
+    def to_peft(self, a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
         """What PEFT takes for A and B."""
         if self.rows is not None:
-            made = torch.empty_like(b_EOR)
-            made[:, self.rows] = b_EOR
-            b_EOR = made
+            reordered = torch.empty_like(b_EOR)
+            reordered[:, self.rows] = b_EOR
+            b_EOR = reordered
         if self.is_swapped:
             a_ERI, b_EOR = b_EOR.transpose(1, 2), a_ERI.transpose(1, 2)
         return a_ERI, b_EOR
 
 
-class PeftForm:
+class PeftFormat:
     """Names and rows of a model's modules in its Hugging Face form.
 
     Raises:
@@ -79,22 +79,22 @@ class PeftForm:
         linears = list(linears)
         self.experts = [n for n in linears if _EXPERTS in n]
         dense = [n for n in linears if _EXPERTS not in n]
-        self.linear_of = {m: n for n in dense for m in modules_of(n, config)}
+        self.linear_of = {m: n for n in dense for m in canonical_modules(n, config)}
         layers = {n.split(".")[2] for n in linears}
         side = canonical_side(config, layers)
         target = write_side(side, dialect="hf", family=family, config=config)
         shapes = {t.name: t.shape for t in target.tensors}
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, PeftModuleSlice] = {}
         for module in self.linear_of:
-            found = target.placements.get(f"{module}.weight")
-            shape = shapes[found.stored] if found is not None else ()
-            if found is None or len(shape) != 2:
+            placement = target.placements.get(f"{module}.weight")
+            shape = shapes[placement.stored] if placement is not None else ()
+            if placement is None or len(shape) != 2:
                 raise MappingError(
                     f"{family.name} stores {module} as no matrix of its own", tensor=module
                 )
-            self.pieces[module] = _piece(found, side.canonical[f"{module}.weight"].shape, shape)
-        self._check_one_each()
-        self._mixtures: dict[str, Mixture] = {}
+            self.pieces[module] = _piece(placement, side.canonical[f"{module}.weight"].shape, shape)
+        self._check_shared_modules()
+        self._mixtures: dict[str, PeftExperts] = {}
         for name in self.experts:
             first = f"layers.{name.split('.')[2]}.mlp.experts.0."
             gated = ("gate", "up") if config.gated else ("up",)
@@ -107,40 +107,40 @@ class PeftForm:
             if is_stacked:
                 size = side.canonical[f"{first}{parts[0]}.weight"].shape[0]
                 rows = torch.cat([_rows(p, size) for p in places])
-            self._mixtures[name] = Mixture(
+            self._mixtures[name] = PeftExperts(
                 module=f"{within}.experts",
                 rows=rows,
                 is_swapped=is_stacked and family.name not in _SAY_TRANSPOSED,
             )
 
-    def _check_one_each(self) -> None:
+    def _check_shared_modules(self) -> None:
         """Modules of one of PEFT's share its A: they are of one linear layer, with its columns."""
         first: dict[str, str] = {}
         for module, piece in self.pieces.items():
-            other = first.setdefault(piece.module, module)
-            alike = self.linear_of[other] == self.linear_of[module]
-            if not (alike and torch.equal(self.pieces[other].columns, piece.columns)):
+            first_module = first.setdefault(piece.module, module)
+            is_same_layer = self.linear_of[first_module] == self.linear_of[module]
+            if not (is_same_layer and torch.equal(self.pieces[first_module].columns, piece.columns)):
                 raise MappingError(
                     f"{piece.module} is one module, and Megatron has several of it", tensor=module
                 )
 
-    def tensors(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def tensors(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """PEFT's tensors, of canonical matrices (`megtool.train.features.adapter_tensors`)."""
         out: dict[str, Tensor] = {}
         for module, piece in self.pieces.items():
-            a, b = whole[f"{self.linear_of[module]}.{A}"], whole[f"{module}.{B}"]
+            a, b = matrices[f"{self.linear_of[module]}.{A}"], matrices[f"{module}.{B}"]
             name = f"base_model.model.{piece.module}"
-            made = torch.zeros(a.shape[0], piece.inner, dtype=a.dtype)
-            made[:, piece.columns] = a
-            out.setdefault(f"{name}.{A}.weight", made)
+            full_A = torch.zeros(a.shape[0], piece.inner, dtype=a.dtype)
+            full_A[:, piece.columns] = a
+            out.setdefault(f"{name}.{A}.weight", full_A)
             empty = torch.zeros(piece.out, b.shape[1], dtype=b.dtype)
             out.setdefault(f"{name}.{B}.weight", empty)[piece.rows] = b
         modules = [mixture.module for mixture in self._mixtures.values()]
         for linear, mixture in self._mixtures.items():
             # A module's second parameter is wrapped around the first.
-            both = modules.count(mixture.module) == 2
-            inner = ".base_layer" if both and linear.endswith("linear_fc1") else ""
-            a, b = mixture.stored(whole[f"{linear}.{A}"], whole[f"{linear}.{B}"])
+            has_both = modules.count(mixture.module) == 2
+            inner = ".base_layer" if has_both and linear.endswith("linear_fc1") else ""
+            a, b = mixture.to_peft(matrices[f"{linear}.{A}"], matrices[f"{linear}.{B}"])
             name = f"base_model.model.{mixture.module}{inner}"
             out[f"{name}.{A}.weight"] = a.flatten(0, 1)
             out[f"{name}.{B}.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
@@ -148,15 +148,15 @@ class PeftForm:
 
     def config(self, settings: LoraSettings, base: str) -> bytes:
         """PEFT's adapter_config.json; `base` is where the model lies that it belongs to."""
-        modules = {_within(p.module) for p in self.pieces.values()}
+        modules = {_name_in_layer(p.module) for p in self.pieces.values()}
         parameters = {
-            f"{_within(m.module)}.{_PARAMETERS[n[-3:]]}" for n, m in self._mixtures.items()
+            f"{_name_in_layer(m.module)}.{_PARAMETERS[n[-3:]]}" for n, m in self._mixtures.items()
         }
         if parameters:
             # PEFT takes modules of these names for experts of transformers 4, wherever they are.
             mlps = {m for m in modules if m.startswith("mlp.")}
             modules, parameters = modules - mlps, parameters | {f"{m}.weight" for m in mlps}
-        told = {
+        content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
@@ -178,17 +178,17 @@ class PeftForm:
             "rank_pattern": {},
             "alpha_pattern": {},
         }
-        return (json.dumps(told, indent=2) + "\n").encode()
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _within(module: str) -> str:
+def _name_in_layer(module: str) -> str:
     """What a module is called in its layer: `self_attn.q_proj`, which PEFT finds in all layers."""
     parts = module.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[numbers[0] + 1 :]) if numbers else module
 
 
-def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) -> Piece:
+def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) -> PeftModuleSlice:
     split = next(k for k in range(len(p.shape) + 1) if prod(p.shape[:k]) == canonical[0])
     axes = {d for d, n in zip(p.dims[:split], p.shape[:split], strict=True) if n > 1}
     dim = axes.pop() if axes else 0
@@ -196,7 +196,7 @@ def _piece(p: Placement, canonical: tuple[int, ...], stored: tuple[int, ...]) ->
         d == dim and n > 1 for d, n in zip(p.dims[split:], p.shape[split:], strict=True)
     ):
         raise MappingError(f"rows of {p.canonical} are no rows of {p.stored}", tensor=p.canonical)
-    return Piece(
+    return PeftModuleSlice(
         module=p.stored.removesuffix(".weight"),
         out=stored[dim],
         inner=stored[1 - dim],
@@ -214,8 +214,8 @@ def _rows(p: Placement, size: int) -> Tensor:
 
 
 def _positions(p: Placement, dim: int, axes: range) -> Tensor:
-    at = torch.tensor(p.base[dim])
+    positions = torch.tensor(p.base[dim])
     for j in axes:
         mult = p.mults[j] if p.dims[j] == dim else 0
-        at = at.unsqueeze(-1) + torch.arange(p.shape[j]) * mult
-    return at.flatten()
+        positions = positions.unsqueeze(-1) + torch.arange(p.shape[j]) * mult
+    return positions.flatten()

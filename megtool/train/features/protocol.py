@@ -26,19 +26,19 @@ from megtool.model.lora import LoraSettings, add_adapters, check_experts, layers
 from megtool.model.moe_aux_loss import BalanceSettings
 from megtool.model.pipeline import Objective, build_stages
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.train.config import TrainSettings
-from megtool.train.config_checks import flag
-from megtool.train.features.fp8 import Fp8Training
-from megtool.train.features.lora import Lora
-from megtool.train.features.peft_format import PeftForm
+from megtool.train.config import TrainConfig
+from megtool.train.config_checks import option_flag
+from megtool.train.features.fp8 import Fp8Feature
+from megtool.train.features.lora import LoraFeature
+from megtool.train.features.peft_format import PeftFormat
 
 if TYPE_CHECKING:
-    from megtool.optim.fp8.settings import Fp8Settings
-    from megtool.quant.calibration.activation_sites import Point
-    from megtool.quant.qparams import Settlement
-    from megtool.train.features.distillation import Distillation
-    from megtool.train.features.moe_load_balancing import Balancing
-    from megtool.train.features.qat import FakeQuantization
+    from megtool.optim.fp8.settings import Fp8Config
+    from megtool.quant.calibration.activation_sites import ActivationSite
+    from megtool.quant.qparams import QParams
+    from megtool.train.features.distillation import DistillationFeature
+    from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
+    from megtool.train.features.qat import QatFeature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Beside:
 
     family: Family | None = None
     base: str = ""
-    rounded: tuple[Sequence[Point], Settlement] | None = None
+    rounded: tuple[Sequence[ActivationSite], QParams] | None = None
     teacher: Sequence[Decoder] | None = None
     num_microbatches: int = 1
     balance: BalanceSettings | None = None
@@ -62,12 +62,12 @@ class Further:
     `place` tells ranks apart that are to leave out other elements; None where nothing is left out.
     """
 
-    fp8: Fp8Training | None = None
-    lora: Lora | None = None
-    rounding: FakeQuantization | None = None
-    teaching: Distillation | None = None
+    fp8: Fp8Feature | None = None
+    lora: LoraFeature | None = None
+    rounding: QatFeature | None = None
+    teaching: DistillationFeature | None = None
     objective: Objective | None = None
-    balancing: Balancing | None = None
+    balancing: MoeLoadBalancingFeature | None = None
     names: Sequence[str] = ()
     seed: int = 0
     place: str | None = None
@@ -76,7 +76,7 @@ class Further:
     def of(
         cls,
         stages: Sequence[Decoder],
-        settings: TrainSettings,
+        settings: TrainConfig,
         groups: ProcessGroups,
         beside: Beside | None = None,
     ) -> Further:
@@ -125,34 +125,34 @@ class Further:
     def load(self, catalogue: Catalogue) -> None:
         """Take from a checkpoint what `objects` has put there."""
         if self.fp8 is not None:
-            self.fp8.load(catalogue)
+            self.fp8.load_objects(catalogue)
 
     def begin_step(self, labels_BS: Tensor, loss_scale: float) -> None:
         """Before the passes of each step; every rank calls it."""
         if self.balancing is not None:
-            self.balancing.begin(labels_BS, loss_scale)
+            self.balancing.begin_step(labels_BS, loss_scale)
 
     def end_step(self) -> dict[str, float]:
         """After each step of the optimizer; every rank calls it. What the log is to say of it."""
         if self.fp8 is not None:
             self.fp8.end_step()
-        return {} if self.balancing is None else self.balancing.end()
+        return {} if self.balancing is None else self.balancing.end_step()
 
     def objects(self) -> Mapping[str, bytes]:
         """What this rank adds to a checkpoint, by `names` of the checkpoint's tensors."""
         return {} if self.fp8 is None else self.fp8.objects(self.names)
 
 
-def _lora(stages: Sequence[Decoder], settings: TrainSettings, beside: Beside) -> Lora | None:
+def _lora(stages: Sequence[Decoder], settings: TrainConfig, beside: Beside) -> LoraFeature | None:
     told = lora_settings(settings)
     if told is None:
         return None
     if beside.family is None:
         raise no_names()
-    return Lora(stages, told, beside.family, beside.base)
+    return LoraFeature(stages, told, beside.family, beside.base)
 
 
-def check_lora(settings: TrainSettings, config: ModelConfig, family: Family | None) -> None:
+def check_lora(settings: TrainConfig, config: ModelConfig, family: Family | None) -> None:
     """Refuse adapters that this model cannot have, before its weights are loaded.
 
     Raises:
@@ -166,10 +166,10 @@ def check_lora(settings: TrainSettings, config: ModelConfig, family: Family | No
     if family is None:
         raise no_names()
     whole = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
-    PeftForm(config, family, [name for s in whole for name, _ in layers_for(s, told)])
+    PeftFormat(config, family, [name for s in whole for name, _ in layers_for(s, told)])
 
 
-def check_patterns(settings: TrainSettings, config: ModelConfig) -> None:
+def check_patterns(settings: TrainConfig, config: ModelConfig) -> None:
     """Refuse `--freeze`, `--lr-mult` and `--wd-mult` of no parameter, on whichever rank.
 
     Raises:
@@ -177,7 +177,7 @@ def check_patterns(settings: TrainSettings, config: ModelConfig) -> None:
     """
     rules = [("--freeze", glob) for glob in settings.freeze]
     for name in ("lr_mult", "wd_mult"):
-        rules += [(flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
+        rules += [(option_flag(name), text.rpartition("=")[0]) for text in getattr(settings, name)]
     if not rules:
         return
     whole = build_stages(replace(config, num_mtp_layers=0), ProcessGroups.alone("meta"))
@@ -200,7 +200,7 @@ def no_names() -> UsageError:
     )
 
 
-def lora_settings(settings: TrainSettings) -> LoraSettings | None:
+def lora_settings(settings: TrainConfig) -> LoraSettings | None:
     """What is said of LoRA; None where nothing is.
 
     Raises:
@@ -218,22 +218,22 @@ def lora_settings(settings: TrainSettings) -> LoraSettings | None:
     )
 
 
-def _rounding(stages: Sequence[Decoder], beside: Beside) -> FakeQuantization | None:
+def _rounding(stages: Sequence[Decoder], beside: Beside) -> QatFeature | None:
     if beside.rounded is None:
         return None
-    from megtool.train.features.qat import FakeQuantization
+    from megtool.train.features.qat import QatFeature
 
-    return FakeQuantization(stages, *beside.rounded)
+    return QatFeature(stages, *beside.rounded)
 
 
 def _teaching(
-    stages: Sequence[Decoder], settings: TrainSettings, beside: Beside
-) -> Distillation | None:
+    stages: Sequence[Decoder], settings: TrainConfig, beside: Beside
+) -> DistillationFeature | None:
     if beside.teacher is None:
         return None
-    from megtool.train.features.distillation import Distillation
+    from megtool.train.features.distillation import DistillationFeature
 
-    return Distillation(
+    return DistillationFeature(
         stages[-1],
         beside.teacher,
         num_microbatches=beside.num_microbatches,
@@ -242,30 +242,32 @@ def _teaching(
     )
 
 
-def _balancing(stages: Sequence[Decoder], beside: Beside) -> Balancing | None:
+def _balancing(stages: Sequence[Decoder], beside: Beside) -> MoeLoadBalancingFeature | None:
     if beside.balance is None:
         return None
-    from megtool.train.features.moe_load_balancing import Balancing
+    from megtool.train.features.moe_load_balancing import MoeLoadBalancingFeature
 
-    return Balancing(stages, beside.balance, beside.num_microbatches)
+    return MoeLoadBalancingFeature(stages, beside.balance, beside.num_microbatches)
 
 
-def _fp8(stages: Sequence[Decoder], settings: TrainSettings, groups: ProcessGroups) -> Fp8Training | None:
+def _fp8(
+    stages: Sequence[Decoder], settings: TrainConfig, groups: ProcessGroups
+) -> Fp8Feature | None:
     told = fp8_settings(settings)
-    return None if told is None else Fp8Training(stages, told, groups)
+    return None if told is None else Fp8Feature(stages, told, groups)
 
 
-def fp8_settings(settings: TrainSettings) -> Fp8Settings | None:
+def fp8_settings(settings: TrainConfig) -> Fp8Config | None:
     """What is said of FP8; None where nothing is.
 
     Raises:
         UsageError: a value is out of its range.
     """
-    from megtool.optim.fp8.settings import Fp8Settings
+    from megtool.optim.fp8.settings import Fp8Config
 
     if settings.fp8_recipe is None:
         return None
-    return Fp8Settings(
+    return Fp8Config(
         recipe=settings.fp8_recipe,
         format=settings.fp8_format,
         amax_history_len=settings.fp8_amax_history_len,

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import HookLocation
-from megtool.quant.calibration.activation_sites import Point
+from megtool.model.hook_locations import HookLocation
+from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 
 
-class FakeQuantization:
+class QatFeature:
     """The stages of a model, which compute in `with around()` as an engine would after `quantize`.
 
     `settlement` says what becomes of weights, inputs and caches at `points`. Scales of inputs and
@@ -36,21 +36,19 @@ class FakeQuantization:
     """
 
     def __init__(
-        self, stages: Sequence[Decoder], points: Iterable[Point], settlement: Settlement
+        self, stages: Sequence[Decoder], points: Iterable[ActivationSite], settlement: QParams
     ) -> None:
         listed = tuple(points)
-        self._settlement = Settlement(
-            treatments={
-                m: replace(t, amax=None, codes=None) for m, t in settlement.treatments.items()
-            },
-            caches=dict(settlement.caches),
-            norms=dict(settlement.norms),
+        self._settlement = QParams(
+            weights={m: replace(t, amax=None, codes=None) for m, t in settlement.weights.items()},
+            kv_caches=dict(settlement.kv_caches),
+            norm_scales=dict(settlement.norm_scales),
         )
         # Siblings that share the scale of a whole tensor.
         self._shared = [
-            found
+            siblings
             for p in listed
-            if len(found := self._with_second(p.modules)) > 1 and p.what == "input"
+            if len(siblings := self._with_second(p.modules)) > 1 and p.kind == "input"
         ]
         self._stages = [
             (
@@ -67,44 +65,44 @@ class FakeQuantization:
         ]
 
     def _with_second(self, modules: Iterable[str]) -> list[str]:
-        held = self._settlement.treatments
-        return [m for m in modules if m in held and held[m].second_amax]
+        held = self._settlement.weights
+        return [m for m in modules if m in held and held[m].global_amax]
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Compute as the engine will, until the end of the block; the weights are then the same."""
-        own: list[tuple[Tensor, Tensor]] = []
-        before: list[tuple[HookLocation, Any]] = []
+        originals: list[tuple[Tensor, Tensor]] = []
+        previous_taps: list[tuple[HookLocation, Any]] = []
         try:
             with torch.no_grad():
                 for stage, simulation in self._stages:
-                    self._follow(simulation)
+                    self._update_shared_scales(simulation)
                     for layer in simulation.layers:
                         for name, rounded in simulation.rounded(layer).items():
                             parameter = stage.get_parameter(name)
-                            own.append((parameter, parameter.detach().clone()))
+                            originals.append((parameter, parameter.detach().clone()))
                             parameter.copy_(rounded)
             for _, simulation in self._stages:
                 for place, tap in simulation.taps:
-                    before.append((place, getattr(place.module, place.attribute)))
-                    place.set(_passing(tap, is_pair=place.attribute == "cache_tap"))
+                    previous_taps.append((place, getattr(place.module, place.attribute)))
+                    place.set(_straight_through(tap, is_pair=place.attribute == "cache_tap"))
             yield
         finally:
-            for place, tap in reversed(before):
+            for place, tap in reversed(previous_taps):
                 place.set(tap)
             with torch.no_grad():
-                for held, values in own:
-                    held.copy_(values)
+                for weight, values in originals:
+                    weight.copy_(values)
 
-    def _follow(self, simulation: FakeQuantModel) -> None:
+    def _update_shared_scales(self, simulation: FakeQuantModel) -> None:
         """Let shared scales of whole tensors be those of the weights as they are now."""
-        treatments = self._settlement.treatments
+        treatments = self._settlement.weights
         for modules in self._shared:
             tops: list[float] = []
             for module in modules:
                 weight = simulation.weight(module)
                 if weight is not None:
-                    columns = treatments[module].columns
+                    columns = treatments[module].smoothing_scale
                     if columns is not None:
                         weight = weight * torch.as_tensor(columns, device=weight.device)
                     tops.append(float(weight.abs().max()))
@@ -113,31 +111,31 @@ class FakeQuantization:
                 treatments[module] = replace(treatments[module], second_amax=top)
 
 
-def _passing(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:
+def _straight_through(tap: Callable[..., Any], *, is_pair: bool) -> Callable[..., Any]:
     """A tap through which gradients pass as if it were not there."""
     if is_pair:
 
-        def both(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        def key_value(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 rounded = tap(key.detach(), value.detach())
-            return _straight(key, rounded[0]), _straight(value, rounded[1])
+            return _apply_straight_through(key, rounded[0]), _apply_straight_through(value, rounded[1])
 
-        return both
+        return key_value
 
-    def one(x: Tensor, *more: Any) -> Tensor:
+    def single(x: Tensor, *more: Any) -> Tensor:
         with torch.no_grad():
             rounded = tap(x.detach(), *more)
-        return _straight(x, rounded)
+        return _apply_straight_through(x, rounded)
 
-    return one
+    return single
 
 
-def _straight(x: Tensor, rounded: Tensor) -> Tensor:
-    out: Tensor = _Straight.apply(x, rounded)  # type: ignore[no-untyped-call]
+def _apply_straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    out: Tensor = _StraightThrough.apply(x, rounded)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Straight(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
         return rounded.clone() if rounded is x else rounded.view_as(rounded)

@@ -8,30 +8,36 @@ from typing import TYPE_CHECKING
 
 from megtool.console import Progress
 from megtool.errors import CalibrationError, UsageError
-from megtool.inference.runtime import Manner
+from megtool.options.groups import RuntimeOptions
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions
-from megtool.quant.pipeline.request import CalibrationOptions, QuantizeRequest, QuantizeOutputOptions
+from megtool.quant.pipeline.request import (
+    CalibrationOptions,
+    QuantizeOutputOptions,
+    QuantizeRequest,
+)
 from megtool.quant.pipeline.solve import check_given, solve
-from megtool.quant.resolve import decide
+from megtool.quant.resolve import resolve_recipe
 
 if TYPE_CHECKING:
-    from megtool.quant.calibration.activation_sites import Point
-    from megtool.quant.qparams import Settlement
+    from megtool.quant.calibration.activation_sites import ActivationSite
+    from megtool.quant.qparams import QParams
 
 
-def settle_for_training(job: QuantizeRequest, progress: Progress) -> tuple[tuple[Point, ...], Settlement]:
+def solve_qat_qparams(
+    job: QuantizeRequest, progress: Progress
+) -> tuple[tuple[ActivationSite, ...], QParams]:
     """The points of the model of a `job_for_training`, and what `megtool quantize` would do there.
 
     Raises:
         CalibrationError: nothing came of it.
     """
-    found = solve(job, None, progress)
-    if found is None:
+    result = solve(job, None, progress)
+    if result is None:
         raise CalibrationError(f"recipe {job.decided.recipe.name} settled nothing")
-    return job.points, found.settlement
+    return job.points, result.settlement
 
 
-def job_for_training(
+def make_qat_request(
     source: Path,
     recipe: str,
     calibration: Path | None,
@@ -47,7 +53,7 @@ def job_for_training(
         CalibrationError: it needs a calibration and there is none, or one of another model.
         UsageError: it leaves formats to be chosen.
     """
-    decided = decide(source, recipe, iteration=iteration, family=family, like=like)
+    decided = resolve_recipe(source, recipe, iteration=iteration, family=family, like=like)
     job = QuantizeRequest(
         decided=decided,
         destination=source,
@@ -55,7 +61,7 @@ def job_for_training(
         bits=None,
         group_size=0,
         began=time.monotonic(),
-        manner=Manner(),
+        manner=RuntimeOptions(),
         calibrating=CalibrationOptions(
             data_options=CalibrationDataOptions(),
             tokenizer=None,
