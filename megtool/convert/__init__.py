@@ -1,6 +1,21 @@
 """Conversion between dialects: the mapping language and its interpreter."""
 
 from megtool.convert.canonical import Weight
+from megtool.convert.common_rows import (
+    GGUF_DECODER,
+    GGUF_EXPERTS,
+    GGUF_SHARED_EXPERT,
+    HF_ATTENTION,
+    HF_EXPERTS,
+    HF_GATED_MLP,
+    HF_LATENT_ATTENTION,
+    HF_MODEL,
+    HF_NORMS,
+    HF_QK_NORMS,
+    HF_SHARED_EXPERT,
+    HF_SHARED_EXPERTS,
+    hf_mtp,
+)
 from megtool.convert.config_keys import (
     Default,
     Derived,
@@ -11,14 +26,6 @@ from megtool.convert.config_keys import (
     Refused,
     Rope,
     Window,
-)
-from megtool.convert.decoder_rows import (
-    GGUF_DECODER,
-    HF_ATTENTION,
-    HF_GATED_MLP,
-    HF_MODEL,
-    HF_NORMS,
-    HF_QK_NORMS,
 )
 from megtool.convert.families import Family
 from megtool.convert.mapping import (
@@ -46,15 +53,6 @@ from megtool.convert.moe_config_keys import (
     Noted,
     Nullable,
     Unless,
-)
-from megtool.convert.moe_rows import (
-    GGUF_EXPERTS,
-    GGUF_SHARED_EXPERT,
-    HF_EXPERTS,
-    HF_LATENT_ATTENTION,
-    HF_SHARED_EXPERT,
-    HF_SHARED_EXPERTS,
-    hf_mtp,
 )
 
 __all__ = [

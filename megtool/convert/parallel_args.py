@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
 from megtool.config import LayoutOptions, ParallelConfig
@@ -89,19 +88,19 @@ def parallel_from_args(args: Mapping[str, Any]) -> ParallelConfig:
     return ParallelConfig(**layout_fields(args))
 
 
-def merged_layout(current: Mapping[str, Any], requested: Mapping[str, Any]) -> ParallelConfig:
-    """The layout asked for; what was not said (absent or None) stays as `known` has it.
+def merged_layout(current: Mapping[str, Any], options: LayoutOptions) -> ParallelConfig:
+    """The layout of the options; fields that are not given keep their values in `current`.
 
-    `known` is `layout_fields` of the source. Its `dp` never stays: the smallest will do. Its `etp`
-    follows `tp` where the two were equal. How it splits layers over stages stays only while the
-    number of stages does and nothing of the split is asked for.
+    `current` is `layout_fields` of the source. Its `dp` is never kept: the smallest is used. Its
+    `etp` follows `tp` where the two were equal. How it splits layers over stages is kept only if
+    the number of stages stays and no option changes the split.
 
     Raises:
         LayoutError: see `ParallelConfig`.
     """
-    explicit = {k: v for k, v in requested.items() if v is not None and v is not False}
+    explicit = options.explicit()
     for axis in _AXES:
-        if explicit.get(axis) == 0:  # to ParallelConfig, as good as nothing said
+        if explicit.get(axis) == 0:  # ParallelConfig would read it as not given
             raise LayoutError(f"{axis} is 0", hint="parallel sizes are positive integers")
     inherited = {k: v for k, v in current.items() if k != "dp"}
     if inherited.get("etp") == inherited.get("tp", 1):
@@ -110,8 +109,7 @@ def merged_layout(current: Mapping[str, Any], requested: Mapping[str, Any]) -> P
         "pp", 1
     ) or explicit.keys() & set(_SPLIT):
         inherited = {k: v for k, v in inherited.items() if k not in _SPLIT}
-    names = {f.name for f in fields(ParallelConfig)}
-    return ParallelConfig(**{k: v for k, v in (inherited | explicit).items() if k in names})
+    return ParallelConfig(**(inherited | explicit))
 
 
 def _explicit(value: Any) -> str | None:

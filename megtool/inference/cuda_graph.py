@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megtool.errors import GraphRuleError
 from megtool.inference.forward import Forward
-from megtool.kernels.cuda_graphs import CudaGraphs, Function, graphed
+from megtool.kernels.cuda_graphs import CudaGraphs, Function
+from megtool.kernels.graph_rule_checker import graphed
 from megtool.model.batch import Batch
 from megtool.model.cache import ContiguousCache
 

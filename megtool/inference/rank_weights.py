@@ -16,10 +16,10 @@ from megtool.checkpoint import memory
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.copy import execute
 from megtool.checkpoint.digest import DigestMode
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.plan import Fill, Plan
-from megtool.checkpoint.plan import Source as Held
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import Fill, ReshardPlan
+from megtool.checkpoint.plan import PlanSource as Held
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.console import Progress, silent
@@ -81,10 +81,10 @@ class Weights:
             ranks, seat, num_chunks=self.parallel.vpp
         )
         self._kinds = {t.name: t.dtype for t in self._target.tensors}
-        self._threads = usual_threads(threads)
+        self._threads = default_threads(threads)
         self._memory_bytes, self._progress = memory_bytes, progress
         self._files = Files()
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], ReshardPlan] = {}
 
     def _written(self, vocab_multiple: int) -> TargetView:
         target = write_side(
@@ -158,7 +158,7 @@ class Weights:
                 _LOG.warning("%s", copied.overflows)
             return stage.tensors(plan.target.catalogue)
 
-    def _plan(self, names: Sequence[str]) -> Plan:
+    def _plan(self, names: Sequence[str]) -> ReshardPlan:
         side = local_side(
             [self.tensors[n] for n in names],
             self._side,
@@ -167,9 +167,9 @@ class Weights:
         )
         held, copies = _each_once(side)
         used = {p.stored for p in held.values()}
-        return build(
+        return build_plan(
             [Held(catalogue=self.catalogue.select(lambda n: n in used), placements=held)],
-            memory.lay_out(side.tensors, group_of),
+            memory.plan_memory_layout(side.tensors, group_of),
             side.target,
             fills=[_fill(f.placement, f.value) for f in side.fills],
             copies=copies,
@@ -192,7 +192,7 @@ def decoder_of(source: CheckpointSource) -> tuple[ModelConfig, CanonicalView]:
     Raises:
         MappingError: no configuration, no decoder, or some of its tensors are missing.
     """
-    side, config, where = source.side, source.known_config, source.catalogue.root
+    side, config, where = source.view, source.known_config, source.catalogue.root
     stored = [t.name for t in source.catalogue.tensors if not is_optimizer_state(t.name)]
     if is_encoder_decoder(stored):
         raise _no_decoder(

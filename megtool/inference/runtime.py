@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megtool.config import ParallelConfig
@@ -18,13 +17,13 @@ from megtool.errors import (
     OutOfMemoryError,
     UsageError,
 )
+from megtool.options.groups import RuntimeOptions
 from megtool.reshard.source import CheckpointSource
 
 if TYPE_CHECKING:
     import torch
 
     from megtool.inference.forward import Forward
-    from megtool.kernels.dispatch import Implementation
     from megtool.parallel.process_groups import ProcessGroups
 
 _LOG = logging.getLogger(__name__)
@@ -33,52 +32,10 @@ LESS_MEMORY = "--dtype bfloat16, or more processes (torchrun, --tp)"
 """What needs less memory whatever runs a model."""
 _TRIED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))", re.IGNORECASE)
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """How models are run: where, in which type and layout, by which kernels.
-
-    `device` None is CUDA where there is one, else the CPU; `dtype` None is
-    the checkpoint's own on CUDA, and float32 on a CPU, where most types of 16 bits are many times
-    slower.
-    `on_demand` reads every layer when it is needed and frees it after.
-
-    Raises:
-        UsageError: models cannot run in this type.
-    """
-
-    device: str | None = None
-    dtype: str | None = None
-    on_demand: bool = False
-    kernels: Implementation = "auto"
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    cp: int | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise UsageError(f"dtype {self.dtype!r}", hint=f"a model runs in {', '.join(_DTYPES)}")
-
-    @property
-    def layout(self) -> ParallelConfig:
-        """The layout; every size not given is 1."""
-        return ParallelConfig(
-            tp=self.tp or 1,
-            pp=self.pp or 1,
-            ep=self.ep or 1,
-            etp=self.etp or 0,
-            cp=self.cp or 1,
-        )
-
 
 @contextmanager
 def on_ranks(
-    manner: Manner,
+    manner: RuntimeOptions,
     layout: ParallelConfig | None = None,
     *,
     less: str = LESS_MEMORY,
@@ -130,7 +87,7 @@ def on_ranks(
 
 
 def load_forward(
-    source: CheckpointSource, manner: Manner, groups: ProcessGroups, progress: Progress
+    source: CheckpointSource, manner: RuntimeOptions, groups: ProcessGroups, progress: Progress
 ) -> Forward:
     """The model on this rank, its weights loaded (or ready to be, `on_demand`).
 
@@ -146,7 +103,7 @@ def load_forward(
         groups=groups,
         dtype=manner.dtype or ("float32" if groups.device.type == "cpu" else None),
         device=groups.device,
-        on_demand=manner.on_demand,
+        on_demand=manner.stream_layers,
         threads=manner.threads,
         progress=progress,
     )

@@ -1,7 +1,7 @@
 """CUDA graphs of a function, one per input shape, sharing one pool of memory.
 
 A captured graph repeats device work on fixed addresses: the same kernels with the same numbers on
-the same storages. `Graphs` captures on a GPU; `megtool.kernels.rehearsal.Rehearsal` has the same
+the same storages. `Graphs` captures on a GPU; `megtool.kernels.graph_rule_checker.Rehearsal` has the same
 face and checks those rules where there is none. The function takes tensors (or None) and returns
 tensors in any nest of tuples, lists and dicts.
 
@@ -27,7 +27,7 @@ from megtool.kernels.dispatch import chosen
 
 Function = Callable[..., Any]
 Input = Tensor | None
-is_rehearsed: ContextVar[bool] = ContextVar("is_rehearsed", default=False)
+is_checking_graph_rules: ContextVar[bool] = ContextVar("is_rehearsed", default=False)
 """A rehearsal watches the calls made now: they must not look into tensors, even on a CPU."""
 
 
@@ -89,7 +89,7 @@ class CudaGraphs:
         if not torch.cuda.is_available():
             raise MissingPackageError(
                 "CUDA graphs need a CUDA device, and there is none",
-                hint="use megtool.kernels.cuda_graphs.graphed, which checks the rules of graphs "
+                hint="use megtool.kernels.graph_rule_checker.graphed, which checks the rules of graphs "
                 "elsewhere",
             )
         return torch.cuda.graph_pool_handle()
@@ -131,7 +131,7 @@ class CudaGraphs:
                 raise first from None
             raise GraphRuleError(
                 f"the function cannot be captured: {str(first).strip().splitlines()[0]}",
-                hint="megtool.kernels.rehearsal names the operation",
+                hint="megtool.kernels.graph_rule_checker names the operation",
             ) from error
         finally:
             self._put_back(before)
@@ -173,19 +173,6 @@ def _first(error: BaseException) -> BaseException:
     while error.__context__ is not None and isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error
-
-
-def graphed(function: Function, device: torch.device | str, **options: Any) -> CudaGraphs:
-    """`CudaGraphs` of the function on a CUDA device, a `GraphRuleChecker` of it elsewhere.
-
-    A rehearsal runs the function three times at the first call of a shape and watches each call:
-    it is for tests, not for speed.
-    """
-    if torch.device(device).type == "cuda":
-        return CudaGraphs(function, **options)
-    from megtool.kernels.rehearsal import GraphRuleChecker
-
-    return GraphRuleChecker(function, **options)
 
 
 def key_of(inputs: Sequence[Input]) -> tuple[Any, ...]:

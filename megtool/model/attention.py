@@ -17,8 +17,8 @@ from megtool.kernels.dropout_add import drop
 from megtool.kernels.norm import rms_norm
 from megtool.kernels.rotary import rotate
 from megtool.kernels.softmax import masked_softmax
-from megtool.model.batch import ForwardContext
 from megtool.model.dropout import DropoutSpec, drawn_by
+from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.masks import Mask

@@ -1,4 +1,4 @@
-"""The inputs of a forward pass (`Batch`), and the state its layers share (`ForwardContext`).
+"""The inputs of a forward pass: token rows with their masks and positions.
 
 Shape suffixes of model/ and kernels/: B batch, S sequence, T = B*S tokens (flattened), H hidden,
 N query heads (of this rank), K key and value heads (of this rank), D head size, L keys attended to
@@ -8,21 +8,13 @@ N query heads (of this rank), K key and value heads (of this rank), D head size,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megtool.errors import UsageError
-from megtool.kernels.cuda_graphs import is_rehearsed
-from megtool.parallel.process_groups import ALONE, Group
-
-if TYPE_CHECKING:
-    from megtool.model.cache import KVCache
-    from megtool.model.dropout import Draws
-    from megtool.model.masks import Mask, Masks
-    from megtool.model.rotary import Rotary, Rotation
+from megtool.kernels.cuda_graphs import is_checking_graph_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,46 +107,7 @@ def _ends(values: Tensor | Sequence[int]) -> tuple[int, int] | None:
     """The smallest and the largest; None where there is none, or where it cannot be seen."""
     if not isinstance(values, Tensor):
         return (min(values), max(values)) if len(values) else None
-    if values.device.type != "cpu" or is_rehearsed.get() or not values.numel():
+    if values.device.type != "cpu" or is_checking_graph_rules.get() or not values.numel():
         return None
     low, high = values.aminmax()
     return int(low), int(high)
-
-
-@dataclass(slots=True, kw_only=True)
-class ForwardContext:
-    """State shared by all layers of one forward pass: sizes, positions, rotations, masks, the
-    cache.
-
-    Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
-    for the backward pass where layers are computed again: other passes may have run since.
-    `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
-    routers have counted their choices (see `moe_aux_loss`), and `draws` the elements that dropout
-    zeroes, if any (see `dropout`). With context parallelism (`cp`)
-    all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
-    `last_B` are the largest positions of whole rows.
-    """
-
-    num_rows: int
-    num_tokens: int
-    positions_BS: Tensor
-    rotary: Rotary
-    masks: tuple[Masks, ...]
-    cache: KVCache | None = None
-    cp: Group = ALONE
-    last_B: Tensor | None = None
-    counted_BS: Tensor | None = None
-    balanced: set[int] = field(default_factory=set)
-    draws: Draws | None = None
-    _turns: dict[int, Rotation | None] = field(default_factory=dict)
-
-    def rotation(self, layer: int) -> Rotation | None:
-        """Cosines and sines for a layer; None for a layer without rotary embedding."""
-        if layer not in self._turns:
-            self._turns[layer] = self.rotary.of(layer, self.positions_BS, self.last_B)
-        return self._turns[layer]
-
-    def stretches(self, layer: int) -> list[tuple[int, Mask]]:
-        """For each stretch of this rank's queries, all equally long: the number of keys up to its
-        end, and which of these a layer's queries may attend to."""
-        return [(masks.span.num_keys, masks.of(layer)) for masks in self.masks]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.errors import LayoutError, MappingError, UsageError
 from megtool.kernels.cross_entropy import cross_entropy, linear_cross_entropy
-from megtool.model.batch import Batch, ForwardContext, check_ids, check_positions
+from megtool.model.batch import Batch, check_ids, check_positions
 from megtool.model.cache import KeySpan, KVCache
 from megtool.model.dropout import Draws, Dropout
+from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.layer import TransformerLayer
 from megtool.model.linear import ColumnLinear, VocabEmbedding, vocab_logits

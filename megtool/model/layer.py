@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megtool.config import ModelConfig
 from megtool.kernels.dropout_add import bias_dropout_add
 from megtool.model.attention import Attention
-from megtool.model.batch import ForwardContext
 from megtool.model.dropout import DropoutSpec
+from megtool.model.forward_context import ForwardContext
 from megtool.model.linear import ColumnLinear
 from megtool.model.mla import LatentAttention
 from megtool.model.mlp import Mlp

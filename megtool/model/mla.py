@@ -16,7 +16,7 @@ from megtool.config import ModelConfig
 from megtool.errors import LayoutError
 from megtool.kernels.rotary import rotate
 from megtool.model.attention import attend_all
-from megtool.model.batch import ForwardContext
+from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook, KVCacheHook
 from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.norm import NormSpec

@@ -12,16 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.kernels.grouped_gemm import grouped_linear, invert, permute, unpermute, waits_for_host
-from megtool.model.batch import ForwardContext
-from megtool.model.hooks import ExpertTap
+from megtool.model.forward_context import ForwardContext
+from megtool.model.hooks import ExpertHook
+from megtool.model.linear import ColumnLinear, RowLinear
 from megtool.model.mlp import activated
 from megtool.model.param_attributes import mark
 from megtool.model.router import Router
-from megtool.model.shared_experts import SharedExperts
 from megtool.parallel.collectives import (
     all_to_all,
     copy_to,
@@ -237,7 +238,7 @@ class ExpertLinear(nn.Module):
         self.group, self.split_dim = group, split_dim
         self.adapter: nn.Module | None = None
         self.adds_bias = group.is_first or not is_summed
-        self.tap: ExpertTap | None = None
+        self.tap: ExpertHook | None = None
         weight = torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
         split = split_dim if group.size > 1 else None
         self.weight = mark(nn.Parameter(weight), split_dim=split, expert=True)
@@ -252,7 +253,7 @@ class ExpertLinear(nn.Module):
     def forward(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, `counts_E` of them each; `tap` is handed both.
 
-        What `adapter` makes of them is added (`megtool.model.expert_lora`).
+        What `adapter` makes of them is added (`megtool.model.lora`).
         """
         if self.tap is not None:
             rows = self.tap(rows, counts_E)
@@ -318,3 +319,51 @@ class Route:
             parts = all_to_all(rows_RH, self.parts, [num_received] * self.etp.size, self.etp)
             rows_RH = parts.view(self.etp.size, num_received, parts.shape[1]).sum(0)
         return all_to_all(rows_RH, self.receive, self.send, self.ep)
+
+
+class SharedExperts(nn.Module):
+    """An MLP of `shared_ffn_hidden_size`, sharded over tp; a gate may scale its output per token.
+
+    Takes and gives x_TH, of which a rank has all rows, or with `sequence_parallel` its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: ProcessGroups,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        hidden, ffn = config.hidden_size, config.shared_ffn_hidden_size
+        self.gate_weight = None
+        if config.shared_expert_gate:
+            weight = torch.empty(1, hidden, dtype=dtype, device=device)
+            is_partial = sequence_parallel and groups.tp.size > 1
+            self.gate_weight = mark(nn.Parameter(weight), partial=is_partial)
+        self.linear_fc1 = ColumnLinear(
+            hidden,
+            ffn * (2 if config.gated else 1),
+            groups.tp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+        self.linear_fc2 = RowLinear(
+            ffn,
+            hidden,
+            groups.tp,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """The MLP of each token, times the sigmoid of its gate where there is one."""
+        out: Tensor = self.linear_fc2(activated(self.linear_fc1(x_TH), self.config))
+        if self.gate_weight is not None:
+            out = out * F.linear(x_TH, self.gate_weight).sigmoid()
+        return out

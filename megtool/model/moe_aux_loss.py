@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megtool.config import ModelConfig
 from megtool.errors import UsageError
-from megtool.model.batch import ForwardContext
+from megtool.model.forward_context import ForwardContext
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ALONE, ProcessGroups
 

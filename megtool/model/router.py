@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megtool.config import ModelConfig
 from megtool.errors import MappingError
-from megtool.model.batch import ForwardContext
+from megtool.model.forward_context import ForwardContext
 from megtool.model.hooks import ActivationHook
 from megtool.model.moe_aux_loss import Balance
 from megtool.model.param_attributes import mark

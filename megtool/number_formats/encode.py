@@ -9,7 +9,8 @@ memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,14 @@ from megtool.dtypes import dtype as dtype_of
 from megtool.errors import FormatError, UsageError
 from megtool.number_formats import fp8, int4, int8, mxfp4, nvfp4
 from megtool.number_formats.amax import amax
-from megtool.number_formats.chunks import divided, slabs
 from megtool.number_formats.decode import CODES, DIVISOR, SCALE, SCALE_2
 from megtool.number_formats.fp8_bits import cast_to_powers
 from megtool.number_formats.layout import MX_BLOCK, Style
-from megtool.number_formats.mxfp4_from_bf16 import encoded as mx_encoded
 from megtool.number_formats.packed_parts import WHOLE, Index, PackedPart, PartSpan
 from megtool.number_formats.rounding import rounded
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, SMALL, single
-from megtool.number_formats.thread_buffers import look_up
+from megtool.number_formats.thread_buffers import CHUNK, look_up, scratch
 
 Encoder = Callable[[NDArray[np.float32], PackedPart, NDArray[Any]], None]
 
@@ -118,7 +117,7 @@ def encode(
             for box, under, into in slabs(values, by, codes, stored):
                 if by_bits:
                     sure = SCALE not in (scales or {})
-                    if mx_encoded(box, under, into, half_down=half_down, sure=sure):
+                    if mxfp4.encoded_bf16(box, under, into, half_down=half_down, sure=sure):
                         continue
                     under = single(under, scale.dtype)
                 encoder(rounded(divided(box, dtype, under), quotient), codes, into)
@@ -266,3 +265,67 @@ def _plain(ndim: int) -> tuple[PartSpan, ...]:
 def is_number(bits: NDArray[np.uint16], infinity: int) -> bool:
     """Whether no element is NaN: both signs' largest bits are at most those of infinity."""
     return int(bits.max()) <= infinity | 0x8000 and int(bits.view(np.int16).max()) <= infinity
+
+
+Slab = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+
+_VECTOR = 32  # rows under one row of scales from which it pays to spread that over the columns
+
+
+def slabs(
+    values: NDArray[Any], by: NDArray[Any], codes: PackedPart, out: NDArray[Any]
+) -> Iterator[Slab]:
+    """Matrices `[rows, columns]` of `values`, in turn, with what they are divided by (`[rows or
+    1 or blocks of rows, blocks of columns or 1]`) and where their codes lie in `out`.
+
+    `by` has an axis for every dimension of `values`: 1, or the number of equal blocks in it.
+    """
+    served = {s.dim: s.per for s in codes.spans}
+    last = values.ndim - 1
+    high, wide = served.get(last - 1, 1), served.get(last, 1)
+    by = np.broadcast_to(by, (*values.shape[:-2], *by.shape[-2:]))
+    for lead in np.ndindex(values.shape[:-2]):
+        box, under, into = values[lead], by[lead], out[lead]
+        rows, columns = box.shape
+        # A block of rows or columns, and a byte or word, stay whole.
+        block = [n // m if m > 1 else 1 for n, m in zip(box.shape, under.shape, strict=True)]
+        low = [math.lcm(block[0], high), math.lcm(block[1], wide)]
+        step_r = max(CHUNK // columns // low[0], 1) * low[0]
+        step_c = columns
+        if step_r * columns > CHUNK:
+            step_c = max(CHUNK // step_r // low[1], 1) * low[1]
+        for r in range(0, rows, step_r):
+            for c in range(0, columns, step_c):
+                r_end, c_end = min(r + step_r, rows), min(c + step_c, columns)
+                over = _span(r, r_end, block[0], under.shape[0])
+                along = _span(c, c_end, block[1], under.shape[1])
+                yield (
+                    box[r:r_end, c:c_end],
+                    under[over, along],
+                    into[r // high : -(-r_end // high), c // wide : -(-c_end // wide)],
+                )
+
+
+def _span(begin: int, end: int, block: int, count: int) -> slice:
+    return slice(begin // block, end // block) if count > 1 else slice(None)
+
+
+def divided(values: NDArray[Any], dtype: str, by: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The elements of a slab over their scales, in this thread's own memory (contiguous), until
+    the next slab's."""
+    out = scratch("quotient", values.shape, np.float32)
+    if dtype == "bfloat16":
+        bits = out.view(np.uint32)
+        np.copyto(bits, values)
+        np.left_shift(bits, np.uint32(16), out=bits)
+        values = out
+    elif dtype == "float16":
+        np.copyto(out, values)
+        values = out
+    rows, columns = out.shape
+    high, wide = rows // by.shape[0], columns // by.shape[1]
+    if by.shape[1] > 1 and high >= _VECTOR:
+        by, wide = np.repeat(by, wide, axis=1), 1
+    shape = (by.shape[0], high, by.shape[1], columns // by.shape[1])
+    np.divide(values.reshape(shape), by[:, None, :, None], out=out.reshape(shape))
+    return out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.errors import CalibrationError
@@ -37,7 +37,7 @@ class FoldedNorm:
         return (self.placement,)
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """All of it."""
         return (whole(self.tensor),)
 
@@ -47,14 +47,14 @@ class FoldedNorm:
         return self.tensor.num_bytes
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """The factors."""
         return hash_of(self.factors, self.zero_centered, self.tensor.dtype.name)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         # Taken as it is to be stored: a source of other types is then no other than its cast.
-        with taking.run(self.placement, self.tensor.dtype) as run:
+        with taking.open(self.placement, self.tensor.dtype) as run:
             found = run.read(0, numel(self.placement.shape))
             values = single(found, self.tensor.dtype.name)
         one = np.float32(self.zero_centered)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megtool import __version__
-from megtool.quant.recipes.formats import FORMATS, SMOOTHED, SPELLED, UNSMOOTHED
+from megtool.quant.recipes.formats import ALGO_SPELLING, FORMATS, PLAIN_ALGOS, SMOOTHED_ALGOS
 
 MIXED = "MIXED_PRECISION"
 
@@ -56,8 +56,8 @@ def quantization(
 
 def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
     """The quantization config of one module."""
-    algo = SMOOTHED.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
-    out: dict[str, Any] = {"quant_algo": SPELLED.get(algo, algo)}
+    algo = SMOOTHED_ALGOS.get(layer.algo, layer.algo) if layer.smoothed else layer.algo
+    out: dict[str, Any] = {"quant_algo": ALGO_SPELLING.get(algo, algo)}
     if layer.group_size:
         out["group_size"] = layer.group_size
     if layer.smoothed or layer.algo in ("W4A16_AWQ", "W4A8_AWQ"):
@@ -156,7 +156,7 @@ _INPUT_BITS = {"FP8": 8, "NVFP4": 4, "INT8": 8, "MXFP8": 8, "MXFP4": 4}
 
 def _scheme(algo: str, group: int) -> dict[str, Any]:
     """Weights and inputs of a format."""
-    form = FORMATS[UNSMOOTHED.get(algo, algo).upper()]
+    form = FORMATS[PLAIN_ALGOS.get(algo, algo).upper()]
     kind = "int" if form.weights.startswith("INT") else "float"
     weights: dict[str, Any] = {"dynamic": False, "num_bits": form.bits, "type": kind}
     if form.scaling == "channel":

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import Taking
+from megtool.checkpoint.computed_tensors import RegionReader
 from megtool.checkpoint.transport.strided import Array
 from megtool.errors import CalibrationError
 from megtool.quant.packed_tensors.pack import WeightToPack
-from megtool.quant.qparams import Treatment
+from megtool.quant.qparams import WeightQParams
 from megtool.tensors.placement import Placement
 
 
@@ -37,7 +37,7 @@ class InterleavedWeights(WeightToPack):
         return sum(self.runs)
 
     @contextmanager
-    def reading(self, taking: Taking) -> Iterator[Callable[[int, int], Array]]:
+    def reading(self, taking: RegionReader) -> Iterator[Callable[[int, int], Array]]:
         """See `Weight`; ranges are of whole turns."""
         width, turn = self.shape[1], self.turn
 
@@ -46,7 +46,7 @@ class InterleavedWeights(WeightToPack):
             out = np.empty((b - a, turn, width), self.dtype.view)
             offset = 0
             for part, run in zip(self.parts, self.runs, strict=True):
-                with taking.run(part.placement, part.dtype) as part_rows:
+                with taking.open(part.placement, part.dtype) as part_rows:
                     block = part_rows.read(a * run * width, b * run * width)
                     out[:, offset : offset + run] = block.reshape(b - a, run, width)
                 offset += run
@@ -68,7 +68,7 @@ def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeig
         first.treatment,
         amax=_rows(treatments, "amax", [t.amax for t in treatments], parts, runs),
         codes=_rows(treatments, "codes", [t.codes for t in treatments], parts, runs),
-        second_amax=max(t.second_amax for t in treatments),
+        second_amax=max(t.global_amax for t in treatments),
     )
     return InterleavedWeights(
         placement=replace(first.placement, canonical=""),  # what is wrong may be of any of them
@@ -81,7 +81,7 @@ def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeig
 
 
 def _rows(
-    treatments: Sequence[Treatment],
+    treatments: Sequence[WeightQParams],
     label: str,
     values: Sequence[NDArray[Any] | None],
     parts: Sequence[WeightToPack],

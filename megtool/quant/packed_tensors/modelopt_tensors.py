@@ -20,8 +20,8 @@ from megtool.number_formats.decode import CODES, SCALE, SCALE_2
 from megtool.number_formats.layout import layout
 from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import modelopt_scale, modelopt_second
-from megtool.quant.qparams import INPUTS, Cache, Floats, Treatment, packing_of
-from megtool.quant.recipes.formats import Format
+from megtool.quant.qparams import Floats, KVCacheQParams, WeightQParams
+from megtool.quant.recipes.formats import INPUT_PACKINGS, RecipeFormat, packing_of
 from megtool.reshard.constant_feed import round_to_dtype
 from megtool.tensors.sharded import GlobalTensor
 
@@ -47,12 +47,12 @@ class QuantizedTensorSpec:
     value: NDArray[np.generic] | None = None
 
 
-def needs_amax(treatment: Treatment) -> bool:
+def needs_amax(treatment: WeightQParams) -> bool:
     """Whether the amax of the entire weight (after smoothing) must be known first."""
     algo = treatment.format.algo
     if algo == "FP8":
         return treatment.amax is None
-    return has_second(algo) and not treatment.second_amax
+    return has_second(algo) and not treatment.global_amax
 
 
 def has_second(algo: str) -> bool:
@@ -68,7 +68,7 @@ def second_scale(algo: str, amax: float) -> NDArray[np.float32]:
     return np.asarray(modelopt_second(top), np.float32)
 
 
-def input_scale(treatment: Treatment) -> NDArray[np.float32] | None:
+def input_scale(treatment: WeightQParams) -> NDArray[np.float32] | None:
     """`input_scale`, None where a format has none.
 
     Raises:
@@ -84,16 +84,16 @@ def input_scale(treatment: Treatment) -> NDArray[np.float32] | None:
             f"{treatment.module} it has found {treatment.input_amax:g}",
             hint="calibrate with data, or take a format that scales inputs as they come",
         )
-    if INPUTS[form.algo].startswith("nvfp4"):
+    if INPUT_PACKINGS[form.algo].startswith("nvfp4"):
         return np.asarray(modelopt_second(amax), np.float32)
-    largest = INT8 if INPUTS[form.algo].startswith("int8") else E4M3
+    largest = INT8 if INPUT_PACKINGS[form.algo].startswith("int8") else E4M3
     return np.asarray(modelopt_scale(amax, largest), np.float32)
 
 
 def tensor_specs(
     name: str,
     shape: tuple[int, int],
-    form: Format,
+    form: RecipeFormat,
     dtype: DType,
     *,
     amax: float = 0.0,
@@ -137,7 +137,7 @@ def stored_type(dtype: str) -> str:
     return "uint8" if dtype == "float8_e8m0fnu" else dtype
 
 
-def caches_of(attention: str, cache: Cache) -> list[QuantizedTensorSpec]:
+def caches_of(attention: str, cache: KVCacheQParams) -> list[QuantizedTensorSpec]:
     """The scales of a layer's keys and values, on the name of its attention."""
     out = []
     for name, amax in (("k_proj.k_scale", cache.key_amax), ("v_proj.v_scale", cache.value_amax)):

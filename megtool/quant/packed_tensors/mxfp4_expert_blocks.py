@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from megtool.checkpoint.computed_tensors import Region, Taking, region_bytes
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
@@ -56,30 +56,32 @@ class ExpertFeed:
         return self.feed.reads
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """Its rows of codes and of scales."""
         e, out = self.expert, []
         for t, region in zip(self.tensors, self.feed.writes, strict=True):
             tail = t.shape[2:]
             zeros = (0,) * len(tail)
             out.append(
-                Region(stored=t.name, lo=(e, region.lo[0], *zeros), hi=(e + 1, region.hi[0], *tail))
+                TargetRegion(
+                    stored=t.name, lo=(e, region.lo[0], *zeros), hi=(e + 1, region.hi[0], *tail)
+                )
             )
         return tuple(out)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(region_bytes(r, 1) for r in self.writes)
+        return sum(count_region_bytes(r, 1) for r in self.writes)
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """Those of the rows, and whose they are."""
-        return hash_of(self.feed.facts, self.expert)
+        return hash_of(self.feed.identity, self.expert)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
-        for number, index, tile in self.feed.make(taking):
+        for number, index, tile in self.feed.generate(taking):
             tail = self.tensors[number].shape[2:]
             yield number, (0, index[0], *(0 for _ in tail)), tile.reshape(1, len(tile), *tail)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.computed_tensors import Region, Taking, region_bytes
-from megtool.checkpoint.transport.strided import Array
-from megtool.checkpoint.transport.tile import Index
+from megtool.checkpoint.catalogue import Catalogue
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion, count_region_bytes
+from megtool.checkpoint.parallel_scan import run_jobs
+from megtool.checkpoint.storage.files import Files
+from megtool.checkpoint.transport.encoded_chunks import SourceFiles
+from megtool.checkpoint.transport.shard_locator import ShardLocator
+from megtool.checkpoint.transport.strided import Array, Buffers
+from megtool.checkpoint.transport.tile import COMPUTED_BYTES, Index
 from megtool.checkpoint.transport.work_units import UNIT_BYTES
 from megtool.dtypes import DType
 from megtool.dtypes import dtype as named_dtype
@@ -27,7 +33,8 @@ from megtool.number_formats.packed_parts import PackedPart
 from megtool.number_formats.scales import RULES
 from megtool.number_formats.small_floats import E2M1, E4M3, single
 from megtool.quant.packed_tensors.modelopt_tensors import second_scale
-from megtool.quant.qparams import Treatment, packing_of
+from megtool.quant.qparams import WeightQParams
+from megtool.quant.recipes.formats import packing_of
 from megtool.reshard.constant_feed import bits_of, hash_of
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
@@ -44,7 +51,7 @@ class WeightToPack:
     placement: Placement
     shape: tuple[int, int]
     dtype: DType
-    treatment: Treatment
+    treatment: WeightQParams
 
     @property
     def reads(self) -> tuple[Placement, ...]:
@@ -57,11 +64,11 @@ class WeightToPack:
         return 1
 
     @contextmanager
-    def reading(self, taking: Taking) -> Iterator[Callable[[int, int], Array]]:
+    def reading(self, taking: RegionReader) -> Iterator[Callable[[int, int], Array]]:
         """A function that reads a range of its elements, into memory that the next call may
         reuse.
         """
-        with taking.run(self.placement, self.dtype) as run:
+        with taking.open(self.placement, self.dtype) as run:
             yield run.read
 
     @property
@@ -93,7 +100,7 @@ class PackedRows:
         return self.weight.reads
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """The rows of codes and scales, of the stored module."""
         parts = self._parts
         out = []
@@ -101,7 +108,9 @@ class PackedRows:
             lo, hi = self._window(parts[role])
             down = self.row_offset // _rows_per(parts[role])
             out.append(
-                Region(stored=tensor.name, lo=(lo[0] + down, *lo[1:]), hi=(hi[0] + down, *hi[1:]))
+                TargetRegion(
+                    stored=tensor.name, lo=(lo[0] + down, *lo[1:]), hi=(hi[0] + down, *hi[1:])
+                )
             )
         return tuple(out)
 
@@ -109,14 +118,14 @@ class PackedRows:
     def num_bytes(self) -> int:
         """Bytes of codes and scales."""
         kinds = [t.dtype.itemsize for _, t in self.tensors]
-        return sum(region_bytes(r, n) for r, n in zip(self.writes, kinds, strict=True))
+        return sum(count_region_bytes(r, n) for r, n in zip(self.writes, kinds, strict=True))
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """The treatment and the rows."""
         return hash_of(self.digest, self.first, self.end, self.amax, self.weight.dtype.name)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
         weight, parts = self.weight, self._parts
         number = {role: i for i, (role, _) in enumerate(self.tensors)}
@@ -196,7 +205,7 @@ class _KnownScales:
         self._treatment, self._dtype = treatment, weight.dtype.name
         self._packing = packing_of(treatment.format)
         self._scales = scales_of(treatment, parts, amax)
-        self._columns = treatment.columns
+        self._columns = treatment.smoothing_scale
         if self._columns is not None:
             self._columns = self._columns.astype(np.float32)
         self._room: NDArray[Any] | None = None
@@ -257,7 +266,7 @@ class _KnownScales:
 
 
 def scales_of(
-    treatment: Treatment, parts: dict[str, PackedPart], amax: float
+    treatment: WeightQParams, parts: dict[str, PackedPart], amax: float
 ) -> dict[str, NDArray[Any]]:
     """The scales known before a weight is read, as they are stored, by role.
 
@@ -306,7 +315,7 @@ def feeds_of(
     """The feeds of one weight, each of about a unit of work; see `Packed`."""
     t = weight.treatment
     form = (t.format.algo, t.format.group_size, t.format.round_twice)
-    digest = hash_of(*form, t.columns, t.amax, t.codes)
+    digest = hash_of(*form, t.smoothing_scale, t.amax, t.codes)
     grain = math.lcm(grain_of(weight), weight.turn)
     rows = max(grain, UNIT_BYTES // weight.row_bytes // grain * grain)
     return [
@@ -356,3 +365,69 @@ def compute_dtype(dtype: DType) -> DType:
     """The dtype in which a stored weight is computed: its own if it can be encoded."""
     encoded = dtype.name in ("float32", "bfloat16", "float16")
     return dtype if encoded else named_dtype("float32")
+
+
+SWEPT_BYTES = 32 << 20
+"""A thread looks for the amax of so much of a weight at a time."""
+
+
+def find_amaxes(
+    catalogue: Catalogue,
+    weights: Sequence[WeightToPack],
+    files: Files,
+    *,
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+) -> list[float]:
+    """The amax of each weight after smoothing; uses memory for tiles only.
+
+    Raises:
+        FormatError: a weight holds NaN or infinity.
+        SourceChangedError: a source file changed meanwhile.
+    """
+    part = PackedPart(role=SCALE, dtype="float32", shape=(), spans=())
+    jobs: list[tuple[int, int, int]] = []
+    for number, weight in enumerate(weights):
+        rows = max(1, SWEPT_BYTES // weight.row_bytes)
+        out = weight.shape[0]
+        jobs += [(number, a, min(a + rows, out)) for a in range(0, out, rows)]
+    amaxes = [0.0] * len(weights)
+    lock, local = threading.Lock(), threading.local()
+    locator = ShardLocator(catalogue)
+    with SourceFiles(files, [catalogue]) as readers:
+
+        def work(job: tuple[int, int, int]) -> None:
+            number, first, end = job
+            weight, width = weights[number], weights[number].shape[1]
+            if not hasattr(local, "taking"):
+                local.taking = RegionReader(
+                    locator, files, readers, Buffers(), tile_bytes=COMPUTED_BYTES
+                )
+            columns = weight.treatment.smoothing_scale
+            rows = max(1, COMPUTED_BYTES // weight.row_bytes)
+            with local.taking.run(weight.placement, weight.dtype) as run:
+                for a in range(first, end, rows):
+                    b = min(a + rows, end)
+                    values, kind = run.read(a * width, b * width), weight.dtype.name
+                    if columns is not None:
+                        values = single(values, kind).reshape(-1, width) * columns.astype("<f4")
+                        kind = "float32"
+                    flat = values.reshape(-1)
+                    top = float(amax_of(flat, kind, part, (0,), (flat.size,)))
+                    if not np.isfinite(top):
+                        raise FormatError(
+                            "elements are NaN or infinite",
+                            file=catalogue.root,
+                            tensor=weight.placement.canonical,
+                            hint="they cannot be quantized; `megtool inspect SRC --stats` "
+                            "counts them",
+                        )
+                    with lock:
+                        amaxes[number] = max(amaxes[number], top)
+            if progress is not None:
+                with lock:
+                    progress((end - first) * weight.row_bytes)
+
+        run_jobs(jobs, work, threads=threads)
+    catalogue.check_unchanged()
+    return amaxes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import Region, Taking
+from megtool.checkpoint.computed_tensors import RegionReader, TargetRegion
 from megtool.checkpoint.transport.strided import Array
 from megtool.checkpoint.transport.tile import Index
 from megtool.quant.packed_tensors.pack import PackedRows
@@ -34,7 +34,7 @@ class TransposedFeed:
         return self.feed.reads
 
     @property
-    def writes(self) -> tuple[Region, ...]:
+    def writes(self) -> tuple[TargetRegion, ...]:
         """Its rows, which are columns here."""
         return tuple(replace(r, lo=r.lo[::-1], hi=r.hi[::-1]) for r in self.feed.writes)
 
@@ -44,11 +44,11 @@ class TransposedFeed:
         return self.feed.num_bytes
 
     @property
-    def facts(self) -> bytes:
+    def identity(self) -> bytes:
         """Those of the rows."""
-        return hash_of("turned", self.feed.facts)
+        return hash_of("turned", self.feed.identity)
 
-    def make(self, taking: Taking) -> Generator[tuple[int, Index, Array], None, None]:
+    def generate(self, taking: RegionReader) -> Generator[tuple[int, Index, Array], None, None]:
         """See `Feed`."""
-        for number, index, tile in self.feed.make(taking):
+        for number, index, tile in self.feed.generate(taking):
             yield number, index[::-1], np.ascontiguousarray(tile.T)

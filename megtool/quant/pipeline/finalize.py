@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool import __version__
-from megtool.checkpoint.parallel_scan import usual_threads
+from megtool.checkpoint.parallel_scan import default_threads
 from megtool.console import Progress
 from megtool.errors import StorageError
 from megtool.inference.runtime import load_forward, on_ranks
@@ -26,8 +26,6 @@ from megtool.quant.pipeline.report import (
     ParetoPoint,
     QuantizeEvaluation,
     QuantizeReport,
-)
-from megtool.quant.pipeline.report_rows import (
     coverage_rows,
     format_rows,
     histograms,
@@ -35,9 +33,9 @@ from megtool.quant.pipeline.report_rows import (
     kv_format,
 )
 from megtool.quant.pipeline.write import VerificationError, write
-from megtool.quant.qparams import Settlement
-from megtool.quant.recipes.modules import in_blocks
-from megtool.quant.verification.verify_folder import Proof, prove
+from megtool.quant.qparams import QParams
+from megtool.quant.recipes.modules import is_in_expert_blocks
+from megtool.quant.verification.verify_folder import FolderVerification, verify_folder
 from megtool.reshard.execute import peak_rss_bytes
 from megtool.reshard.open_source import open_decoder
 from megtool.reshard.target import make_target
@@ -63,21 +61,21 @@ def finalize(
     Raises:
         MegtoolError: see `write`.
     """
-    opened = job.decided.opened
-    proofs: list[Proof] = []
+    opened = job.decided.source
+    proofs: list[FolderVerification] = []
     proving = 0.0
 
     def check(tree: Path) -> None:
         nonlocal proving
         began = time.monotonic()
         proofs.append(
-            prove(
+            verify_folder(
                 opened,
                 tree,
                 job.decisions,
                 solved.settlement,
-                small=make_target(opened, TargetOptions(to="hf")).destination.small,
-                threads=usual_threads(job.manner.threads),
+                auxiliary_files=make_target(opened, TargetOptions(to="hf")).destination.small_files,
+                threads=default_threads(job.manner.threads),
                 progress=progress,
             )
         )
@@ -164,11 +162,11 @@ def _report(
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
     *,
-    proof: Proof | None = None,
+    proof: FolderVerification | None = None,
     num_bytes: int = 0,
     resumed_units: int = 0,
 ) -> QuantizeReport:
-    decided, opened = job.decided, job.decided.opened
+    decided, opened = job.decided, job.decided.source
     weights = [d for d in job.decisions if d.module.kind != "kv_cache"]
     keep = job.calibrating.keep
     return QuantizeReport(
@@ -200,7 +198,7 @@ def _facts(
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
 ) -> CalibrationFacts | None:
-    from megtool.quant.calibration.expert_coverage import coverage
+    from megtool.quant.calibration.expert_coverage import measure_coverage
 
     artefact = solved.artefact
     if artefact is None:
@@ -220,7 +218,7 @@ def _facts(
         seconds=seconds.get("calibrate", 0.0),
         inputs=input_rows(artefact.statistics),
         histograms=histograms(artefact.statistics),
-        coverage=coverage_rows(coverage(job.points, artefact.statistics)),
+        coverage=coverage_rows(measure_coverage(job.points, artefact.statistics)),
     )
 
 
@@ -288,11 +286,11 @@ def _evaluate(
     )
 
 
-def _as_engines_run(job: QuantizeRequest, solved: SolvedQParams) -> Settlement:
+def _as_engines_run(job: QuantizeRequest, solved: SolvedQParams) -> QParams:
     """What was settled, without the inputs of experts in blocks: engines leave these as they are
     (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
-    blocks = {d.module.name for d in job.decisions if in_blocks(d.module)}
-    treatments = solved.settlement.treatments
+    blocks = {d.module.name for d in job.decisions if is_in_expert_blocks(d.module)}
+    treatments = solved.settlement.weights
     return replace(
         solved.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
     )

@@ -13,7 +13,7 @@ from megtool.quant.pipeline.report import CalibrationFacts, QuantizeReport, deci
 from megtool.quant.pipeline.svg_plots import PlotSeries, bars, cells, scatter, table
 
 if TYPE_CHECKING:
-    from megtool.quant.verification.verify_folder import Proof, Row
+    from megtool.quant.verification.verify_folder import FolderVerification, WeightAccuracy
 
 _MOST_ROWS = 2000
 """Modules of a table: those with the least signal, where there are more."""
@@ -112,12 +112,12 @@ def _pairs(facts: Sequence[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(n)}</dt><dd>{escape(t)}</dd>" for n, t in facts) + "</dl>"
 
 
-def _findings(proof: Proof) -> str:
+def _findings(proof: FolderVerification) -> str:
     if not proof.findings:
         return '<h2>Findings</h2><p class="good">None: it is what it should be.</p>'
     items = "".join(
-        f'<li><strong class="{f.severity}">{f.severity}</strong> {escape(f.check)}: '
-        f"<code>{escape(f.module)}</code>: {escape(f.text)}; {escape(f.meaning)}</li>"
+        f'<li><strong class="{f.severity}">{f.severity}</strong> {escape(f.id)}: '
+        f"<code>{escape(f.module)}</code>: {escape(f.message)}; {escape(f.effect)}</li>"
         for f in proof.findings[:_MOST_ROWS]
     )
     more = len(proof.findings) - _MOST_ROWS
@@ -125,9 +125,9 @@ def _findings(proof: Proof) -> str:
     return f"<h2>Findings</h2><ul>{items}</ul>{footer}"
 
 
-def _errors(proof: Proof) -> Iterator[str]:
+def _errors(proof: FolderVerification) -> Iterator[str]:
     """SQNR and bits, module by module in the model's order."""
-    by_label: dict[str, list[tuple[int, Row]]] = defaultdict(list)
+    by_label: dict[str, list[tuple[int, WeightAccuracy]]] = defaultdict(list)
     for i, row in enumerate(proof.rows):
         by_label[row.label].append((i, row))
     yield "<h2>Error</h2>"

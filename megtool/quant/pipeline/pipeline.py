@@ -71,7 +71,7 @@ def _run_stages(
     with _timed(seconds, "calibrate"):
         solved = solve(job, samples, progress)
     if solved is None:  # another process writes
-        return QuantizeReport.elsewhere(str(job.decided.opened.path), str(job.destination))
+        return QuantizeReport.elsewhere(str(job.decided.source.path), str(job.destination))
     if solved.artefact is not None:
         if job.calibrating.only:
             solved.artefact.save(job.destination)
@@ -84,7 +84,7 @@ def _run_stages(
 
 def _measure(job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress) -> None:
     """Measure what each format costs, and choose."""
-    from megtool.quant.calibration.resume_folder import CHOOSING
+    from megtool.quant.calibration.resume_folder import SENSITIVITY_FOLDER
     from megtool.quant.mixed_precision.sensitivity import measure
 
     if samples is None:
@@ -102,7 +102,7 @@ def _measure(job: QuantizeRequest, samples: CalibrationSamples | None, progress:
             device=groups.device,
             resident=job.calibrating.resident,
             threads=job.manner.threads,
-            work=job.work / CHOOSING,
+            work=job.work / SENSITIVITY_FOLDER,
             fingerprint=job.fingerprint(samples),
             progress=progress,
         )

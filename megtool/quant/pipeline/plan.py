@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megtool.commands.recipe import explained
 from megtool.console import format_bytes
 from megtool.number_formats.encode import encode
 from megtool.number_formats.layout import layout
-from megtool.quant.explain_report import ExplainReport
+from megtool.quant.explain import ExplainReport, explain
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
-from megtool.quant.qparams import packing_of
+from megtool.quant.recipes.formats import packing_of
 from megtool.quant.recipes.match import Decision
-from megtool.quant.resolve import Decided
+from megtool.quant.resolve import ResolvedRecipe
 
 if TYPE_CHECKING:
-    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.calibration_file import CalibrationFile
 
 _TRIED = (256, 1024)  # elements that are encoded to find out how fast that goes here
 
@@ -75,13 +74,13 @@ class QuantizePlan:
 
 
 def plan_quantize(
-    decided: Decided,
+    decided: ResolvedRecipe,
     destination: str,
     *,
     wants_data: Sequence[Decision],
     samples: CalibrationSamples | None,
     threads: int,
-    artefact: Artefact | None = None,
+    artefact: CalibrationFile | None = None,
     calibration: str = "",
 ) -> QuantizePlan:
     """The plan of a run of which `wants_data` are the decisions that data is needed for; `artefact`
@@ -90,7 +89,7 @@ def plan_quantize(
     linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
     measured = artefact if wants_data else None
     return QuantizePlan(
-        explained=explained(decided),
+        explained=explain(decided),
         destination=destination,
         calibration=_needed(wants_data),
         data=samples.name if samples else calibration if measured else "",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megtool.console import format_bytes
-from megtool.quant.explain_report import target_told
+from megtool.quant.calibration.statistics import BINS_PER_OCTAVE, OCTAVES, ActivationStatistics
+from megtool.quant.explain import describe_target
+from megtool.quant.recipes.match import Decision
 from megtool.reports import columns, count
 
 if TYPE_CHECKING:
-    from megtool.quant.verification.verify_folder import Proof
+    from megtool.quant.calibration.expert_coverage import ExpertCoverage
+    from megtool.quant.verification.verify_folder import FolderVerification
 
 _WORST = 5
 _MOST_FINDINGS = 12
@@ -130,7 +136,7 @@ class QuantizeReport:
     kv_format: str = ""
     calibration: CalibrationFacts | None = None
     calibration_file: str | None = None
-    proof: Proof | None = None
+    proof: FolderVerification | None = None
     evaluation: QuantizeEvaluation | None = None
     auto: AutoChoice | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -188,7 +194,7 @@ class QuantizeReport:
         yield "family", self.family or "unknown"
         yield "algorithm", self.method
         if self.target:
-            yield "target", target_told(self.target, self.doubt)
+            yield "target", describe_target(self.target, self.doubt)
         if self.num_bytes:
             share = f" ({100 * self.num_bytes / self.source_bytes:.1f} %)"
             yield (
@@ -249,10 +255,10 @@ def _calibrated(c: CalibrationFacts) -> Iterator[tuple[str, str]]:
         yield "experts", text + (f", the least of all {least:,}" if short else "")
 
 
-def _summary(p: Proof) -> str:
+def _summary(p: FolderVerification) -> str:
     finite = sorted(r.sqnr_db for r in p.rows)
     middle = finite[len(finite) // 2]
-    unquantized = f", {p.num_kept} kept ones are equal" if p.num_kept else ""
+    unquantized = f", {p.num_unquantized} kept ones are equal" if p.num_unquantized else ""
     norms = f", {p.num_norms} norms carry factors" if p.num_norms else ""
     return (
         f"{len(p.rows)} weights read again: SQNR {decibels(finite[0])} at least, "
@@ -260,7 +266,7 @@ def _summary(p: Proof) -> str:
     )
 
 
-def _proved(p: Proof) -> Iterator[str]:
+def _proved(p: FolderVerification) -> Iterator[str]:
     if p.rows:
         yield ""
         rows = [("worst", "format", "SQNR", "cosine", "error", "max", "clipped")]
@@ -274,7 +280,7 @@ def _proved(p: Proof) -> Iterator[str]:
     if p.findings:
         yield ""
     for f in p.findings[:_MOST_FINDINGS]:
-        yield f"{f.severity:<8}{f.check}: {f.module}: {f.text}; {f.meaning}"
+        yield f"{f.severity:<8}{f.id}: {f.module}: {f.message}; {f.effect}"
     if len(p.findings) > _MOST_FINDINGS:
         errors = p.num_errors
         warnings = len(p.findings) - errors
@@ -286,3 +292,83 @@ def decibels(value: float) -> str:
     if math.isinf(value):
         return "exact" if value > 0 else "nothing left"
     return f"{value:.1f} dB"
+
+
+def format_rows(decisions: Iterable[Decision]) -> tuple[FormatRow, ...]:
+    """Weights by format, in order of first appearance; KV caches are left out."""
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for d in decisions:
+        if d.module.kind != "kv_cache":
+            groups[d.label].append(d)
+    return tuple(
+        FormatRow(
+            format=label,
+            modules=len(some),
+            weights=sum(d.module.numel for d in some),
+            num_bytes=sum(d.num_bytes for d in some),
+            source_bytes=sum(d.module.num_bytes for d in some),
+        )
+        for label, some in groups.items()
+    )
+
+
+def kv_format(decisions: Iterable[Decision]) -> str:
+    """The format of the KV cache; empty where it is kept."""
+    formats = dict.fromkeys(
+        d.format.kv_algo for d in decisions if d.module.kind == "kv_cache" and d.format
+    )
+    return ", ".join(formats)
+
+
+def coverage_rows(coverages: Iterable[ExpertCoverage]) -> tuple[CoverageRow, ...]:
+    """One row a mixture."""
+    return tuple(
+        CoverageRow(mixture=c.mixture, tokens=c.tokens, enough=c.min_tokens) for c in coverages
+    )
+
+
+def input_rows(statistics: Mapping[str, ActivationStatistics]) -> tuple[InputRow, ...]:
+    """One row a point that saw tokens; quantiles are upper edges of bins."""
+    return tuple(
+        InputRow(
+            name=name,
+            layer=_layer(name),
+            num_tokens=s.num_tokens,
+            amax=float(s.amax.max(initial=0.0)),
+            median=quantile(s, 0.5),
+            percent_99=quantile(s, 0.99),
+            percent_9999=quantile(s, 0.9999),
+        )
+        for name, s in statistics.items()
+        if s.num_tokens
+    )
+
+
+def quantile(statistics: ActivationStatistics, share: float) -> float:
+    """The magnitude that `share` of the elements stay below, to a bin (3 %), and at most amax."""
+    total = np.cumsum(statistics.histogram)
+    if not total[-1]:
+        return 0.0
+    bin = int(np.searchsorted(total, share * total[-1]))
+    if bin == 0:
+        return 0.0
+    octave, part = divmod(bin - 1, BINS_PER_OCTAVE)
+    edge = 2.0 ** (OCTAVES[0] + octave) * (1 + (part + 1) / BINS_PER_OCTAVE)
+    return min(edge, float(statistics.amax.max(initial=0.0)))
+
+
+def histograms(statistics: Mapping[str, ActivationStatistics]) -> dict[str, tuple[int, ...]]:
+    """Elements by power of two of their size, added up over the points of a role (`attn.qkv`)."""
+    counts: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+    for name, s in statistics.items():
+        role = ".".join(p for p in name.split(".") if not p.isdecimal())
+        role = role.removeprefix("layers.")
+        bins = s.histogram[1:].reshape(-1, BINS_PER_OCTAVE).sum(1)
+        bins[0] += s.histogram[0]
+        counts[role] = counts[role] + bins if role in counts else bins
+    return {role: tuple(int(n) for n in bins) for role, bins in counts.items()}
+
+
+def _layer(name: str) -> int | None:
+    parts: Sequence[str] = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" and parts[1].isdecimal() else None

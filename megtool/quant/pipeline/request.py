@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megtool.errors import DestinationError, UsageError
-from megtool.inference.runtime import Manner
-from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.options.groups import RuntimeOptions
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.pipeline.calibration_data import CalibrationDataOptions, CalibrationSamples
 from megtool.quant.recipes.match import Decision
-from megtool.quant.resolve import Decided
+from megtool.quant.resolve import ResolvedRecipe
 from megtool.reshard.open_source import require_decoder
 
 if TYPE_CHECKING:
     from megtool.inference.windows import TokenDocument
-    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.calibration_file import CalibrationFile
     from megtool.quant.calibration.fingerprint import Fingerprint
     from megtool.quant.calibration.sensitivities import Sensitivities
     from megtool.quant.mixed_precision.auto_quantize import FormatChoice
@@ -67,13 +67,13 @@ class QuantizeRequest:
     is then the hash of the recipe with them open.
     """
 
-    decided: Decided
+    decided: ResolvedRecipe
     destination: Path
     recipe: str
     bits: float | None
     group_size: int
     began: float
-    manner: Manner
+    manner: RuntimeOptions
     calibrating: CalibrationOptions
     writing: QuantizeOutputOptions
     auto: FormatChoice | None = None
@@ -88,20 +88,20 @@ class QuantizeRequest:
     @cached_property
     def runnable(self) -> CheckpointSource:
         """The source as a model that runs."""
-        return require_decoder(self.decided.opened)
+        return require_decoder(self.decided.source)
 
     @cached_property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[ActivationSite, ...]:
         """Where inputs are looked at."""
-        return list_points(self.decided.modules.modules, self.runnable.config)
+        return list_activation_sites(self.decided.modules.modules, self.runnable.config)
 
     @cached_property
     def wants_data(self) -> list[Decision]:
         """The decisions that need calibration data."""
-        from megtool.quant.requirements import needs
+        from megtool.quant.requirements import derive_requirements
 
         recipe = self.decided.recipe
-        return [d for d in self.decisions if d.choices or needs(recipe, d).data]
+        return [d for d in self.decisions if d.choices or derive_requirements(recipe, d).data]
 
     @property
     def asks_data(self) -> bool:
@@ -149,12 +149,12 @@ class QuantizeRequest:
 
     def fingerprint(self, samples: CalibrationSamples | None) -> Fingerprint:
         """The fingerprint of everything the calibration depends on."""
-        from megtool.quant.calibration.fingerprint import fingerprint_of
+        from megtool.quant.calibration.fingerprint import compute_fingerprint
 
-        opened = self.decided.opened
-        return fingerprint_of(
+        opened = self.decided.source
+        return compute_fingerprint(
             opened.catalogue,
-            opened.side,
+            opened.view,
             self.decided.recipe,
             self.decisions,
             samples.batches() if samples else (),
@@ -162,23 +162,23 @@ class QuantizeRequest:
         )
 
     @cached_property
-    def artefact(self) -> Artefact | None:
+    def artefact(self) -> CalibrationFile | None:
         """The calibration files that were named, added up; None where none was."""
-        from megtool.quant.calibration.calibration_file import Artefact, merged
+        from megtool.quant.calibration.calibration_file import CalibrationFile, merge_calibrations
 
         files = self.calibrating.files
-        return merged([Artefact.load(path) for path in files]) if files else None
+        return merge_calibrations([CalibrationFile.load(path) for path in files]) if files else None
 
     @cached_property
     def evaluation(self) -> list[TokenDocument]:
         """The texts for evaluating both models; empty if not requested."""
-        from megtool.commands.evaluate import read_texts
+        from megtool.inference.evaluation_texts import read_token_documents
 
         data, spoken = self.writing.evaluate, self.calibrating.tokenizer
         if data is None:
             return []
         most = self.writing.evaluate_tokens
-        return read_texts(data, self.runnable.tokenizer(spoken), max_tokens=most)
+        return read_token_documents(data, self.runnable.tokenizer(spoken), max_tokens=most)
 
     def check_evaluation(self) -> None:
         """Read the evaluation texts before any work.
@@ -201,11 +201,11 @@ class QuantizeRequest:
         """
         from megtool.quant.pipeline.write import check_storable
 
-        check_storable(self.decided.opened, self.decisions)
+        check_storable(self.decided.source, self.decisions)
 
     def planned(self, samples: CalibrationSamples | None) -> QuantizePlan:
         """The plan of this run."""
-        from megtool.checkpoint.parallel_scan import usual_threads
+        from megtool.checkpoint.parallel_scan import default_threads
         from megtool.quant.pipeline.plan import plan_quantize
 
         self.check_free()
@@ -216,7 +216,7 @@ class QuantizeRequest:
             samples=samples,
             artefact=self.artefact,
             calibration=", ".join(str(path) for path in self.calibrating.files),
-            threads=usual_threads(self.manner.threads),
+            threads=default_threads(self.manner.threads),
         )
 
     def check_free(self) -> None:
@@ -226,11 +226,11 @@ class QuantizeRequest:
             DestinationError: it exists, is inside the source, or cannot be written; or one of the
                 other files that are asked for cannot be, or would be lost.
         """
-        from megtool.checkpoint.commit import Stage
+        from megtool.checkpoint.commit import StagingFolder
         from megtool.checkpoint.storage.files import Files
 
-        opened = self.decided.opened
-        Stage(
+        opened = self.decided.source
+        StagingFolder(
             self.destination,
             files=Files(),
             fingerprint="",

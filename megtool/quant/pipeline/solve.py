@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megtool.commands.reshard import reshard
 from megtool.console import Progress
 from megtool.errors import CalibrationError, UsageError
 from megtool.inference.runtime import on_ranks
 from megtool.quant.pipeline.calibration_data import CalibrationSamples
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.rules import KEEP
+from megtool.reshard.execute import ExecutionOptions
+from megtool.reshard.megatron.optimizer import NONE
+from megtool.reshard.run import reshard_checkpoint
+from megtool.reshard.source_options import SelectionOptions
+from megtool.reshard.writers.target_spec import TargetOptions
 
 if TYPE_CHECKING:
-    from megtool.quant.calibration.calibration_file import Artefact
+    from megtool.quant.calibration.calibration_file import CalibrationFile
     from megtool.quant.calibration.fingerprint import Fingerprint
-    from megtool.quant.qparams import Settlement
+    from megtool.quant.qparams import QParams
 
 from megtool.quant.pipeline.request import QuantizeRequest
 
@@ -30,8 +34,8 @@ class SolvedQParams:
     weights alone).
     """
 
-    settlement: Settlement
-    artefact: Artefact | None
+    settlement: QParams
+    artefact: CalibrationFile | None
     ranks: int = 1
 
 
@@ -43,8 +47,8 @@ def solve(
     Raises:
         CalibrationError: see `calibrate` and `check_fits`.
     """
-    from megtool.quant.qparams import Settlement, Treatment
-    from megtool.quant.requirements import is_plain
+    from megtool.quant.qparams import QParams, WeightQParams
+    from megtool.quant.requirements import is_format_only
 
     done: SolvedQParams | None
     c = job.calibrating
@@ -52,9 +56,9 @@ def solve(
     if not (job.asks_data or keeps):
         if os.environ.get("RANK", "0") != "0":
             return None
-        done = SolvedQParams(settlement=Settlement(), artefact=None)
-        if not all(is_plain(job.decided.recipe, d) for d in job.decisions):
-            done.settlement.add(_by_weights(job))
+        done = SolvedQParams(settlement=QParams(), artefact=None)
+        if not all(is_format_only(job.decided.recipe, d) for d in job.decisions):
+            done.settlement.update(_by_weights(job))
     elif c.files:
         done = _from_files(job)
     else:
@@ -63,50 +67,46 @@ def solve(
         return None
     for d in job.decisions:  # what has no point: an embedding, layers that draft
         name, number_format = d.module.name, d.format
-        if (
-            number_format is not None
-            and number_format.algo
-            and name not in done.settlement.treatments
-        ):
-            done.settlement.treatments[name] = Treatment(
+        if number_format is not None and number_format.algo and name not in done.settlement.weights:
+            done.settlement.weights[name] = WeightQParams(
                 module=name, format=number_format, input_amax=number_format.input_amax
             )
     return done
 
 
-def _by_weights(job: QuantizeRequest) -> Settlement:
+def _by_weights(job: QuantizeRequest) -> QParams:
     """Quantization parameters from weights alone."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
-    from megtool.quant.solve_qparams import settle
+    from megtool.quant.solve_qparams import solve_qparams
 
     decided = {d.module.name: d for d in job.decisions}
     with CanonicalWeights(job.source()) as weights:
         recipe, config = job.decided.recipe, job.runnable.config
-        return settle(job.points, {}, decided, recipe, weights, config=config)
+        return solve_qparams(job.points, {}, decided, recipe, weights, config=config)
 
 
 def _from_files(job: QuantizeRequest) -> SolvedQParams:
     """Quantization parameters from calibration files, solved again if the recipe differs."""
-    from megtool.quant.calibration.calibrate import settled_anew
+    from megtool.quant.calibration.calibrate import resolve_calibration
 
     artefact, fingerprint = job.artefact, job.fingerprint(None)
     if artefact is None:
         raise ValueError("no calibration files were named")
     if not _fits(job, artefact, fingerprint):
-        artefact = settled_anew(
+        artefact = resolve_calibration(
             artefact,
             job.source(),
             job.decisions,
             job.decided.recipe,
             job.points,
             fingerprint=fingerprint,
-            written=job.written,
+            stored_recipe=job.written,
             policy=job.calibrating.unseen,
         )
-    return SolvedQParams(settlement=artefact.settlement, artefact=artefact)
+    return SolvedQParams(settlement=artefact.qparams, artefact=artefact)
 
 
-def _fits(job: QuantizeRequest, artefact: Artefact, fingerprint: Fingerprint) -> bool:
+def _fits(job: QuantizeRequest, artefact: CalibrationFile, fingerprint: Fingerprint) -> bool:
     """Whether the files' quantization parameters can be used unchanged; see `check_fits`."""
     from megtool.quant.calibration.calibration_file import check_fits
 
@@ -183,10 +183,9 @@ def check_modelopt(job: QuantizeRequest) -> None:
         MissingPackageError, RecipeError, UsageError: see `calibrate_with_modelopt` and
             `check_quantizers`; of formats that are still to be chosen it has to know all.
     """
-    from megtool.quant.backend_modelopt import modelopt_config
+    from megtool.quant.backend_modelopt import build_modelopt_config, check_quantizers
     from megtool.quant.mixed_precision.decision_units import format_of
-    from megtool.quant.modelopt_model import check_quantizers
-    from megtool.reshard.source import hugging_face_files
+    from megtool.reshard.source import collect_hf_files
 
     world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1:
@@ -198,8 +197,8 @@ def check_modelopt(job: QuantizeRequest) -> None:
     for d in job.decisions:
         formats = [format_of(name, recipe, job.group_size) for name in d.choices if name != KEEP]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
-    config = modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
-    built = hugging_face_files(job.decided.opened, None)["config.json"]
+    config = build_modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
+    built = collect_hf_files(job.decided.source, None)["config.json"]
     check_quantizers(built, config, decisions, job.points)
 
 
@@ -227,9 +226,9 @@ def _calibrated(
             resident=c.resident,
             policy=c.unseen or "share",
             route_all=c.route_all,
-            work=job.work,
+            resume_folder=job.work,
             fingerprint=job.fingerprint(samples),
-            spill=c.spill,
+            spills=c.spill,
             threads=job.manner.threads,
             progress=progress,
         )
@@ -244,7 +243,7 @@ def _calibrated(
             settled_for=fingerprint.recipe,
             sensitivities=job.sensitivities,
         )
-    return SolvedQParams(settlement=artefact.settlement, artefact=artefact, ranks=world)
+    return SolvedQParams(settlement=artefact.qparams, artefact=artefact, ranks=world)
 
 
 def _by_modelopt(
@@ -257,19 +256,16 @@ def _by_modelopt(
 
     if job.manner.threads:
         torch.set_num_threads(job.manner.threads)
-    opened = job.decided.opened
+    opened = job.decided.source
     with tempfile.TemporaryDirectory(prefix="megtool-") as temporary:
         folder = opened.path
         if opened.catalogue.format != "hf":
             folder = Path(temporary) / "hf"
-            reshard(
+            reshard_checkpoint(
                 opened.path,
-                folder,
-                to="hf",
-                like=opened.like,
-                family=job.decided.family,
-                optimizer="none",
-                fsync=False,
+                SelectionOptions(family=job.decided.family, like=opened.like),
+                TargetOptions(to="hf", optimizer=NONE, destination=folder),
+                ExecutionOptions(fsync=False),
             )
         settlement = calibrate_with_modelopt(
             folder,

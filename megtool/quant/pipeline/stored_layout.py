@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.errors import CalibrationError, MappingError, UsageError
 from megtool.quant.packed_tensors.folded_norm import FoldedNorm
 from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
@@ -30,7 +30,7 @@ from megtool.quant.pipeline.weight_layout import (
     refusal,
     row_layout,
 )
-from megtool.quant.qparams import Floats, Settlement, Treatment
+from megtool.quant.qparams import Floats, QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.constant_feed import ConstantFeed
@@ -44,7 +44,7 @@ class StoredWeight:
     """A canonical weight in a stored module: its decision, its parameters, and its rows there."""
 
     decision: Decision
-    treatment: Treatment
+    treatment: WeightQParams
     weight: WeightToPack
     rows: RowLayout
     amax: float = 0.0
@@ -64,20 +64,20 @@ class StoredModule:
     def smoothed(self) -> Floats | None:
         """The per-channel smoothing scales to store."""
         first = self.pieces[0].treatment
-        return first.columns if first.stores_columns else None
+        return first.smoothing_scale if first.stores_pre_quant_scale else None
 
 
-def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict[str, Treatment]:
+def treatments_of(decisions: Sequence[Decision], settlement: QParams) -> dict[str, WeightQParams]:
     """The treatment of every module that is quantized.
 
     Raises:
         CalibrationError: one has none, or one for another format.
     """
-    out: dict[str, Treatment] = {}
+    out: dict[str, WeightQParams] = {}
     for d in decisions:
         if d.format is None or not d.format.algo:
             continue
-        treatment = settlement.treatments.get(d.module.name)
+        treatment = settlement.weights.get(d.module.name)
         if treatment is None or treatment.format.algo != d.format.algo:
             has = f"one for {treatment.format.algo}" if treatment else "none"
             raise CalibrationError(
@@ -91,7 +91,7 @@ def treatments_of(decisions: Sequence[Decision], settlement: Settlement) -> dict
 def stored_modules(
     opened: CheckpointSource,
     decisions: Sequence[Decision],
-    treatments: Mapping[str, Treatment],
+    treatments: Mapping[str, WeightQParams],
     target: Target,
 ) -> list[StoredModule]:
     """The stored modules to be quantized, in the order of the files.
@@ -146,7 +146,7 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
         for p in stored.pieces
         if (p.treatment.format.algo, p.treatment.format.group_size)
         != (first.treatment.format.algo, first.treatment.format.group_size)
-        or p.treatment.stores_columns != first.treatment.stores_columns
+        or p.treatment.stores_pre_quant_scale != first.treatment.stores_pre_quant_scale
         or not np.array_equal(_ones(p), _ones(first))
     ]
     if missing or differ:
@@ -176,7 +176,7 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
 
 
 def _ones(piece: StoredWeight) -> Floats:
-    columns = piece.treatment.columns
+    columns = piece.treatment.smoothing_scale
     return np.ones(piece.weight.shape[1], np.float32) if columns is None else columns
 
 
@@ -198,11 +198,11 @@ def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedT
         first.weight.dtype,
         amax=max(p.amax for p in stored.pieces),
         inputs=max(inputs, default=None),
-        columns=first.treatment.columns if first.treatment.stores_columns else None,
+        columns=first.treatment.smoothing_scale if first.treatment.stores_pre_quant_scale else None,
     )
 
 
-def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) -> list[Feed]:
+def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) -> list[TensorFeed]:
     """The feeds that fill the tensors of one module."""
     amax = max(p.amax for p in stored.pieces)
     if len(stored.tensor.shape) == 3:
@@ -215,7 +215,7 @@ def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) 
             )
         ]
     computed = [(h.part.role, h.tensor) for h in specs if h.part is not None and h.value is None]
-    out: list[Feed] = []
+    out: list[TensorFeed] = []
     for p, weight in _as_stored(stored):
         feeds = feeds_of(weight, computed, row_offset=p.rows.first, amax=amax)
         out += [TransposedFeed(feed=f) for f in feeds] if p.rows.is_turned else feeds
@@ -242,14 +242,12 @@ def _with_one_scale(piece: StoredWeight) -> WeightToPack:
     return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
 
 
-def folded_norms(
-    opened: CheckpointSource, settlement: Settlement, target: Target
-) -> list[FoldedNorm]:
+def folded_norms(opened: CheckpointSource, settlement: QParams, target: Target) -> list[FoldedNorm]:
     """The norms that take factors."""
     tensors = {t.name: t for t in target.side.tensors}
-    config = opened.side.config
+    config = opened.view.config
     out: list[FoldedNorm] = []
-    for norm, factors in settlement.norms.items():
+    for norm, factors in settlement.norm_scales.items():
         for last in ("weight", "bias"):
             name = f"{norm}.{last}"
             to = target.side.placements.get(name)
@@ -277,15 +275,13 @@ def folded_norms(
     return out
 
 
-def cache_scales(
-    decisions: Sequence[Decision], settlement: Settlement
-) -> list[QuantizedTensorSpec]:
+def cache_scales(decisions: Sequence[Decision], settlement: QParams) -> list[QuantizedTensorSpec]:
     """The scales of KV caches."""
     out: list[QuantizedTensorSpec] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:
             continue
-        cache = settlement.caches.get(d.module.name)
+        cache = settlement.kv_caches.get(d.module.name)
         if cache is None:
             if d.format.constant:
                 continue  # loaders take 1 where nothing is stored
@@ -293,7 +289,7 @@ def cache_scales(
                 f"{d.module.name} is to be {d.label}, and nothing is known about its values",
                 hint="calibrate with data",
             )
-        out += caches_of(d.module.called("hf")[0], cache)
+        out += caches_of(d.module.names_in("hf")[0], cache)
     return out
 
 
@@ -346,7 +342,7 @@ def config_of(
         unquantized["lm_head"] = None  # tied, and yet a module to engines
     if not unquantized:  # loaders of NVFP4 refuse an empty list
         embeddings = [d for d in decisions if d.module.kind == "embedding" and d.format is None]
-        unquantized.update(dict.fromkeys(n for d in embeddings for n in d.module.called("hf")))
+        unquantized.update(dict.fromkeys(n for d in embeddings for n in d.module.names_in("hf")))
     return quantization(
         layers, [k for k in unquantized if k not in quantized], next(iter(caches), None)
     )

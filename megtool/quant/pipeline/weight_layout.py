@@ -12,7 +12,7 @@ from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.target import make_target
-from megtool.reshard.writers.target_spec import TargetOptions, Target
+from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.placement import Placement
 from megtool.tensors.sharded import GlobalTensor
 

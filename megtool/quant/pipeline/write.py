@@ -14,21 +14,25 @@ from functools import partial
 from pathlib import Path
 
 from megtool import __version__
-from megtool.checkpoint.commit import Stage
-from megtool.checkpoint.computed_tensors import Feed
+from megtool.checkpoint.commit import StagingFolder
+from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.checkpoint.copy import CopyReport
 from megtool.checkpoint.digest import DigestMode
 from megtool.checkpoint.formats.quantized import QUANT_FILE
-from megtool.checkpoint.formats.safetensors import DEFAULT_SHARD_BYTES, INDEX, lay_out
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.plan import Plan, Source
-from megtool.checkpoint.planner import build
+from megtool.checkpoint.formats.safetensors import (
+    DEFAULT_SHARD_BYTES,
+    INDEX,
+    plan_safetensors_layout,
+)
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.plan import PlanSource, ReshardPlan
+from megtool.checkpoint.planner import build_plan
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.errors import MegtoolError
 from megtool.quant.packed_tensors.hf_config import hf_quant_config, with_blocks, with_quantization
 from megtool.quant.packed_tensors.modelopt_tensors import needs_amax
-from megtool.quant.packed_tensors.tensor_amax import find_amaxes
+from megtool.quant.packed_tensors.pack import find_amaxes
 from megtool.quant.pipeline.stored_layout import (
     StoredModule,
     StoredWeight,
@@ -42,9 +46,9 @@ from megtool.quant.pipeline.stored_layout import (
     treatments_of,
 )
 from megtool.quant.pipeline.weight_layout import check_places, target_of
-from megtool.quant.qparams import Settlement, Treatment
+from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import fused_with
+from megtool.quant.recipes.modules import find_fused_name
 from megtool.reshard.constant_feed import ConstantFeed
 from megtool.reshard.execute import (
     expected_digests,
@@ -55,7 +59,7 @@ from megtool.reshard.execute import (
 )
 from megtool.reshard.source import CheckpointSource
 from megtool.reshard.staged_write import WriteOptions, write_staged, written_files
-from megtool.reshard.writers.target_spec import TargetOptions, Target
+from megtool.reshard.writers.target_spec import Target, TargetOptions
 from megtool.tensors.sharded import GlobalTensor
 
 
@@ -97,7 +101,7 @@ def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> N
         UsageError: groups do not divide a weight, or rows cannot be paired.
     """
     plain = {
-        d.module.name: Treatment(module=d.module.name, format=d.format)
+        d.module.name: WeightQParams(module=d.module.name, format=d.format)
         for d in decisions
         if d.format is not None and d.format.algo
     }
@@ -110,7 +114,7 @@ def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> N
 def write(
     opened: CheckpointSource,
     decisions: Sequence[Decision],
-    settlement: Settlement,
+    settlement: QParams,
     destination: Path,
     *,
     threads: int | None = None,
@@ -140,7 +144,7 @@ def write(
         StorageError, SourceChangedError, DestinationError: as of a reshard.
     """
     began = time.monotonic()
-    count = usual_threads(threads)
+    count = default_threads(threads)
     system = files or Files()
     request = TargetOptions(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
     target = target_of(opened, decisions, request)
@@ -148,7 +152,7 @@ def write(
     for stored in modules:
         tensors_of(stored)
     stage_of = partial(
-        Stage,
+        StagingFolder,
         destination,
         files=system,
         overwrite=overwrite,
@@ -242,7 +246,7 @@ def find_shared_amaxes(
         # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
         algo = p.treatment.format.algo
         alone = algo == "FP8"
-        return stored_as[p.treatment.module] if alone else fused_with(p.decision.module), algo
+        return stored_as[p.treatment.module] if alone else find_fused_name(p.decision.module), algo
 
     for p, amax in zip(unknown, amaxes, strict=True):
         together[key(p)] = max(together[key(p)], amax)
@@ -252,21 +256,21 @@ def find_shared_amaxes(
         elif p.treatment.format.algo == "FP8" and p.treatment.amax is not None:
             p.amax = float(p.treatment.amax.max())
         else:
-            p.amax = p.treatment.second_amax
+            p.amax = p.treatment.global_amax
 
 
 def _plan(
     opened: CheckpointSource,
     decisions: Sequence[Decision],
-    settlement: Settlement,
+    settlement: QParams,
     modules: Sequence[StoredModule],
     target: Target,
     digest: DigestMode,
     max_shard_bytes: int | None,
-) -> Plan:
+) -> ReshardPlan:
     """Everything laid out, and the copies and feeds that fill it."""
     becomes: dict[str, list[GlobalTensor]] = {}
-    feeds: list[Feed] = []
+    feeds: list[TensorFeed] = []
     gone: set[str] = set()
     for stored in modules:
         specs = tensors_of(stored)
@@ -283,13 +287,15 @@ def _plan(
         feeds.append(ConstantFeed(values=values))
     tensors = [n for t in target.side.tensors for n in becomes.get(t.name, [t])]
     tensors += [h.tensor for h in caches]
-    small = {n: data for n, data in target.destination.small.items() if n != INDEX}
+    small = {n: data for n, data in target.destination.small_files.items() if n != INDEX}
     small |= _quantization_config(decisions, modules, target, small)
-    laid_out = lay_out(tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small=small)
+    laid_out = plan_safetensors_layout(
+        tensors, max_shard_bytes=max_shard_bytes or DEFAULT_SHARD_BYTES, small_files=small
+    )
     placements = {n: p for n, p in target.side.placements.items() if n not in gone}
-    return build(
+    return build_plan(
         [
-            Source(catalogue=opened.catalogue, placements=placements_read(opened, target)),
+            PlanSource(catalogue=opened.catalogue, placements=placements_read(opened, target)),
         ],
         laid_out,
         placements,

@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megtool.errors import GraphRuleError
 from megtool.kernels.cuda_graphs import (
     CudaGraphs,
+    Function,
     Input,
     clone,
     copy_into,
-    is_rehearsed,
+    is_checking_graph_rules,
     map_tensors,
 )
 
@@ -154,12 +155,12 @@ class GraphRuleChecker(CudaGraphs):
     def _watch(self, static: list[Input], expected: Trace | None) -> tuple[Any, Trace]:
         """Run once; returns copies of the outputs and what was done."""
         watch = _Watch(static, expected)
-        token = is_rehearsed.set(True)
+        token = is_checking_graph_rules.set(True)
         try:
             with _Host(), watch:
                 raw = self.function(*static)
         finally:
-            is_rehearsed.reset(token)
+            is_checking_graph_rules.reset(token)
         watch.finish()
         outputs = map_tensors(lambda x: x.detach().clone(), raw)
         del raw
@@ -373,3 +374,14 @@ def _broken(rule: Rule, operation: str, detail: str = "") -> GraphRuleError:
         + (f": {detail}" if detail else ""),
         hint=HINTS[rule],
     )
+
+
+def graphed(function: Function, device: torch.device | str, **options: Any) -> CudaGraphs:
+    """`CudaGraphs` of the function on a CUDA device, a `GraphRuleChecker` of it elsewhere.
+
+    The checker runs the function three times at the first call of a shape and watches each call:
+    it is for tests, not for speed.
+    """
+    if torch.device(device).type == "cuda":
+        return CudaGraphs(function, **options)
+    return GraphRuleChecker(function, **options)

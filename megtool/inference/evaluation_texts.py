@@ -1,0 +1,83 @@
+"""The texts that a model is evaluated on, as tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from megtool.data.documents import Document
+    from megtool.data.tokenizer import Tokenizer
+    from megtool.inference.windows import TokenDocument
+
+
+def read_token_documents(
+    data: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    field: str | None = None,
+    split: str | None = None,
+    join: bool = False,
+    all_turns: bool = False,
+    max_tokens: int | None = None,
+) -> list[TokenDocument]:
+    """Read a data set as tokens, up to `max_tokens` of them.
+
+    `data` is what `megtool.data.documents.documents` reads, or a Megatron data set. With `join` all
+    texts are one document. Of conversations only what the assistant says counts, unless
+    `all_turns`.
+
+    Raises:
+        UsageError: `join` of conversations, or tokens that the tokenizer does not have.
+        FormatError: the data cannot be read.
+    """
+    from megtool.data.documents import documents
+    from megtool.data.tokenize_documents import encode
+    from megtool.inference.windows import TokenDocument
+
+    if Path(data).suffix in (".bin", ".idx"):
+        return _read_indexed(data, tokenizer, max_tokens)
+    texts = documents(data, field=field, split=split)
+    if join:
+        joined = "\n\n".join(_plain_text(d, data) for d in texts)
+        return [TokenDocument(tokens=tokenizer.encode(joined)[:max_tokens])]
+    documents_read: list[TokenDocument] = []
+    left = max_tokens
+    for encoded in encode(texts, tokenizer, append_eos=False, answers_only=not all_turns):
+        ids, is_target = encoded.ids.tolist()[:left], encoded.learned
+        counted = None if is_target is None else is_target.tolist()[:left]
+        documents_read.append(TokenDocument(tokens=ids, counted=counted))
+        if left is not None and (left := left - len(ids)) <= 0:
+            break
+    return documents_read
+
+
+def _read_indexed(
+    data: str | Path, tokenizer: Tokenizer, max_tokens: int | None
+) -> list[TokenDocument]:
+    """The documents of a Megatron data set, which are tokens already."""
+    from megtool.data.indexed import IndexedDataset
+    from megtool.inference.windows import TokenDocument
+
+    dataset, documents_read, left = IndexedDataset(data), list[TokenDocument](), max_tokens
+    for number in range(dataset.num_documents):
+        ids = dataset.document(number).tolist()[:left]
+        if ids and max(ids) >= tokenizer.vocab_size:
+            raise UsageError(
+                f"{data} holds the token {max(ids)}, and the tokenizer has {tokenizer.vocab_size}",
+                hint="it was made with another tokenizer: tokenize the text again",
+            )
+        documents_read.append(TokenDocument(tokens=ids))
+        if left is not None and (left := left - len(ids)) <= 0:
+            break
+    return documents_read
+
+
+def _plain_text(document: Document, data: str | Path) -> str:
+    if document.messages or document.completion is not None:
+        raise UsageError(
+            f"--join, and {data} holds conversations, not plain texts", hint="leave out --join"
+        )
+    return document.text

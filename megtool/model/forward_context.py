@@ -1,0 +1,55 @@
+"""The state that all layers of one forward pass share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megtool.parallel.process_groups import ALONE, Group
+
+if TYPE_CHECKING:
+    from megtool.model.cache import KVCache
+    from megtool.model.dropout import Draws
+    from megtool.model.masks import Mask, Masks
+    from megtool.model.rotary import Rotary, Rotation
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardContext:
+    """State shared by all layers of one forward pass: sizes, positions, rotations, masks, the
+    cache.
+
+    Rotations and masks are made when a layer first asks for its kind, and kept for the others, and
+    for the backward pass where layers are computed again: other passes may have run since.
+    `positions_BS` has a batch of 1 where all rows have the same. `balanced` are the layers whose
+    routers have counted their choices (see `moe_aux_loss`), and `draws` the elements that dropout
+    zeroes, if any (see `dropout`). With context parallelism (`cp`)
+    all this is of this rank's tokens, two stretches of every row, each with masks of its own, and
+    `last_B` are the largest positions of whole rows.
+    """
+
+    num_rows: int
+    num_tokens: int
+    positions_BS: Tensor
+    rotary: Rotary
+    masks: tuple[Masks, ...]
+    cache: KVCache | None = None
+    cp: Group = ALONE
+    last_B: Tensor | None = None
+    counted_BS: Tensor | None = None
+    balanced: set[int] = field(default_factory=set)
+    draws: Draws | None = None
+    _turns: dict[int, Rotation | None] = field(default_factory=dict)
+
+    def rotation(self, layer: int) -> Rotation | None:
+        """Cosines and sines for a layer; None for a layer without rotary embedding."""
+        if layer not in self._turns:
+            self._turns[layer] = self.rotary.of(layer, self.positions_BS, self.last_B)
+        return self._turns[layer]
+
+    def stretches(self, layer: int) -> list[tuple[int, Mask]]:
+        """For each stretch of this rank's queries, all equally long: the number of keys up to its
+        end, and which of these a layer's queries may attend to."""
+        return [(masks.span.num_keys, masks.of(layer)) for masks in self.masks]

@@ -1,0 +1,137 @@
+"""Locations of activation hooks in a decoder, by the canonical name of an activation site."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megtool.errors import MappingError
+from megtool.parallel.process_groups import ALONE, Group
+
+if TYPE_CHECKING:
+    from megtool.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookLocation:
+    """The location of one input: `attribute` of `module` takes the hook.
+
+    `rows` are the ranks that have different rows of it (alone: all have the same ones), `columns`
+    those that have different columns: `parts` runs of them, as keys and values, of which
+    `repeats` ranks next to each other have the same. `expert` counts this rank's experts; it is
+    outside of them where others hold it.
+    """
+
+    module: nn.Module
+    attribute: str = "tap"
+    rows: Group = ALONE
+    columns: Group = ALONE
+    parts: int = 1
+    repeats: int = 1
+    expert: int | None = None
+
+    def set(self, tap: Callable[..., Any] | None) -> None:
+        """Put a tap there, or take it away."""
+        setattr(self.module, self.attribute, tap)
+
+    @property
+    def is_here(self) -> bool:
+        """This rank sees it; of experts, it may be another one of the ep group."""
+        if self.expert is None:
+            return True
+        weight = self.module.get_parameter("weight")
+        return 0 <= self.expert < weight.shape[0]
+
+
+_POINT = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(fc1|down)")
+
+
+_WITHIN = {
+    "attn.qkv": "self_attention.linear_qkv",
+    "attn.o": "self_attention.linear_proj",
+    "attn.q_up": "self_attention.linear_q_up_proj",
+    "attn.kv_up": "self_attention.linear_kv_up_proj",
+    "mlp.fc1": "mlp.linear_fc1",
+    "mlp.down": "mlp.linear_fc2",
+    "mlp.router": "mlp.router",
+    "mlp.shared.fc1": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+}
+
+
+_CUT_COLUMNS = ("attn.o", "mlp.down", "mlp.shared.down")
+
+
+_DOWN = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")
+
+
+def places(decoder: Decoder, point: str) -> tuple[HookLocation, ...]:
+    """The locations of an activation site, by its canonical name (`layers.3.attn.qkv`,
+    `layers.3.attn.kv`, `head`).
+
+    The first is where it is looked at; where one input goes to several modules, as before latent
+    attention, all of them take a tap to change it.
+
+    Raises:
+        MappingError: this decoder, or this stage of it, has no such point.
+    """
+    tp, config = decoder.groups.tp, decoder.config
+    rows = tp if decoder.sequence_parallel else ALONE
+    if point == "head":
+        return (HookLocation(module=decoder, attribute="head_tap", rows=rows),)
+    match = _POINT.fullmatch(point)
+    layers = decoder.decoder.layers
+    if match is None or match[1] not in layers:
+        raise MappingError(
+            f"{point!r} is not an activation site of layers {', '.join(layers) or 'none'}"
+        )
+    layer, name = layers[match[1]], match[2]
+    try:
+        if name == "attn.kv":
+            attention = layer.get_submodule("self_attention")
+            if config.kv_lora_rank:
+                return (HookLocation(module=attention, attribute="cache_tap"),)
+            repeats = max(1, tp.size // config.num_kv_heads)
+            cut = HookLocation(
+                module=attention, attribute="cache_tap", columns=tp, parts=2, repeats=repeats
+            )
+            return (cut,)
+        if name == "attn.down":
+            submodules = dict(layer.get_submodule("self_attention").named_children())
+            if not config.kv_lora_rank:
+                raise KeyError(name)
+            return tuple(
+                HookLocation(module=submodules[n], rows=rows) for n in _DOWN if n in submodules
+            )
+        if expert := _EXPERT.fullmatch(name):
+            return (_expert(decoder, layer, int(expert[1]), expert[2]),)
+        if name == "mlp.shared.router":  # reads what the shared experts read
+            return places(decoder, point.removesuffix("router") + "fc1")
+        module = layer.get_submodule(_WITHIN[name])
+    except (AttributeError, KeyError):
+        raise MappingError(f"layer {match[1]} of this model has no {name!r}") from None
+    is_cut = name in _CUT_COLUMNS
+    return (
+        HookLocation(
+            module=module, rows=ALONE if is_cut else rows, columns=tp if is_cut else ALONE
+        ),
+    )
+
+
+def _expert(decoder: Decoder, layer: nn.Module, expert: int, name: str) -> HookLocation:
+    groups = decoder.groups
+    linear = "linear_fc1" if name == "fc1" else "linear_fc2"
+    module = layer.get_submodule(f"mlp.experts.experts.{linear}")
+    local = module.get_parameter("weight").shape[0]
+    return HookLocation(
+        module=module,
+        columns=groups.etp if name == "down" else ALONE,
+        expert=expert - groups.ep.rank * local,
+    )
