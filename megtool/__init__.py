@@ -1,10 +1,66 @@
-"""Moves model checkpoints between formats and parallel layouts; the Python API is `commands`."""
+"""Move model checkpoints between formats and parallel layouts, quantize, export and train them.
 
+`megtool.reshard(source, destination, tp=3)` and the other verbs are functions; see
+`megtool.commands.verbs`. They are imported when they are first used.
+"""
+
+import importlib as _importlib
+import sys as _sys
 from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
 
 __version__ = "0.1.0.dev0"
 
-# In a checkout the folders converters/ and quant_recipes/ lie beside this package, not inside it.
+__all__ = [
+    "__version__",
+    "demo",
+    "derive_amax",
+    "evaluate",
+    "explain_recipe",
+    "export",
+    "finetune",
+    "fix_amax",
+    "generate",
+    "inspect",
+    "inspect_amax",
+    "lint",
+    "list_recipes",
+    "quantize",
+    "reshard",
+    "show_recipe",
+    "strip_amax",
+    "tokenize",
+    "verify",
+]
+
+# In a checkout the folders converters/ and quant_recipes/ are next to this package, not inside it.
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "converters").is_dir():
     __path__.append(str(_root))
+
+
+class _Package(_ModuleType):
+    """The package with its verbs as lazy attributes.
+
+    `reshard`, `export` and `lint` are verbs and packages. When a submodule is imported, the import
+    system binds it to its parent (`megtool.reshard = <module>`), which would hide the verb. So a
+    module never takes a verb's name here; `sys.modules`, by which `from megtool.reshard.source
+    import X` and `from megtool.reshard import source` find it, is not concerned.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in __all__ and isinstance(value, _ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_") or name not in __all__:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        function = _importlib.import_module("megtool.commands.api").make_function(name)
+        setattr(self, name, function)
+        return function
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+_sys.modules[__name__].__class__ = _Package

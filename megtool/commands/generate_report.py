@@ -42,8 +42,8 @@ class GenerateReport:
     """Answers in the order of the prompts, and what they took.
 
     Prompts are read at `prompt_tokens_per_second`, texts written at `tokens_per_second`, all of a
-    batch together. `shown` says that the answers were handed on as they came, and are
-    not to be printed again; `is_list` that they are lines of JSON.
+    batch together. `is_shown`: the answers were printed as they came, and are
+    not printed again; `is_list`: they are printed as lines of JSON.
     """
 
     path: str
@@ -59,21 +59,21 @@ class GenerateReport:
     prompt_tokens_per_second: float
     tokens_per_second: float
     num_graphed: int = 0
-    shown: bool = False
+    is_shown: bool = False
     is_list: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        own = asdict(self)
-        for key in ("answers", "shown", "is_list"):
-            del own[key]
-        own["prompt_tokens"] = own.pop("num_prompt_tokens")
-        own["tokens"] = own.pop("num_tokens")
-        return own | {"answers": [a.to_json() for a in self.answers]}
+        values = asdict(self)
+        for key in ("answers", "is_shown", "is_list"):
+            del values[key]
+        values["prompt_tokens"] = values.pop("num_prompt_tokens")
+        values["tokens"] = values.pop("num_tokens")
+        return values | {"answers": [a.to_json() for a in self.answers]}
 
     def lines(self) -> Iterator[str]:
         """The texts: one alone as it is, several under their prompts, those of a file as JSON."""
-        if self.shown:
+        if self.is_shown:
             return
         if self.is_list:
             yield from (a.line() for a in self.answers)
@@ -104,8 +104,8 @@ class GeneratePlan:
     layout: str
     num_prompts: int
     num_prompt_tokens: int
-    most_tokens: int
-    at_once: int
+    max_tokens: int
+    batch_size: int
     weight_bytes: int
     cache_bytes: int
 
@@ -119,7 +119,7 @@ class GeneratePlan:
         yield f"  family      {self.family or 'not named'}"
         yield f"  layout      {self.layout}"
         yield f"  prompts     {self.num_prompts:,}, of {self.num_prompt_tokens:,} tokens in all"
-        yield f"  new tokens  {self.most_tokens:,} at most, {_texts(self.at_once)} at once"
+        yield f"  new tokens  {self.max_tokens:,} at most, {_texts(self.batch_size)} at once"
         yield f"  weights     {format_bytes(self.weight_bytes)} as stored"
         yield f"  cache       {format_bytes(self.cache_bytes)} at most"
 

@@ -1,22 +1,24 @@
-"""Inspect: what a checkpoint holds, from its headers alone, and statistics of its numbers."""
+"""Report what a checkpoint holds, from its headers alone, and statistics of its numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.statistics import Statistics, measure
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.statistics import TensorStatistics, measure_tensors
 from megtool.checkpoint.storage.files import Files
+from megtool.commands.name_tree import NameFold, draw_tree, fold_tensors
+from megtool.commands.options.checkpoints import InspectOptions
 from megtool.console import Progress, format_bytes, silent
 from megtool.convert.megatron import split_state
-from megtool.reports import Fold, columns, count, draw, fold, fold_names, shown
-from megtool.reshard.megatron.common_state import source_layout
-from megtool.reshard.open_source import CheckpointSource, open_model
+from megtool.reports import columns, count, fold_names, shown
+from megtool.reshard.megatron.common_state import read_source_layout
+from megtool.reshard.open_source import open_source
+from megtool.reshard.source import CheckpointSource
 from megtool.tensors.sharded import GlobalTensor
 
 _OPTIMIZER = ("optimizer.", "optim.", "optimizer_states.")
@@ -31,7 +33,7 @@ class TensorLine:
     dtype: str
     num_bytes: int
     num_shards: int
-    statistics: Statistics | None = None
+    statistics: TensorStatistics | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line as plain data."""
@@ -73,7 +75,7 @@ class InspectReport:
     states: tuple[str, ...]
     padding: Mapping[str, int]
     left_out: tuple[tuple[str, str], ...]
-    tree: tuple[Fold, ...]
+    tree: tuple[NameFold, ...]
     tensors: tuple[TensorLine, ...]
     objects: tuple[tuple[str, int], ...]
     object_bytes: int
@@ -137,13 +139,13 @@ class InspectReport:
             yield "", f"and {len(self.objects) - 8} more kinds (--json lists them)"
         if self.attachments:
             more = f", and {len(self.attachments) - 8} more" if len(self.attachments) > 8 else ""
-            yield "beside", ", ".join(self.attachments[:8]) + more
-        kept = "none: no flipped bit would be noticed" if self.digests is None else None
-        yield "digests", kept or f"of {self.digests} tensors (`megtool verify` compares them)"
+            yield "files", ", ".join(self.attachments[:8]) + more
+        missing = "none: a flipped bit would go unnoticed" if self.digests is None else None
+        yield "digests", missing or f"of {self.digests} tensors (`megtool verify` compares them)"
 
     def _tensors(self) -> Iterator[str]:
         if not self.tensors:
-            yield from draw(self.tree)
+            yield from draw_tree(self.tree)
             return
         head = ["tensor", "shape", "dtype", "bytes", "shards"]
         if self.tensors[0].statistics:
@@ -184,72 +186,57 @@ def _many(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def inspect(
-    source: str | Path,
-    *,
-    tensors: bool = False,
-    stats: bool = False,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    threads: int | None = None,
-    progress: Progress = silent,
-) -> InspectReport:
-    """Say what the checkpoint `source` holds.
+def inspect(options: InspectOptions, *, progress: Progress = silent) -> InspectReport:
+    """Report what the checkpoint `source` holds.
 
-    Reads headers and small files alone; with `stats` it reads all tensors, in bounded memory.
+    Reads only headers and small files; with `stats` it reads all tensors, in bounded memory.
     `tensors` lists every tensor, as `stats` does. Tensors that fit no known model are no error.
 
     Raises:
         MegtoolError: there is no checkpoint, or it is broken; a `family` or `like` that is given
             cannot be used.
     """
-    opened = open_model(
-        Path(source),
-        iteration=iteration,
-        family_name=family,
-        like=None if like is None else Path(like),
-        lenient=True,
-    )
-    catalogue = opened.catalogue
-    found = _statistics(opened, usual_threads(threads), progress) if stats else {}
-    listed: tuple[TensorLine, ...] = ()
-    if tensors or stats:
-        listed = tuple(
-            _line(t, _num_shards(opened, number), found.get(t.name))
+    source = open_source(options.source, options, lenient=True)
+    catalogue = source.catalogue
+    threads = default_threads(options.threads)
+    statistics = _measure(source, threads, progress) if options.stats else {}
+    lines: tuple[TensorLine, ...] = ()
+    if options.tensors or options.stats:
+        lines = tuple(
+            _line(t, _num_shards(source, number), statistics.get(t.name))
             for number, t in enumerate(catalogue.tensors)
         )
-    side, model = opened.side, opened.model
-    chosen = model.family if model and opened.is_canonical else None
+    side, model = source.view, source.model
+    family = model.family if model and source.is_canonical else None
     return InspectReport(
-        path=str(source),
+        path=str(options.source),
         format=catalogue.format,
-        family=chosen.name if chosen else None,
-        reason=_reason(opened) if chosen is None else None,
+        family=family.name if family else None,
+        reason=_reason(source) if family is None else None,
         iteration=_iteration(catalogue.metadata.get("iteration")),
-        layout=source_layout(catalogue),
+        layout=read_source_layout(catalogue),
         num_files=len(set(catalogue.extents.file.tolist())),
         num_shards=len(catalogue.shards),
         num_replicas=len(catalogue.replicas),
         num_tensors=len(catalogue.tensors),
-        parameters=_parameters(opened),
+        parameters=_parameters(source),
         num_bytes=catalogue.num_bytes,
         file_bytes=sum(f.size for f in catalogue.files),
         dtypes=_dtypes(catalogue.tensors),
         states=tuple(side.states),
         padding=dict(side.padding),
         left_out=tuple(side.dropped),
-        tree=tuple(fold(catalogue.tensors)),
-        tensors=listed,
+        tree=tuple(fold_tensors(catalogue.tensors)),
+        tensors=lines,
         objects=tuple(fold_names(catalogue.objects)),
         object_bytes=sum(o.extent[2] for o in catalogue.objects.values() if o.extent),
-        attachments=tuple(sorted(catalogue.attachments)),
-        digests=len(opened.sidecar.tensors) if opened.sidecar else None,
+        attachments=tuple(sorted(catalogue.auxiliary_files)),
+        digests=len(source.sidecar.tensors) if source.sidecar else None,
         warnings=tuple(catalogue.warnings),
     )
 
 
-def _line(t: GlobalTensor, num_shards: int, statistics: Statistics | None) -> TensorLine:
+def _line(t: GlobalTensor, num_shards: int, statistics: TensorStatistics | None) -> TensorLine:
     return TensorLine(
         name=t.name,
         shape=t.shape,
@@ -260,8 +247,8 @@ def _line(t: GlobalTensor, num_shards: int, statistics: Statistics | None) -> Te
     )
 
 
-def _num_shards(opened: CheckpointSource, number: int) -> int:
-    rows = opened.catalogue.shards.of(number)
+def _num_shards(source: CheckpointSource, number: int) -> int:
+    rows = source.catalogue.shards.of(number)
     return int(rows.stop - rows.start)
 
 
@@ -269,18 +256,18 @@ def _iteration(value: Any) -> int | str | None:
     return value if isinstance(value, int | str) else None
 
 
-def _reason(opened: CheckpointSource) -> str:
-    if opened.reason is not None:
-        return opened.reason.message
-    if opened.model is not None:
+def _reason(source: CheckpointSource) -> str:
+    if source.reason is not None:
+        return source.reason.message
+    if source.model is not None:
         return "Megatron's args do not name it (--family does)"
     return "no config.json, and no args of Megatron's"
 
 
-def _parameters(opened: CheckpointSource) -> int:
+def _parameters(source: CheckpointSource) -> int:
     """Elements of the model's weights, each counted once."""
-    canonical = opened.side.canonical.items()
-    if opened.is_canonical:
+    canonical = source.view.canonical.items()
+    if source.is_canonical:
         return sum(t.numel for name, t in canonical if ":" not in name)
     return sum(t.numel for name, t in canonical if not name.startswith(_OPTIMIZER))
 
@@ -292,18 +279,18 @@ def _dtypes(tensors: Sequence[GlobalTensor]) -> dict[str, int]:
     return dict(out)
 
 
-def _statistics(
-    opened: CheckpointSource, threads: int, progress: Progress
-) -> dict[str, Statistics]:
-    catalogue = opened.catalogue
+def _measure(
+    source: CheckpointSource, threads: int, progress: Progress
+) -> dict[str, TensorStatistics]:
+    catalogue = source.catalogue
     total = catalogue.num_bytes
     progress("statistics", 0, total)
-    with Reader(catalogue, Files()) as reader:
-        found = measure(
+    with CheckpointReader(catalogue, Files()) as reader:
+        statistics = measure_tensors(
             reader,
             [t.name for t in catalogue.tensors],
             threads=threads,
             progress=lambda n: progress("statistics", n, total),
         )
     catalogue.check_unchanged()
-    return found
+    return statistics

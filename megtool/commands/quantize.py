@@ -1,30 +1,39 @@
-"""Quantize: a checkpoint and a recipe in, what an engine loads out, with the proof that it is."""
+"""Quantize a checkpoint by a recipe into what an engine loads, and check the result."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
+from megtool.commands.options.quantize import CONDITIONS, QuantizeFacts, QuantizeOptions
 from megtool.console import Progress, silent
-from megtool.inference.runtime import Manner
-from megtool.quant.pipeline.calibration_data import Samples, Wanted, read_samples
+from megtool.errors import UsageError
+from megtool.options.effects import check_effects
+from megtool.options.groups import RuntimeOptions
+from megtool.quant.pipeline.calibration_data import (
+    CalibrationDataOptions,
+    CalibrationSamples,
+    read_samples,
+)
 from megtool.quant.pipeline.pipeline import carry_out
-from megtool.quant.pipeline.request import USUAL_EVALUATED, Calibrating, Job, Writing
+from megtool.quant.pipeline.request import (
+    USUAL_EVALUATED,
+    CalibrationOptions,
+    QuantizeOutputOptions,
+    QuantizeRequest,
+)
 from megtool.quant.pipeline.solve import (
     check_choosing,
     check_given,
     check_modelopt,
     choose_from_files,
 )
-from megtool.quant.pipeline.unused_options import check_options, options_of
-from megtool.quant.resolve import Decided, decide
+from megtool.quant.resolve import ResolvedRecipe, resolve_recipe
 from megtool.reshard.parse_size import parse_size
 
 if TYPE_CHECKING:
-    from megtool.kernels.dispatch import Implementation
     from megtool.quant.pipeline.plan import QuantizePlan
     from megtool.quant.pipeline.report import QuantizeReport
 
@@ -32,150 +41,148 @@ _LOG = logging.getLogger(__name__)
 
 
 def quantize(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    recipe: str | Path,
-    target: str | None = None,
-    group_size: int | None = None,
-    bits: float | None = None,
-    data: str | Path | None = None,
-    field: str | None = None,
-    split: str | None = None,
-    tokenizer: str | Path | None = None,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-    samples: int | None = None,
-    length: int | None = None,
-    seed: int | None = None,
-    synthetic: bool = False,
-    unseen: Literal["share", "weights", "none"] | None = None,
-    route_all: bool = False,
-    resident: bool = False,
-    spill: bool = False,
-    backend: Literal["megtool", "modelopt"] = "megtool",
-    calibration: Sequence[str | Path] = (),
-    save_calibration: str | Path | None = None,
-    calibrate_only: bool = False,
-    work: str | Path | None = None,
-    evaluate: str | Path | None = None,
-    evaluate_tokens: int | None = None,
-    page: str | Path | None = None,
-    max_shard_size: str | None = None,
-    memory: str = "256MiB",
-    dtype: str | None = None,
-    device: str | None = None,
-    kernels: Implementation = "auto",
-    threads: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    fsync: bool = True,
-    progress: Progress = silent,
+    options: QuantizeOptions, *, progress: Progress = silent
 ) -> QuantizeReport | QuantizePlan:
     """Quantize the checkpoint `source` by a recipe, and write it to the folder `destination`.
 
-    The recipe is a shipped one's name or a file in any dialect; `target`, `group_size` and `bits`
-    (the budget of a recipe that chooses) are as in `explain_recipe`. Where it needs data, `samples`
-    rows of `length` tokens of `data` (a text that comes with megtool, or with `synthetic` random
-    tokens) go through the model, layer by layer or `resident`; finished layers are kept in the
-    folder `work` until all is done, and a run that was killed goes on there. `unseen` says what
-    experts get that saw too little (None: as in `calibration`, else "share"), `route_all` shows
-    them everything. `calibration` are files that an earlier run kept by `save_calibration` or wrote
-    by `calibrate_only`, used instead of data; those of a recipe that chooses serve any `bits`.
+    If the recipe needs data, `samples` rows of `seq_length` tokens of `data` (a text that comes
+    with megtool, or with `synthetic` random tokens) go through the model, layer by layer unless
+    `stream_layers` is off; finished layers are stored in the folder `work_dir` until all is
+    done, and an interrupted run resumes there. `calibration` are files of an earlier run that are
+    used instead of data; those of a recipe that chooses formats serve any `bits`.
 
-    What was written is read again and compared with the source before it appears at `destination`.
-    On `evaluate`, a text, perplexity and divergence are measured before and after; `page` is where
-    the report is written as HTML. Of several processes (torchrun) the first writes.
+    The result is read again and compared with the source before it appears at `destination`. On
+    `eval_data`, perplexity and divergence are measured before and after. Of several processes
+    (torchrun) the first writes.
 
     Raises:
         RecipeError: with all that is wrong with the recipe, for this model, and for the engine.
-        CalibrationError: activations are no numbers, or a calibration is of another model.
-        UsageError: options that could have no effect; see `quantizing.unheeded`.
+        CalibrationError: activations are NaN or Inf, or a calibration is of another model.
+        UsageError: an option has no effect here.
         MegtoolError: see `megtool.errors`; nothing is left at `destination`.
     """
-    given, began = dict(locals()), time.monotonic()
-    decided = decide(
-        source,
-        recipe,
-        target=target,
-        group_size=group_size,
-        iteration=iteration,
-        family=family,
-        like=like,
+    start = time.monotonic()
+    resolved = resolve_recipe(
+        options.source,
+        options.recipe,
+        target=options.target,
+        group_size=options.group_size,
+        iteration=options.iteration,
+        family=options.family,
+        like=options.like,
     )
-    if decided.doubt:
-        _LOG.warning("%s", decided.doubt)
-    job = _job(decided, began, given)
-    check_options(job, options_of(given, quantize))
-    if job.asks_data and job.calibrating.backend == "modelopt":
-        check_modelopt(job)
-    choose_from_files(job)
-    check_choosing(job)
-    job.check_storable()
-    check_given(job)
-    texts = _samples(job)
-    job.check_evaluation()
-    if dry_run:
-        return job.planned(texts)
-    job.check_free()
-    return carry_out(job, texts, progress)
+    if resolved.doubt:
+        _LOG.warning("%s", resolved.doubt)
+    request = _make_request(resolved, options, start)
+    check_effects(options, _learn_facts(request), order=CONDITIONS)
+    _check_processes(request, options)
+    if request.asks_data and options.backend == "modelopt":
+        check_modelopt(request)
+    choose_from_files(request)
+    check_choosing(request)
+    request.check_storable()
+    check_given(request)
+    samples = _read_samples(request)
+    request.check_evaluation()
+    if options.dry_run:
+        return request.planned(samples)
+    request.check_free()
+    return carry_out(request, samples, progress)
 
 
-def _job(decided: Decided, began: float, given: Mapping[str, Any]) -> Job:
-    """The job that the arguments of `quantize` ask for."""
-
-    def path(name: str) -> Path | None:
-        return None if given[name] is None else Path(given[name])
-
-    def named(*names: str) -> dict[str, Any]:
-        return {name: given[name] for name in names}
-
-    size, text = given["max_shard_size"], given["evaluate"]
-    return Job(
-        decided=decided,
-        destination=Path(given["destination"]),
-        recipe=str(given["recipe"]),
-        bits=given["bits"],
-        group_size=given["group_size"] or 0,
-        began=began,
-        manner=Manner(**named("device", "dtype", "kernels", "tp", "pp", "ep", "etp", "threads")),
-        calibrating=Calibrating(
-            wanted=Wanted(
-                **named("data", "field", "split", "samples", "length", "seed", "synthetic")
+def _make_request(
+    resolved: ResolvedRecipe, options: QuantizeOptions, start: float
+) -> QuantizeRequest:
+    return QuantizeRequest(
+        decided=resolved,
+        destination=options.destination,
+        recipe=options.recipe,
+        bits=options.bits,
+        group_size=options.group_size or 0,
+        began=start,
+        manner=RuntimeOptions(
+            device=options.device,
+            dtype=options.dtype,
+            kernels=options.kernels,
+            threads=options.threads,
+            tp=options.tp,
+            pp=options.pp,
+            ep=options.ep,
+            etp=options.etp,
+        ),
+        calibrating=CalibrationOptions(
+            data_options=CalibrationDataOptions(
+                data=options.data,
+                field=options.field,
+                split=options.split,
+                samples=options.samples,
+                length=options.seq_length,
+                seed=options.seed,
+                synthetic=options.synthetic,
             ),
-            **named("tokenizer", "unseen", "route_all", "resident", "spill", "backend"),
-            given=tuple(Path(p) for p in given["calibration"]),
-            keep=path("save_calibration"),
-            only=given["calibrate_only"],
-            work=path("work"),
+            tokenizer=options.tokenizer,
+            unseen=options.uncalibrated_experts,
+            route_all=options.calibrate_all_experts,
+            resident=not options.stream_layers,
+            spill=options.offload_activations,
+            backend=options.backend,
+            files=options.calibration,
+            keep=options.save_calibration,
+            only=options.calibrate_only,
+            work=options.work_dir,
         ),
-        writing=Writing(
-            memory_bytes=parse_size(given["memory"], "memory"),
-            max_shard_bytes=parse_size(size, "max shard size") if size else None,
-            **named("overwrite", "fsync"),
-            evaluate_tokens=given["evaluate_tokens"] or USUAL_EVALUATED,
-            evaluate=None if text is None else str(text),
-            page=path("page"),
+        writing=QuantizeOutputOptions(
+            memory_bytes=parse_size(options.memory, "memory"),
+            max_shard_bytes=(
+                parse_size(options.max_shard_size, "max shard size")
+                if options.max_shard_size
+                else None
+            ),
+            overwrite=options.overwrite,
+            fsync=options.fsync,
+            evaluate=options.eval_data,
+            evaluate_tokens=options.eval_tokens or USUAL_EVALUATED,
+            page=options.report,
         ),
     )
 
 
-def _samples(job: Job) -> Samples | None:
-    """The samples, where any are needed."""
-    if not job.asks_data or job.calibrating.given:
+def _learn_facts(request: QuantizeRequest) -> QuantizeFacts:
+    return QuantizeFacts(
+        recipe=request.decided.recipe.name,
+        chooses_formats=request.chooses,
+        needs_data=request.asks_data,
+        has_experts=any("expert" in d.module.roles for d in request.decisions),
+    )
+
+
+def _check_processes(request: QuantizeRequest, options: QuantizeOptions) -> None:
+    """Refuse several processes if there is nothing to distribute.
+
+    Raises:
+        UsageError: they would all do the same.
+    """
+    world = max(options.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    if world > 1 and (options.calibration or not request.asks_data):
+        why = "--calibration replaces data" if options.calibration else "the recipe needs no data"
+        raise UsageError(
+            f"{world} processes, and {why}: they would all do the same",
+            hint="run it in one: no torchrun, no --tp, --pp and --ep",
+        )
+
+
+def _read_samples(request: QuantizeRequest) -> CalibrationSamples | None:
+    """The samples, if any are needed."""
+    if not request.asks_data or request.calibrating.files:
         return None
-    wanted, config = job.calibrating.wanted, job.runnable.config
-    found = read_samples(
-        wanted,
-        None if wanted.synthetic else job.runnable.tokenizer(job.calibrating.tokenizer),
+    data_options, config = request.calibrating.data_options, request.runnable.config
+    synthetic = data_options.synthetic
+    samples = read_samples(
+        data_options,
+        None if synthetic else request.runnable.tokenizer(request.calibrating.tokenizer),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
     )
-    if found.note:
-        _LOG.warning("%s", found.note)
-    return found
+    if samples.note:
+        _LOG.warning("%s", samples.note)
+    return samples

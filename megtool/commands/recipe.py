@@ -1,26 +1,21 @@
-"""Recipe: the recipes there are, and what one of them would make of a checkpoint, and why."""
+"""The shipped recipes, and what one of them would make of a checkpoint, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megtool.quant.explain_report import (
-    ExplainReport,
-    FormatLine,
-    ModuleLine,
-    RuleLine,
-    fold_decisions,
+from megtool.commands.options.quantize import (
+    ExplainRecipeOptions,
+    ListRecipesOptions,
+    ShowRecipeOptions,
 )
-from megtool.quant.recipes.dialects import load_recipe, recipe_names, recipe_text
-from megtool.quant.recipes.formats import Format
-from megtool.quant.recipes.match import Decision, Matched
-from megtool.quant.recipes.modules import Modules
+from megtool.quant.explain import ExplainReport, FormatLine, ModuleLine, RuleLine, explain
+from megtool.quant.recipes.dialects import load_recipe, read_recipe_text, recipe_names
+from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.recipes.rules import KEEP
-from megtool.quant.resolve import Decided, decide
+from megtool.quant.resolve import resolve_recipe
 from megtool.reports import columns
 
 __all__ = [
@@ -31,7 +26,6 @@ __all__ = [
     "RuleLine",
     "ShowReport",
     "explain_recipe",
-    "explained",
     "list_recipes",
     "show_recipe",
 ]
@@ -64,7 +58,7 @@ class ShowReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
         rules = [
-            {"rule": r.label, "match": r.condition.words(), "format": r.format, "why": r.why}
+            {"rule": r.label, "match": r.condition.describe(), "format": r.format, "why": r.reason}
             for r in self.recipe.rules
         ]
         return _summary(self.recipe) | {"rules": rules, "text": self.text}
@@ -78,14 +72,14 @@ class ShowReport:
         yield f"{r.name} ({r.dialect}, {'first' if r.first_wins else 'last'} match wins)"
         yield f"  algorithm   {r.method}"
         for f in r.formats.values():
-            yield f"  format      {f.name}: {_told(f)}"
+            yield f"  format      {f.name}: {_describe_format(f)}"
         yield ""
         rows = [("rule", "format"), *((rule.label, rule.format) for rule in r.rules)]
         yield from (f"  {line}" for line in columns(rows, left=2))
         yield from (f"  note: {note}" for note in r.notes)
 
 
-def _told(f: Format) -> str:
+def _describe_format(f: RecipeFormat) -> str:
     return f.label + (f", groups of {f.group_size}" if f.group_size else "")
 
 
@@ -105,31 +99,23 @@ def _summary(r: Recipe) -> dict[str, Any]:
     }
 
 
-def list_recipes() -> ListReport:
-    """The recipes that are shipped."""
+def list_recipes(options: ListRecipesOptions) -> ListReport:
+    """List the shipped recipes."""
     return ListReport(recipes=tuple(load_recipe(name) for name in recipe_names()))
 
 
-def show_recipe(recipe: str | Path) -> ShowReport:
-    """One recipe, by the name of a shipped one or the path of a file in any dialect.
+def show_recipe(options: ShowRecipeOptions) -> ShowReport:
+    """Show one recipe, by the name of a shipped one or the path of a file in any dialect.
 
     Raises:
         RecipeError: there is none, or something is wrong with it.
     """
-    return ShowReport(recipe=load_recipe(recipe), text=recipe_text(recipe)[1].decode())
+    recipe = options.recipe
+    return ShowReport(recipe=load_recipe(recipe), text=read_recipe_text(recipe)[1].decode())
 
 
-def explain_recipe(
-    source: str | Path,
-    recipe: str | Path,
-    *,
-    target: str | None = None,
-    group_size: int | None = None,
-    iteration: str | None = None,
-    family: str | None = None,
-    like: str | Path | None = None,
-) -> ExplainReport:
-    """What a recipe makes of the checkpoint `source`, module by module, from headers alone.
+def explain_recipe(options: ExplainRecipeOptions) -> ExplainReport:
+    """Explain what a recipe makes of a checkpoint, module by module, from headers alone.
 
     `target` is an engine, or `engine@version`, that is to load the result. `group_size` replaces
     that of formats which have several.
@@ -139,91 +125,14 @@ def explain_recipe(
         UsageError: no such engine.
         MegtoolError: the checkpoint cannot be read, or is of no known model.
     """
-    return explained(
-        decide(
-            source,
-            recipe,
-            target=target,
-            group_size=group_size,
-            iteration=iteration,
-            family=family,
-            like=like,
+    return explain(
+        resolve_recipe(
+            options.source,
+            options.recipe,
+            target=options.target,
+            group_size=options.group_size,
+            iteration=options.iteration,
+            family=options.family,
+            like=options.like,
         )
     )
-
-
-def explained(decided: Decided) -> ExplainReport:
-    """What was decided, module by module and rule by rule."""
-    opened, engine = decided.opened, decided.target
-    return _report(
-        decided.recipe,
-        decided.modules,
-        decided.matched,
-        path=str(opened.path),
-        format_=opened.catalogue.format,
-        family=decided.family,
-        target=engine.name if engine else None,
-        doubt=decided.doubt,
-    )
-
-
-def _report(
-    recipe: Recipe,
-    modules: Modules,
-    matched: Matched,
-    *,
-    path: str,
-    format_: str,
-    family: str | None,
-    target: str | None,
-    doubt: str,
-) -> ExplainReport:
-    decisions = matched.decisions
-    weights = [d for d in decisions if d.module.kind != "kv_cache"]
-    caches = [d for d in decisions if d.module.kind == "kv_cache"]
-    by_format: dict[str, list[Decision]] = {}
-    for d in weights:
-        by_format.setdefault(d.label, []).append(d)
-    return ExplainReport(
-        path=path,
-        format=format_,
-        family=family,
-        recipe=recipe.name,
-        dialect=recipe.dialect,
-        first_match_wins=recipe.first_wins,
-        algorithm=dict(recipe.algorithm),
-        target=target,
-        doubt=doubt,
-        rules=tuple(
-            RuleLine(
-                number=i + 1,
-                label=f"{rule.label} ({rule.why})" if rule.why else rule.label,
-                format=KEEP if rule.format == KEEP else _label(recipe, rule.format),
-                matches=matched.matches[i],
-                decides=matched.decides[i],
-                modules=tuple(d.module.name for d in decisions if i in d.rules),
-            )
-            for i, rule in enumerate(recipe.rules)
-        ),
-        modules=tuple(fold_decisions(decisions)),
-        formats=tuple(
-            FormatLine(
-                format=label,
-                modules=len(some),
-                weights=sum(d.module.numel for d in some),
-                num_bytes=sum(d.num_bytes for d in some),
-            )
-            for label, some in by_format.items()
-        ),
-        source_bytes=sum(d.module.num_bytes for d in weights) + modules.other_bytes,
-        other_bytes=modules.other_bytes,
-        kv_bytes=sum(d.num_bytes for d in caches),
-        kv_source_bytes=sum(d.module.num_bytes for d in caches),
-        is_estimate=any(d.choices for d in weights),
-        notes=matched.notes,
-    )
-
-
-def _label(recipe: Recipe, name: str) -> str:
-    found = recipe.formats.get(name)
-    return found.label if found else name

@@ -1,0 +1,1 @@
+"""The options of every verb: one dataclass each, whose docstring is the command's help."""

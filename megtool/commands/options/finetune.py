@@ -1,0 +1,29 @@
+"""Options of `finetune`: those of a training run, and where it reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megtool.commands.options.checkpoints import SOURCE
+from megtool.options.field import argument
+from megtool.options.groups import DryRunOptions
+from megtool.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(TrainConfig, DryRunOptions):
+    """Train a model from any checkpoint on some text, and write a Megatron checkpoint.
+
+    Options have Megatron's names. Interrupted, the same command resumes with an identical loss
+    curve. Several processes are started by torchrun.
+
+    Example: megtool finetune ./SmolLM2-135M-Instruct ./tuned --data chats.jsonl --train-iters 100
+    """
+
+    source: Path = argument(SOURCE, "SRC")
+    destination: Path = argument("Megatron's save folder to write; a run in it resumes.", "DST")
+
+    def train_config(self) -> TrainConfig:
+        """The options of the training run alone."""
+        return TrainConfig(**{f.name: getattr(self, f.name) for f in fields(TrainConfig)})

@@ -1,0 +1,206 @@
+"""Options of the verbs that run or train a model, and of `tokenize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megtool.commands.options.checkpoints import SOURCE
+from megtool.options.effects import requires
+from megtool.options.field import REQUIRED, Condition, argument, option
+from megtool.options.groups import (
+    INPUT,
+    OUTPUT,
+    RUNNING,
+    TEXT,
+    DryRunOptions,
+    OutputOptions,
+    RuntimeOptions,
+    SourceOptions,
+    TokenizerOptions,
+)
+
+_FIELD = "The field of a record with its text."
+_SPLIT = "The split of a data set."
+_BATCH_SIZE = "Texts processed at once."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions):
+    """Continue prompts with a model in any format, or answer them with --chat.
+
+    Example: megtool generate ./SmolLM2-135M-Instruct --chat --prompt "What is a checkpoint?"
+    """
+
+    not_offered: ClassVar = frozenset({"cp"})
+
+    source: Path = argument(SOURCE, "SRC")
+    prompt: tuple[str, ...] = option(
+        INPUT,
+        "A text to continue; repeatable.",
+        (),
+        metavar="TEXT",
+        flags=("--prompt", "-p"),
+        needs=(
+            Condition(
+                holds=lambda options, facts: options.prompts is None,
+                reason="and --prompts",
+                hint="give one of them",
+            ),
+        ),
+    )
+    prompts: Path | None = option(
+        INPUT,
+        "Prompts, one per line, or JSON lines; answers come as JSON lines, in order.",
+        metavar="FILE",
+    )
+    field: str | None = option(
+        INPUT,
+        _FIELD,
+        metavar="NAME",
+        needs=(requires("prompts", "--prompts FILE says what to read"),),
+    )
+    chat: bool = option(TEXT, "Put the prompt into the model's chat template.", False)
+    system: str | None = option(
+        TEXT,
+        "The chat's system message.",
+        metavar="TEXT",
+        needs=(requires("chat", "a system message belongs to a chat"),),
+    )
+    max_new_tokens: int | None = option(
+        TEXT, "Longest answer; default: 128 tokens.", metavar="N", minimum=1
+    )
+    temperature: float = option(
+        TEXT, "0: always the most likely token; higher: more random.", 0.0, metavar="X"
+    )
+    top_p: float | None = option(
+        TEXT, "Sample from the most likely tokens with this total probability.", metavar="X"
+    )
+    top_k: int | None = option(TEXT, "Sample from this many most likely tokens.", metavar="N")
+    seed: int = option(TEXT, "Same seed, same answer.", 0, metavar="N")
+    stop: tuple[str, ...] = option(TEXT, "End before this string; repeatable.", (), metavar="TEXT")
+    batch_size: int | None = option(
+        RUNNING, _BATCH_SIZE, metavar="N", minimum=1, changes_result=False
+    )
+
+
+_NEEDS_DATA = requires("data", "--data FILE is the text to score")
+_NEEDS_TASKS = requires("tasks", "--tasks LIST names tasks of lm-eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(SourceOptions, TokenizerOptions, RuntimeOptions, DryRunOptions):
+    """Measure how well a model predicts a text, and how far it is from another model.
+
+    Example: megtool evaluate ./out --data text.txt --against ./SmolLM2-135M-Instruct
+    """
+
+    source: Path = argument(SOURCE, "SRC")
+    data: str | None = option(
+        INPUT,
+        "A text file, JSON lines, parquet, or a data set NAME[:CONFIG][:SPLIT].",
+        metavar="FILE",
+    )
+    field: str | None = option(INPUT, _FIELD, metavar="NAME", needs=(_NEEDS_DATA,))
+    split: str | None = option(INPUT, _SPLIT, metavar="NAME", needs=(_NEEDS_DATA,))
+    against: Path | None = option(
+        INPUT,
+        "Another checkpoint, to be compared token by token.",
+        metavar="OTHER",
+        needs=(requires("data", "--data FILE: a text for both models"),),
+    )
+    join: bool = option(
+        TEXT, "Score all texts of the data as a single one.", False, needs=(_NEEDS_DATA,)
+    )
+    all_turns: bool = option(
+        TEXT, "Score what users say as well, not only the assistant.", False, needs=(_NEEDS_DATA,)
+    )
+    window: int | None = option(
+        TEXT,
+        "Tokens in the model's context at once; default: at most 2048, for tasks all positions.",
+        metavar="N",
+        minimum=1,
+    )
+    stride: int | None = option(
+        TEXT,
+        "A window begins every N tokens; default: --window.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_DATA,),
+    )
+    max_tokens: int | None = option(
+        TEXT,
+        "Read no more tokens than this.",
+        metavar="N",
+        minimum=2,
+        needs=(_NEEDS_DATA,),
+    )
+    tasks: str | None = option(
+        TEXT, "Tasks of lm-eval, such as arc_easy,hellaswag.", metavar="LIST"
+    )
+    chat: bool = option(
+        TEXT,
+        "Put the questions of tasks into the chat template.",
+        False,
+        needs=(
+            requires(
+                "tasks", "conversations in --data always go through the model's chat template"
+            ),
+        ),
+    )
+    limit: int | None = option(
+        TEXT,
+        "Questions of each task; default: all.",
+        metavar="N",
+        minimum=1,
+        needs=(_NEEDS_TASKS,),
+    )
+    num_fewshot: int | None = option(
+        TEXT,
+        "Solved examples before each question; default: the task's.",
+        metavar="N",
+        minimum=0,
+        needs=(_NEEDS_TASKS,),
+    )
+    batch_size: int | None = option(
+        RUNNING, _BATCH_SIZE, metavar="N", minimum=1, changes_result=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions(OutputOptions):
+    """Turn text into tokens for training: Megatron's .bin and .idx, one sequence per document.
+
+    Example: megtool tokenize corpus.jsonl ./corpus --tokenizer ./SmolLM2-135M-Instruct --append-eos
+    """
+
+    sources: tuple[str, ...] = argument(
+        "Files of text, JSON lines or parquet, folders of them, or NAME[:CONFIG][:SPLIT].", "SRC"
+    )
+    destination: Path = argument("Writes DST.bin and DST.idx; they appear when complete.", "DST")
+    tokenizer: Path = option(
+        INPUT,
+        "A folder with a tokenizer, or a checkpoint that has one.",
+        REQUIRED,
+        metavar="FOLDER",
+    )
+    field: str | None = option(
+        INPUT,
+        "The field of a record; default: messages, prompt and completion, or text.",
+        metavar="NAME",
+    )
+    split: str | None = option(INPUT, _SPLIT, metavar="NAME")
+    append_eos: bool = option(
+        OUTPUT, "End each document with the tokenizer's end-of-sequence token.", False
+    )
+    add_special_tokens: bool = option(
+        OUTPUT, "Add the special tokens that the tokenizer puts around a text, such as BOS.", True
+    )
+    workers: int | None = option(
+        OUTPUT,
+        "Threads; default: one per core, at most 8.",
+        metavar="N",
+        minimum=1,
+        changes_result=False,
+    )

@@ -1,0 +1,388 @@
+"""Options of `quantize` and `recipe`, and what each of them needs to have an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from megtool.commands.options.checkpoints import SOURCE
+from megtool.options.effects import requires
+from megtool.options.field import REQUIRED, Condition, Options, argument, option
+from megtool.options.groups import (
+    INPUT,
+    OUTPUT,
+    EngineOptions,
+    OutputOptions,
+    RuntimeOptions,
+    SourceOptions,
+    TokenizerOptions,
+)
+
+RECIPE, CALIBRATION, CHECK = "Recipe", "Calibration", "Check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeFacts:
+    """What `quantize` knows before any work: of the recipe, and of the model."""
+
+    recipe: str
+    chooses_formats: bool
+    needs_data: bool
+    has_experts: bool
+
+
+def _unless_measured(holds: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """The condition for an option that also serves the measurement on --eval-data."""
+    return lambda options, facts: options.eval_data is not None or holds(options, facts)
+
+
+def _is_not_plain(options: Any) -> bool:
+    """The data is not one file of plain text."""
+    from megtool.data.documents import has_fields
+
+    data = options.data
+    return data is None or not Path(data).is_file() or has_fields(str(data))
+
+
+_CHOOSES = Condition(
+    holds=lambda options, facts: facts.chooses_formats,
+    reason="and recipe {recipe} chooses no format",
+    hint="a recipe with `choose` does, such as auto_nvfp4_fp8",
+    on_facts=True,
+)
+_MAKES_CALIBRATION = Condition(
+    holds=lambda options, facts: facts.needs_data,
+    reason="and recipe {recipe} needs no data",
+    hint="leave {it} out: scales come from the weights alone, and there is no calibration to save",
+    on_facts=True,
+)
+
+
+def _is_megtool(options: Any, facts: Any) -> bool:
+    return bool(options.backend == "megtool")
+
+
+_MEGTOOL = Condition(
+    holds=_is_megtool,
+    reason="with --backend modelopt, which does not use {it}",
+    hint="--backend megtool has {names}; with modelopt leave {it} out",
+)
+_MEGTOOL_OR_MEASURED = Condition(
+    holds=_unless_measured(_is_megtool), reason=_MEGTOOL.reason, hint=_MEGTOOL.hint
+)
+_QUANTIZES = Condition(
+    holds=lambda options, facts: not options.calibrate_only,
+    reason="with --calibrate-only, which quantizes nothing",
+    hint="leave out --calibrate-only, or give {names} to the run that uses the calibration",
+)
+
+
+def _has_no_file(options: Any, facts: Any) -> bool:
+    return not options.calibration
+
+
+_NO_FILE = Condition(
+    holds=_has_no_file,
+    reason="with --calibration, which replaces data",
+    hint="a calibration file stands for the data it was made of: leave out one or the other; "
+    "--save-calibration merges several files",
+)
+_NO_FILE_OR_MEASURED = Condition(
+    holds=_unless_measured(_has_no_file), reason=_NO_FILE.reason, hint=_NO_FILE.hint
+)
+_NOT_SYNTHETIC = Condition(
+    holds=lambda options, facts: not options.synthetic,
+    reason="with --synthetic, which generates random tokens",
+    hint="leave out one or the other",
+)
+_NOT_SYNTHETIC_OR_MEASURED = Condition(
+    holds=_unless_measured(_NOT_SYNTHETIC.holds),
+    reason=_NOT_SYNTHETIC.reason,
+    hint=_NOT_SYNTHETIC.hint,
+)
+_HAS_DATA = requires(
+    "data", "the text that comes with megtool has no fields and no splits: --data FILE"
+)
+_NOT_INDEXED = Condition(
+    holds=lambda options, facts: (
+        options.data is None or Path(options.data).suffix not in (".bin", ".idx")
+    ),
+    reason="with a Megatron data set, which holds only tokens",
+    hint="leave {it} out",
+)
+_NOT_ONE_FILE = Condition(
+    holds=lambda options, facts: options.data is None or not Path(options.data).is_file(),
+    reason="with one file of --data, which has no splits",
+    hint="leave it out, or name a folder or a data set",
+)
+_NOT_PLAIN = Condition(
+    holds=lambda options, facts: _is_not_plain(options),
+    reason="with a text in --data, which has no fields",
+    hint="leave it out, or give JSON lines or parquet",
+)
+_EVALUATES = requires("eval_data", "--eval-data FILE is the text that is measured on")
+
+
+def _needs_data(options: Any, facts: Any) -> bool:
+    return bool(facts.needs_data)
+
+
+_USES_DATA = Condition(
+    holds=_needs_data,
+    reason="recipe {recipe} needs no data; {names} {is} not used",
+    on_facts=True,
+)
+_USES_DATA_OR_MEASURED = Condition(
+    holds=_unless_measured(_needs_data), reason=_USES_DATA.reason, on_facts=True
+)
+_RUNS_BACKEND = Condition(
+    holds=_needs_data,
+    reason="recipe {recipe} needs no data; ModelOpt is not run",
+    on_facts=True,
+)
+_HAS_EXPERTS = Condition(
+    holds=lambda options, facts: facts.has_experts or not facts.needs_data,
+    reason="the model has no experts; {names} {is} not used",
+    on_facts=True,
+)
+
+CONDITIONS = (
+    _CHOOSES,
+    _MAKES_CALIBRATION,
+    _MEGTOOL,
+    _MEGTOOL_OR_MEASURED,
+    _QUANTIZES,
+    _NO_FILE,
+    _NO_FILE_OR_MEASURED,
+    _NOT_SYNTHETIC,
+    _NOT_SYNTHETIC_OR_MEASURED,
+    _HAS_DATA,
+    _NOT_INDEXED,
+    _NOT_ONE_FILE,
+    _NOT_PLAIN,
+    _EVALUATES,
+    _USES_DATA,
+    _USES_DATA_OR_MEASURED,
+    _RUNS_BACKEND,
+    _HAS_EXPERTS,
+)
+"""In the order in which they are checked."""
+
+_SAMPLES = (_NO_FILE, _USES_DATA)
+"""What an option that chooses calibration data needs."""
+
+_RUN = (_NO_FILE_OR_MEASURED, _USES_DATA_OR_MEASURED)
+"""What an option of running the model needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(EngineOptions):
+    """A recipe, and what it is applied for."""
+
+    recipe: str = option(
+        RECIPE,
+        "A shipped recipe (megtool recipe list), or a file of megtool, Megatron, ModelOpt or "
+        "compressed-tensors.",
+        REQUIRED,
+        metavar="R",
+    )
+    group_size: int | None = option(
+        RECIPE, "Group size instead of the recipe's.", metavar="N", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions(
+    RecipeOptions, SourceOptions, TokenizerOptions, RuntimeOptions, OutputOptions
+):
+    """Quantize a checkpoint in any format for an engine, and check the result.
+
+    Writes a Hugging Face folder that vLLM, SGLang and TensorRT-LLM load. Runs layer by layer, in
+    the memory of one; an interrupted run resumes when the same command is given again.
+
+    Example: megtool quantize ./SmolLM2-135M-Instruct ./SmolLM2-fp8 --recipe fp8
+    """
+
+    not_offered: ClassVar = frozenset({"cp"})
+    extra_needs: ClassVar = {
+        _QUANTIZES: ("fsync",),
+        _NO_FILE: ("tp", "pp", "ep", "etp"),
+        _NO_FILE_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
+        _NOT_SYNTHETIC_OR_MEASURED: ("tokenizer",),
+        _USES_DATA_OR_MEASURED: ("tokenizer", "device", "dtype", "kernels"),
+        _MEGTOOL_OR_MEASURED: ("kernels",),
+        _HAS_EXPERTS: ("ep", "etp"),
+    }
+
+    source: Path = argument(SOURCE, "SRC")
+    destination: Path = argument(
+        "The folder to write; with --calibrate-only the calibration file.", "DST"
+    )
+    bits: float | None = option(
+        RECIPE,
+        "Budget of a recipe that chooses formats, in bits per weight.",
+        metavar="X",
+        minimum=1,
+        needs=(_CHOOSES,),
+    )
+    data: str | None = option(
+        INPUT,
+        "Calibration data: text, JSON lines, parquet, Megatron's .bin, or a data set "
+        "NAME[:CONFIG][:SPLIT]; default: a text that comes with megtool.",
+        metavar="FILE",
+        needs=(*_SAMPLES, _NOT_SYNTHETIC),
+    )
+    field: str | None = option(
+        INPUT,
+        "The field of a record with its text.",
+        metavar="NAME",
+        needs=(*_SAMPLES, _NOT_SYNTHETIC, _HAS_DATA, _NOT_INDEXED, _NOT_PLAIN),
+    )
+    split: str | None = option(
+        INPUT,
+        "The split of a data set.",
+        metavar="NAME",
+        needs=(*_SAMPLES, _NOT_SYNTHETIC, _HAS_DATA, _NOT_INDEXED, _NOT_ONE_FILE),
+    )
+    samples: int | None = option(
+        CALIBRATION,
+        "Samples; default: 128, or as many as the data has.",
+        metavar="N",
+        minimum=1,
+        needs=_SAMPLES,
+    )
+    seq_length: int | None = option(
+        CALIBRATION, "Tokens of a sample; default: 512.", metavar="N", minimum=1, needs=_SAMPLES
+    )
+    seed: int | None = option(
+        CALIBRATION,
+        "Sample at random from all of the data; default: its first texts.",
+        metavar="N",
+        needs=_SAMPLES,
+    )
+    synthetic: bool = option(CALIBRATION, "Calibrate on random tokens.", False, needs=_SAMPLES)
+    uncalibrated_experts: Literal["share", "weights", "none"] | None = option(
+        CALIBRATION,
+        "Experts that too few tokens reached: share uses the statistics of the other experts "
+        "(default, or as in --calibration), weights those of the weights alone, none what there "
+        "is.",
+        needs=(_MEGTOOL, _USES_DATA, _HAS_EXPERTS),
+    )
+    calibrate_all_experts: bool = option(
+        CALIBRATION,
+        "Send every token to every expert.",
+        False,
+        needs=(_MEGTOOL, _USES_DATA, _HAS_EXPERTS),
+    )
+    stream_layers: bool = option(
+        CALIBRATION,
+        "Keep one layer in memory at a time; --no-stream-layers is faster if the model fits.",
+        True,
+        needs=(_MEGTOOL_OR_MEASURED, *_RUN),
+        changes_result=False,
+    )
+    offload_activations: bool = option(
+        CALIBRATION,
+        "Keep activations on disk between layers.",
+        False,
+        needs=(_MEGTOOL, *_SAMPLES),
+        changes_result=False,
+    )
+    backend: Literal["megtool", "modelopt"] = option(
+        CALIBRATION,
+        "What calibrates; modelopt: NVIDIA ModelOpt.",
+        "megtool",
+        needs=(_RUNS_BACKEND,),
+    )
+    calibration: tuple[Path, ...] = option(
+        INPUT,
+        "A calibration file to use instead of data, for any --bits too; repeatable, merged.",
+        (),
+        metavar="FILE",
+        needs=(_MEGTOOL, _USES_DATA),
+    )
+    save_calibration: Path | None = option(
+        OUTPUT,
+        "Also save the calibration.",
+        metavar="FILE",
+        needs=(_MAKES_CALIBRATION, _MEGTOOL),
+        changes_result=False,
+    )
+    calibrate_only: bool = option(
+        CALIBRATION,
+        "Write only the calibration file, to DST.",
+        False,
+        needs=(_MAKES_CALIBRATION, _MEGTOOL, _NO_FILE),
+    )
+    work_dir: Path | None = option(
+        CALIBRATION,
+        "Where finished layers are stored until the end; default: next to DST.",
+        metavar="FOLDER",
+        needs=(_MEGTOOL, *_SAMPLES),
+        changes_result=False,
+    )
+    eval_data: str | None = option(
+        CHECK,
+        "Measure perplexity and divergence before and after on this text.",
+        metavar="FILE",
+        needs=(_QUANTIZES,),
+        changes_result=False,
+    )
+    eval_tokens: int | None = option(
+        CHECK,
+        "Tokens of it; default: 8192.",
+        metavar="N",
+        minimum=2,
+        needs=(_QUANTIZES, _EVALUATES),
+        changes_result=False,
+    )
+    report: Path | None = option(
+        CHECK,
+        "Also write the report as an HTML page with plots.",
+        metavar="HTML",
+        needs=(_QUANTIZES,),
+        changes_result=False,
+    )
+    max_shard_size: str | None = option(
+        OUTPUT, "Largest file; default: 5GB.", metavar="SIZE", needs=(_QUANTIZES,)
+    )
+    memory: str = option(
+        OUTPUT,
+        "Most memory for buffers (at least 384 KiB per thread).",
+        "256MiB",
+        metavar="SIZE",
+        needs=(_QUANTIZES,),
+        changes_result=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListRecipesOptions(Options):
+    """List the shipped recipes.
+
+    Example: megtool recipe list
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowRecipeOptions(Options):
+    """Print a recipe with every line explained: a start for your own.
+
+    Example: megtool recipe show int4_awq > mine.yaml
+    """
+
+    recipe: str = argument("A shipped recipe's name, or a file in any dialect.", "NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainRecipeOptions(RecipeOptions, SourceOptions):
+    """Show which rule applies to each module of a checkpoint, and how large the result will be.
+
+    Reads only headers.
+
+    Example: megtool recipe explain ./SmolLM2-135M-Instruct --recipe fp8 --target vllm
+    """
+
+    source: Path = argument(SOURCE, "SRC")

@@ -1,0 +1,192 @@
+"""The table of verbs: what each is called on the command line and in Python, and where it is.
+
+Modules are named as text and imported when a verb is used, so that `megtool --help` and
+`import megtool` import neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_OPTIONS = "megtool.commands.options"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One command.
+
+    `command` is its name on the command line, `api` in Python. `options_path` and `function_path`
+    are `module:name`. An interrupted run `resumes` when it is started again. A verb that
+    `runs_on_ranks` may be started by torchrun: only rank 0 reports. With `has_config` options may
+    come from a YAML file.
+    """
+
+    command: str
+    api: str
+    options_path: str
+    function_path: str
+    resumes: bool = False
+    runs_on_ranks: bool = False
+    has_config: bool = False
+
+    @property
+    def options(self) -> type[Any]:
+        """The class of its options."""
+        options: type[Any] = load(self.options_path)
+        return options
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What does the work: takes the options, and callbacks by keyword."""
+        function: Callable[..., Any] = load(self.function_path)
+        return function
+
+    def call(self, options: Any, callbacks: Mapping[str, Any]) -> Any:
+        """Do the work; `progress` is passed on if the function takes it."""
+        function = self.function
+        accepted = inspect.signature(function).parameters
+        keywords = {k: v for k, v in callbacks.items() if k != "progress" or k in accepted}
+        return function(options, **keywords)
+
+
+def load(path: str) -> Any:
+    """The attribute `name` of the module in `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+VERBS = (
+    Verb(
+        command="inspect",
+        api="inspect",
+        options_path=f"{_OPTIONS}.checkpoints:InspectOptions",
+        function_path="megtool.commands.inspect:inspect",
+    ),
+    Verb(
+        command="reshard",
+        api="reshard",
+        options_path=f"{_OPTIONS}.checkpoints:ReshardOptions",
+        function_path="megtool.commands.reshard:reshard",
+        resumes=True,
+        has_config=True,
+    ),
+    Verb(
+        command="verify",
+        api="verify",
+        options_path=f"{_OPTIONS}.checkpoints:VerifyOptions",
+        function_path="megtool.commands.verify:verify",
+    ),
+    Verb(
+        command="quantize",
+        api="quantize",
+        options_path=f"{_OPTIONS}.quantize:QuantizeOptions",
+        function_path="megtool.commands.quantize:quantize",
+        resumes=True,
+        runs_on_ranks=True,
+        has_config=True,
+    ),
+    Verb(
+        command="export",
+        api="export",
+        options_path=f"{_OPTIONS}.checkpoints:ExportOptions",
+        function_path="megtool.commands.export:export",
+        resumes=True,
+    ),
+    Verb(
+        command="lint",
+        api="lint",
+        options_path=f"{_OPTIONS}.checkpoints:LintOptions",
+        function_path="megtool.commands.lint:lint",
+    ),
+    Verb(
+        command="finetune",
+        api="finetune",
+        options_path=f"{_OPTIONS}.finetune:FinetuneOptions",
+        function_path="megtool.commands.finetune:finetune",
+        resumes=True,
+        runs_on_ranks=True,
+        has_config=True,
+    ),
+    Verb(
+        command="generate",
+        api="generate",
+        options_path=f"{_OPTIONS}.models:GenerateOptions",
+        function_path="megtool.commands.generate:generate",
+        runs_on_ranks=True,
+    ),
+    Verb(
+        command="evaluate",
+        api="evaluate",
+        options_path=f"{_OPTIONS}.models:EvaluateOptions",
+        function_path="megtool.commands.evaluate:evaluate",
+        runs_on_ranks=True,
+    ),
+    Verb(
+        command="tokenize",
+        api="tokenize",
+        options_path=f"{_OPTIONS}.models:TokenizeOptions",
+        function_path="megtool.commands.tokenize:tokenize",
+    ),
+    Verb(
+        command="demo",
+        api="demo",
+        options_path=f"{_OPTIONS}.checkpoints:DemoOptions",
+        function_path="megtool.commands.demo:demo",
+    ),
+    Verb(
+        command="recipe list",
+        api="list_recipes",
+        options_path=f"{_OPTIONS}.quantize:ListRecipesOptions",
+        function_path="megtool.commands.recipe:list_recipes",
+    ),
+    Verb(
+        command="recipe show",
+        api="show_recipe",
+        options_path=f"{_OPTIONS}.quantize:ShowRecipeOptions",
+        function_path="megtool.commands.recipe:show_recipe",
+    ),
+    Verb(
+        command="recipe explain",
+        api="explain_recipe",
+        options_path=f"{_OPTIONS}.quantize:ExplainRecipeOptions",
+        function_path="megtool.commands.recipe:explain_recipe",
+    ),
+    Verb(
+        command="amax inspect",
+        api="inspect_amax",
+        options_path=f"{_OPTIONS}.checkpoints:InspectAmaxOptions",
+        function_path="megtool.commands.amax:inspect_amax",
+    ),
+    Verb(
+        command="amax fix",
+        api="fix_amax",
+        options_path=f"{_OPTIONS}.checkpoints:FixAmaxOptions",
+        function_path="megtool.commands.amax:fix_amax",
+        resumes=True,
+    ),
+    Verb(
+        command="amax strip",
+        api="strip_amax",
+        options_path=f"{_OPTIONS}.checkpoints:StripAmaxOptions",
+        function_path="megtool.commands.amax:strip_amax",
+        resumes=True,
+    ),
+    Verb(
+        command="amax derive",
+        api="derive_amax",
+        options_path=f"{_OPTIONS}.checkpoints:DeriveAmaxOptions",
+        function_path="megtool.commands.amax:derive_amax",
+    ),
+)
+BY_API = {verb.api: verb for verb in VERBS}
+BY_COMMAND = {verb.command: verb for verb in VERBS}
+
+GROUPS = {
+    "recipe": "Read quantization recipes: the shipped ones, and what one would make of a model.",
+    "amax": "FP8 scaling in a checkpoint: inspect it, fix it, derive static scales from it.",
+}
+"""Commands that have subcommands, and their help."""

@@ -1,0 +1,83 @@
+"""The check that no option is given which could have no effect.
+
+An option that the other options, or the checkpoint, leave no use for is refused before any work:
+whoever gave it expects something else than what would happen. What only this recipe or model has no
+use for is logged as a warning, so that one command line serves several of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from megtool.errors import UsageError
+from megtool.options.field import Condition, OptionField, option_fields
+
+_LOG = logging.getLogger(__name__)
+
+
+def requires(name: str, hint: str) -> Condition:
+    """The condition that the option (or, of one letter, the argument) `name` is given as well."""
+    shown = "--" + name.replace("_", "-") if len(name) > 1 else name.upper()
+    return Condition(
+        holds=lambda options, facts: is_set(options, name), reason=f"without {shown}", hint=hint
+    )
+
+
+def is_set(options: Any, name: str) -> bool:
+    """Whether an option differs from its default."""
+    entry = next(e for e in option_fields(type(options)) if e.name == name)
+    return entry.is_set(getattr(options, name))
+
+
+def check_effects(options: Any, facts: Any = None, *, order: Sequence[Condition] = ()) -> None:
+    """Refuse options that have no effect, or log a warning where the condition says so.
+
+    `facts` are what conditions `on_facts` look at; without them these are not checked. Conditions
+    are checked in `order`, those that it lacks after them in the order of the fields.
+
+    Raises:
+        UsageError: an option could have no effect; the message names all that the same condition
+            concerns.
+    """
+    concerned: dict[Condition, list[OptionField]] = {c: [] for c in order}
+    for entry in option_fields(type(options)):
+        if entry.is_set(getattr(options, entry.name)):
+            for condition in entry.spec.needs:
+                concerned.setdefault(condition, []).append(entry)
+    for condition, entries in concerned.items():
+        if not entries or (condition.on_facts and facts is None):
+            continue
+        if condition.holds(options, facts):
+            continue
+        words = _words(entries, facts)
+        text = f"{words['names']} {condition.reason.format_map(words)}"
+        if not condition.hint:
+            _LOG.warning("%s", condition.reason.format_map(words))
+            continue
+        raise UsageError(text, hint=condition.hint.format_map(words))
+
+
+def _words(entries: Sequence[OptionField], facts: Any) -> dict[str, Any]:
+    """What stands for names in braces."""
+    number = len(entries)
+    return {name: getattr(facts, name) for name in getattr(facts, "__dataclass_fields__", ())} | {
+        "names": join_names([_given_flag(entry) for entry in entries]),
+        "it": "it" if number == 1 else "them",
+        "is": "is" if number == 1 else "are",
+        "has": "has" if number == 1 else "have",
+    }
+
+
+def _given_flag(entry: OptionField) -> str:
+    """The flag that was given: of a boolean that is on by default the one that turns it off."""
+    if entry.hint is bool and entry.default is True:
+        return entry.flags[0].partition("/")[2] or entry.flag
+    return entry.flag
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Names in a sentence: `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

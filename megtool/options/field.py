@@ -1,0 +1,274 @@
+"""Dataclass fields that are options: flags, help, range, and what they need to have an effect.
+
+A verb's options are one frozen dataclass, combined by inheritance of shared groups. The command
+line, YAML files, the Python API and the reference page are all made from its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from megtool.errors import UsageError
+
+REQUIRED: Any = MISSING
+"""The default of an option that has to be given."""
+
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What has to hold for an option to have an effect.
+
+    `holds` takes the options and, where `on_facts`, what the verb has learned of its inputs (None
+    otherwise). `reason` follows the flags in the message; `{names}`, `{it}`, `{is}` and `{has}` in
+    it, and in `hint`, stand for the flags, and other names for attributes of the facts. Without a
+    `hint` a warning is logged instead of an error.
+    """
+
+    holds: Callable[[Any, Any], bool]
+    reason: str
+    hint: str = ""
+    on_facts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionSpec:
+    """How one field is offered.
+
+    `flags` are its flags in full where they do not follow from the name (`--name`, and for a
+    boolean `--name/--no-name`); `alias` is another one. `minimum` is the least value allowed.
+    `needs` are conditions without which it has no effect. `changes_result` is false for what only
+    decides how, where or how fast the work is done. An argument has no flag but a position.
+    """
+
+    panel: str
+    help: str
+    metavar: str | None = None
+    minimum: float | None = None
+    flags: tuple[str, ...] = ()
+    alias: str | None = None
+    needs: tuple[Condition, ...] = ()
+    changes_result: bool = True
+    is_argument: bool = False
+
+
+def option(
+    panel: str,
+    text: str,
+    default: Any = None,
+    *,
+    metavar: str | None = None,
+    minimum: float | None = None,
+    alias: str | None = None,
+    **more: Any,
+) -> Any:
+    """A field that is an option: its panel and help, the least value allowed, and another flag.
+
+    `more` are further fields of `OptionSpec`.
+    """
+    spec = OptionSpec(panel=panel, help=text, metavar=metavar, minimum=minimum, alias=alias, **more)
+    return dataclasses.field(default=default, metadata={"option": spec})
+
+
+def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
+    """A field that is a positional argument."""
+    spec = OptionSpec(panel="Arguments", help=text, metavar=metavar, is_argument=True)
+    return dataclasses.field(default=default, metadata={"option": spec})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionField:
+    """One option of a dataclass: its name, its type without None, its default and its spec."""
+
+    name: str
+    hint: Any
+    is_optional: bool
+    default: Any
+    spec: OptionSpec
+
+    @property
+    def flag(self) -> str:
+        """The first flag, as messages name it."""
+        return self.spec.flags[0].partition("/")[0] if self.spec.flags else flag(self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags."""
+        if self.spec.flags:
+            return self.spec.flags
+        usual = flag(self.name)
+        if self.hint is bool:
+            usual = f"{usual}/--no-{usual[2:]}"
+        return (usual, self.spec.alias) if self.spec.alias else (usual,)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """It takes several values."""
+        return get_origin(self.hint) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may be, where there is a list of them."""
+        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+
+    @property
+    def is_required(self) -> bool:
+        """It has no default."""
+        return self.default is REQUIRED
+
+    def is_set(self, value: object) -> bool:
+        """Whether `value` differs from the default."""
+        return value is not None and value != () and value != self.default
+
+
+def flag(name: str) -> str:
+    """A field's name as a flag."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The base of option dataclasses: values are converted and checked when one is built.
+
+    None stands for the default. `not_offered` names inherited fields that the verb does not take,
+    `extra_needs` those that need more to have an effect here, `rivals` groups of fields of which
+    one given on the command line overrides all in a file.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of its range.
+    """
+
+    not_offered: ClassVar[frozenset[str]] = frozenset()
+    extra_needs: ClassVar[Mapping[Condition, tuple[str, ...]]] = {}
+    rivals: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    def __post_init__(self) -> None:
+        for entry in all_fields(type(self)):
+            value = getattr(self, entry.name)
+            if value is None and not entry.is_optional:
+                value = entry.default
+                if value is REQUIRED:
+                    raise UsageError(f"{entry.flag} is missing")
+            elif value is not None:
+                value = convert_value(entry, value)
+            object.__setattr__(self, entry.name, value)
+
+
+@cache
+def all_fields(cls: type[Any]) -> tuple[OptionField, ...]:
+    """The fields of a dataclass that are options, offered or not, in the order they are shown:
+    arguments first, a class's fields before its groups', groups from left to right."""
+    hints = get_type_hints(cls)
+    by_name = {f.name: f for f in dataclasses.fields(cls) if "option" in f.metadata}
+    entries = []
+    for name in dict.fromkeys(_names(cls)):
+        if name in by_name:
+            hint, is_optional = _without_none(hints[name])
+            entries.append(
+                OptionField(
+                    name=name,
+                    hint=hint,
+                    is_optional=is_optional,
+                    default=by_name[name].default,
+                    spec=_full_spec(cls, by_name[name]),
+                )
+            )
+    return tuple(sorted(entries, key=lambda e: not e.spec.is_argument))
+
+
+def _full_spec(cls: type[Any], declared: dataclasses.Field[Any]) -> OptionSpec:
+    spec: OptionSpec = declared.metadata["option"]
+    extra: Mapping[Condition, tuple[str, ...]] = getattr(cls, "extra_needs", {})
+    needs = tuple(condition for condition, names in extra.items() if declared.name in names)
+    return dataclasses.replace(spec, needs=spec.needs + needs) if needs else spec
+
+
+def option_fields(cls: type[Any]) -> tuple[OptionField, ...]:
+    """The options that a verb offers."""
+    hidden: frozenset[str] = getattr(cls, "not_offered", frozenset())
+    return tuple(e for e in all_fields(cls) if e.name not in hidden)
+
+
+def _names(cls: type[Any]) -> Iterator[str]:
+    yield from inspect.get_annotations(cls)
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            yield from _names(base)
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [a for a in get_args(hint) if a is not type(None)]
+        if len(parts) < len(get_args(hint)) and len(parts) == 1:
+            return parts[0], True
+    return hint, False
+
+
+def convert_value(entry: OptionField, value: Any, file: str | Path | None = None) -> Any:
+    """`value` as the option's type.
+
+    Raises:
+        UsageError: it has another type, or is out of range; `file` is where it was read.
+    """
+    hint = entry.hint
+    name = entry.flag if file is None else entry.flag[2:]
+    if entry.is_repeatable:
+        items = [value] if isinstance(value, str | Path) else value
+        if isinstance(items, list | tuple) and all(isinstance(x, str | Path) for x in items):
+            return tuple(get_args(hint)[0](x) for x in items)
+    elif hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    elif entry.choices:
+        if value in entry.choices:
+            return value
+        words = ", ".join(entry.choices)
+        raise UsageError(_shown(name, value, file), file=file, hint=f"one of: {words}")
+    elif hint is str and isinstance(value, str | Path | int | float):
+        if not isinstance(value, bool):
+            return str(value)
+    elif hint in (int, float) and not isinstance(value, bool):
+        if (number := _number(value, hint, from_text=file is not None)) is not None:
+            return _in_range(entry, number, name, file)
+    elif isinstance(hint, type) and isinstance(value, hint):
+        return value
+    raise UsageError(_shown(name, value, file), file=file, hint=_KINDS.get(hint, "a list of texts"))
+
+
+def _shown(name: str, value: object, file: str | Path | None) -> str:
+    return f"{name} {value!r}" if file is None else f"{name} is {value!r}"
+
+
+def _number(value: Any, kind: type[Any], *, from_text: bool) -> int | float | None:
+    """A number of the type asked for; YAML 1.1 reads 2e-5, which has no dot, as a text."""
+    if isinstance(value, int):
+        return kind(value)
+    if kind is int:
+        return None
+    if isinstance(value, float):
+        return value
+    try:
+        return float(value) if from_text and isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
+def _in_range(entry: OptionField, number: float, name: str, file: str | Path | None) -> int | float:
+    if not math.isfinite(number):
+        raise UsageError(f"{name} {number}", file=file, hint="a finite number")
+    if entry.spec.minimum is not None and number < entry.spec.minimum:
+        raise UsageError(f"{name} {number}", file=file, hint=f"{entry.spec.minimum:g} or more")
+    return number
+
+
+def flags_of(cls: type[Any]) -> Mapping[str, str]:
+    """The flag of every option by its name."""
+    return {entry.name: entry.flag for entry in all_fields(cls)}

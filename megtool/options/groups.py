@@ -1,0 +1,202 @@
+"""Groups of options that several verbs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megtool.config import ParallelConfig
+from megtool.errors import UsageError
+from megtool.options.field import Options, option
+
+INPUT, LAYOUT, OUTPUT, DANGEROUS = "Input", "Parallel layout", "Output", "Dangerous"
+TEXT, RUNNING = "Text", "Running"
+
+RUN_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+EngineName = str
+"""An inference engine, or one with its version: `vllm`, `trtllm`, `sglang`, `vllm@0.16.0`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(Options):
+    """What is to be known of a checkpoint to read that it does not say itself."""
+
+    iteration: str | None = option(
+        INPUT, "Iteration of a save folder; default: the latest.", metavar="N"
+    )
+    family: str | None = option(
+        INPUT, "The model family, if the checkpoint names none.", metavar="NAME"
+    )
+    like: Path | None = option(
+        INPUT, "A Hugging Face folder to take config and tokenizer from.", metavar="FOLDER"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions(Options):
+    """Planning without writing."""
+
+    dry_run: bool = option(
+        OUTPUT, "Print the plan and write nothing.", False, flags=("--dry-run", "-n")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(DryRunOptions):
+    """How a result appears at its destination."""
+
+    overwrite: bool = option(
+        DANGEROUS,
+        "Replace DST, which stays valid until the new one is.",
+        False,
+        flags=("--overwrite",),
+        changes_result=False,
+    )
+    fsync: bool = option(
+        DANGEROUS, "Make the result survive a power failure.", True, changes_result=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions(Options):
+    """Threads of reading and writing."""
+
+    threads: int | None = option(
+        OUTPUT,
+        "Threads; default: one per core, at most 8.",
+        metavar="N",
+        minimum=1,
+        changes_result=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions(ThreadOptions):
+    """The resources that copying takes."""
+
+    memory: str = option(
+        OUTPUT,
+        "Most memory for buffers (at least 384 KiB per thread).",
+        "128MiB",
+        metavar="SIZE",
+        changes_result=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """The engine that has to load what is written."""
+
+    target: EngineName | None = option(
+        OUTPUT,
+        "Fail if this engine cannot load the result: vllm, trtllm, sglang, or vllm@0.16.0.",
+        metavar="ENGINE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions(Options):
+    """The tokenizer of a model that is run."""
+
+    tokenizer: Path | None = option(
+        INPUT, "A folder with the tokenizer; default: the one with SRC.", metavar="FOLDER"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions(Options):
+    """How a model is run: device, dtype, kernels and parallel layout.
+
+    `device` None is CUDA if there is one, else the CPU. `dtype` None is the checkpoint's own on
+    CUDA, and float32 on a CPU, where most 16-bit types are many times slower. `stream_layers` reads
+    every layer when it is needed and frees it afterwards.
+
+    Raises:
+        UsageError: no model runs in this dtype.
+    """
+
+    device: str | None = option(
+        RUNNING, "cpu, cuda or cuda:N; default: cuda if there is one.", changes_result=False
+    )
+    dtype: str | None = option(
+        RUNNING,
+        "bfloat16, float16 or float32; default: float32 on a CPU, elsewhere as stored.",
+        metavar="NAME",
+    )
+    stream_layers: bool = option(
+        RUNNING,
+        "Keep one layer in memory at a time: slow, but any model fits.",
+        False,
+        changes_result=False,
+    )
+    kernels: Literal["auto", "torch", "triton", "compile", "te"] = option(
+        RUNNING,
+        "Which implementation of fused operations runs. te: Transformer Engine's norms and "
+        "activations without limit and offset (no exact gelu); the rest is megtool's own.",
+        "auto",
+        changes_result=False,
+    )
+    threads: int | None = option(
+        RUNNING,
+        "Threads; default: as many as torch uses.",
+        metavar="N",
+        minimum=1,
+        changes_result=False,
+    )
+    tp: int | None = option(
+        LAYOUT, "Tensor-parallel ranks, started by torchrun.", metavar="N", minimum=1
+    )
+    pp: int | None = option(
+        LAYOUT, "Pipeline-parallel ranks, started by torchrun.", metavar="N", minimum=1
+    )
+    ep: int | None = option(
+        LAYOUT, "Expert-parallel ranks, started by torchrun.", metavar="N", minimum=1
+    )
+    etp: int | None = option(
+        LAYOUT, "Tensor-parallel ranks of experts; default: --tp.", metavar="N", minimum=1
+    )
+    cp: int | None = option(
+        LAYOUT,
+        "Context-parallel ranks, which split each row's tokens, started by torchrun.",
+        metavar="N",
+        minimum=1,
+        alias="--context-parallel-size",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype is not None and self.dtype not in RUN_DTYPES:
+            known = ", ".join(RUN_DTYPES)
+            raise UsageError(f"dtype {self.dtype!r}", hint=f"a model runs in {known}")
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The parallel layout; every size that is not given is 1."""
+        return ParallelConfig(
+            tp=self.tp or 1,
+            pp=self.pp or 1,
+            ep=self.ep or 1,
+            etp=self.etp or 0,
+            cp=self.cp or 1,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
+    """How a report is printed; every command has these."""
+
+    as_json: bool = option(
+        OUTPUT, "Print the report as JSON.", False, flags=("--json",), changes_result=False
+    )
+    quiet: bool = option(
+        OUTPUT, "No progress and no warnings.", False, flags=("--quiet", "-q"), changes_result=False
+    )
+    verbose: bool = option(
+        OUTPUT,
+        "More messages, and tracebacks.",
+        False,
+        flags=("--verbose", "-v"),
+        changes_result=False,
+    )
