@@ -1,4 +1,4 @@
-"""Subject: a folder as lint sees it: linear modules by what their tensors are, and what is said."""
+"""A folder as the rules see it: linear modules by what their tensors are, and the config files."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from megtool.checkpoint.formats.quantized import QUANT_FILE
-from megtool.lint.model_shapes import ModelFaults, check_model
-from megtool.lint.tables import APART, EMBEDDINGS, FUSED, MODELOPT_METHODS, ROUTERS
-from megtool.quant.verification.quant_config_files import Declared, in_config, in_quant_file
-from megtool.quant.verification.scale_checks import SCALE_NAMES
-from megtool.quant.verification.stored_folder import CACHE_SCALES, Folder, Numbers, StoredTensor
+from megtool.lint.engines import load_engines
+from megtool.lint.folder_view import KV_CACHE_SCALES, FolderView, ScaleStatistics, StoredTensor
+from megtool.lint.model_shapes import ModelMismatch, check_model
+from megtool.lint.quant_config import (
+    QuantConfig,
+    parse_hf_quant_config,
+    parse_quantization_config,
+)
+from megtool.lint.scale_sanity import SCALE_NAMES
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<last>[^.]+)")
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-_E4M3, _E8M0 = ("float8_e4m3fn", "float8_e5m2"), ("uint8", "float8_e8m0fnu")
-_CODES = (*_E4M3, "int8", "uint8", "int32")
+_FP8, _E8M0 = ("float8_e4m3fn", "float8_e5m2"), ("uint8", "float8_e8m0fnu")
+_CODES = (*_FP8, "int8", "uint8", "int32")
 
-_BESIDE = (
-    *(*SCALE_NAMES, *CACHE_SCALES, "q_scale", "prob_scale"),
+_COMPANIONS = (
+    *(*SCALE_NAMES, *KV_CACHE_SCALES, "q_scale", "prob_scale"),
     *("weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point", "input_zero_point"),
     *("k_zero_point", "v_zero_point", "k_bias", "v_bias"),
 )
-"""What lies beside weights, and is no weight of a model's."""
+"""Tensors that belong to the quantization, and are no weights of a model."""
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """One linear module by its tensors alone.
+class LinearModule:
+    """One linear module, described by its tensors alone.
 
     `shape` is `[out, in]`; `algo` one of `quant.recipes.formats.FORMATS`, "" for a plain weight and
-    "?" for codes without a scale. `group` are the columns (or the side of blocks) under one scale,
-    0 where there is no group. `unit` is what engines run it in: a fused projection, or the experts
-    of a layer.
+    "?" for codes without a scale. `group_size` is the number of columns (or the side of blocks)
+    under one scale, 0 without groups. `unit` is what engines run it in: a fused projection, or the
+    experts of a layer.
     """
 
     name: str
     shape: Shape
     algo: str
-    group: int
+    group_size: int
     tensors: Mapping[str, StoredTensor]
     unit: str
     expert: int | None = None
@@ -55,157 +58,178 @@ class Linear:
 
     @property
     def is_router(self) -> bool:
-        """It chooses experts."""
-        return self.last in ROUTERS
+        """Whether it chooses experts."""
+        return self.last in load_engines().modules.routers
 
 
 @dataclass(slots=True, kw_only=True)
-class Subject:
+class LintContext:
     """A folder to be linted.
 
-    `form` is `modelopt`, `compressed-tensors`, `fp8`, `mxfp4`, "" where nothing is said of
-    quantization, or whatever else `quant_method` says. `inline` and `beside` are what config.json
-    and hf_quant_config.json say, `stacked` weights of experts in one tensor, `embeddings` those
-    that hold codes. `model` is what the model's own family has against the weights, None where
-    none is known.
+    `form` is `modelopt`, `compressed-tensors`, `fp8`, `mxfp4`, "" if no file declares a
+    quantization, or any other `quant_method`. `declared` is the quantization_config as it stands in
+    config.json; `config_json` and `hf_quant_config` are what the two files declare in ModelOpt's
+    form. `stacked` are weights of all experts in one tensor, `embeddings` those that
+    hold codes. `mismatch` compares the weights with the model's family (None: unknown family).
     """
 
-    folder: Folder
+    folder: FolderView
     form: str
-    said: Mapping[str, Any]
-    inline: Declared | None
-    beside: Declared | None
-    linear: list[Linear] = field(default_factory=list)
+    declared: Mapping[str, Any]
+    config_json: QuantConfig | None
+    hf_quant_config: QuantConfig | None
+    linears: list[LinearModule] = field(default_factory=list)
     stacked: list[StoredTensor] = field(default_factory=list)
     embeddings: list[str] = field(default_factory=list)
-    model: ModelFaults | None = None
-    _numbers: dict[str, Numbers] = field(default_factory=dict)
+    mismatch: ModelMismatch | None = None
+    _statistics: dict[str, ScaleStatistics] = field(default_factory=dict)
 
-    def numbers(self, tensor: StoredTensor) -> Numbers:
-        """What the values of a scale are; each is read once, however many rules ask."""
-        if tensor.name not in self._numbers:
-            self._numbers[tensor.name] = self.folder.numbers(tensor)
-        return self._numbers[tensor.name]
+    def statistics(self, tensor: StoredTensor) -> ScaleStatistics:
+        """The statistics of a scale, read once for all rules."""
+        if tensor.name not in self._statistics:
+            self._statistics[tensor.name] = self.folder.read_statistics(tensor)
+        return self._statistics[tensor.name]
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """config.json, that of the text model first."""
+    def model_config(self) -> Mapping[str, Any]:
+        """config.json; keys of its text model come first."""
         config = self.folder.config or {}
         text = config.get("text_config")
         return {**config, **text} if isinstance(text, dict) else config
 
-    def units(self) -> dict[str, list[Linear]]:
+    @property
+    def architectures(self) -> list[str]:
+        """The `architectures` of config.json."""
+        value = (self.folder.config or {}).get("architectures")
+        return [str(v) for v in value] if isinstance(value, list) else []
+
+    @property
+    def quant_configs(self) -> list[QuantConfig]:
+        """What the files declare in ModelOpt's form, hf_quant_config.json first."""
+        return [c for c in (self.hf_quant_config, self.config_json) if c is not None]
+
+    def units(self) -> dict[str, list[LinearModule]]:
         """Modules by what engines run them in."""
-        out: dict[str, list[Linear]] = {}
-        for one in self.linear:
-            out.setdefault(one.unit, []).append(one)
-        return out
+        units: dict[str, list[LinearModule]] = {}
+        for module in self.linears:
+            units.setdefault(module.unit, []).append(module)
+        return units
 
-    def coded(self) -> Iterator[Linear]:
+    def quantized(self) -> Iterator[LinearModule]:
         """Modules that hold codes."""
-        return (one for one in self.linear if one.algo)
+        return (module for module in self.linears if module.algo)
 
 
-def read_subject(folder: Folder) -> Subject:
-    """What lint needs of a folder: headers, config files, and the few bytes of `weight_shape`."""
-    said = folder.quantization or {}
-    form = str(said.get("quant_method", "")).lower().replace("_tensors", "-tensors")
-    beside = in_quant_file(folder)
-    if form in MODELOPT_METHODS or (not form and beside is not None):
+def read_context(folder: FolderView) -> LintContext:
+    """Describe a folder by its headers, config files, and the few bytes of `weight_shape`."""
+    names = load_engines().modules
+    declared = folder.quantization or {}
+    form = str(declared.get("quant_method", "")).lower().replace("_tensors", "-tensors")
+    hf_quant_config = parse_hf_quant_config(folder.hf_quant_config)
+    if form in load_engines().modelopt_spellings or (not form and hf_quant_config is not None):
         form = "modelopt"
-    out = Subject(folder=folder, form=form, said=said, inline=in_config(folder), beside=beside)
+    context = LintContext(
+        folder=folder,
+        form=form,
+        declared=declared,
+        config_json=parse_quantization_config(folder.quantization),
+        hf_quant_config=hf_quant_config,
+    )
     for name, tensors in folder.modules.items():
-        if any(part in APART for part in name.split(".")):
+        if any(part in names.unquantized_towers for part in name.split(".")):
             continue
         if ".experts" in f".{name}.":
-            out.stacked += [t for n, t in tensors.items() if len(t.shape) >= 3 and "scale" not in n]
+            context.stacked += [
+                t for n, t in tensors.items() if len(t.shape) >= 3 and "scale" not in n
+            ]
         codes = tensors.get("weight_packed") or tensors.get("weight")
         if codes is None or len(codes.shape) != 2:
             continue
-        if name.rpartition(".")[2] in EMBEDDINGS:
+        if name.rpartition(".")[2] in names.embeddings:
             if codes.dtype in _CODES:
-                out.embeddings.append(name)
+                context.embeddings.append(name)
         elif codes.dtype in (*_CODES, *_FLOATS):
-            out.linear.append(_linear(folder, name, codes, tensors))
-    out.model = _checked(out)
-    return out
+            context.linears.append(_linear(folder, name, codes, tensors))
+    context.mismatch = _compare_with_family(context)
+    return context
 
 
-def _checked(subject: Subject) -> ModelFaults | None:
-    """The weights against the model's family, where all of them lie in tensors of their own."""
-    if subject.form == "mxfp4" or any(t.dtype in _CODES for t in subject.stacked):
+def _compare_with_family(context: LintContext) -> ModelMismatch | None:
+    """The weights against the model's family, if each is a tensor of its own."""
+    if context.form == "mxfp4" or any(t.dtype in _CODES for t in context.stacked):
         return None
-    weights = {f"{one.name}.weight": one.shape for one in subject.coded()}
+    weights = {f"{module.name}.weight": module.shape for module in context.quantized()}
     plain = {
         n: t.shape
-        for n, t in subject.folder.tensors.items()
-        if n not in weights and n.rpartition(".")[2] not in _BESIDE
+        for n, t in context.folder.tensors.items()
+        if n not in weights and n.rpartition(".")[2] not in _COMPANIONS
     }
+    towers = set(load_engines().modules.unquantized_towers)
     named = (*weights.items(), *plain.items())
-    held = [(n, shape) for n, shape in named if not set(n.split(".")) & set(APART)]
-    return check_model(subject.folder.config or {}, held)
+    shapes = [(n, shape) for n, shape in named if not set(n.split(".")) & towers]
+    return check_model(context.folder.config or {}, shapes)
 
 
 def _linear(
-    folder: Folder, name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
-) -> Linear:
-    algo, shape, group = _observed(folder, codes, tensors)
-    found = _EXPERT.fullmatch(name)
-    return Linear(
+    folder: FolderView, name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
+) -> LinearModule:
+    algo, shape, group_size = _infer_format(folder, codes, tensors)
+    match = _EXPERT.fullmatch(name)
+    return LinearModule(
         name=name,
         shape=shape,
         algo=algo,
-        group=group,
+        group_size=group_size,
         tensors=tensors,
-        unit=found["experts"] if found else unit_of(name),
-        expert=int(found["number"]) if found else None,
+        unit=match["experts"] if match else _unit_of(name),
+        expert=int(match["number"]) if match else None,
     )
 
 
-def unit_of(name: str) -> str:
-    """The projection that a module is a part of, or itself."""
+def _unit_of(name: str) -> str:
+    """The projection that a module is a part of, or the module itself."""
     parent, dot, last = name.rpartition(".")
-    for fused, parts in FUSED.items():
+    for fused, parts in load_engines().modules.fused.items():
         if last in parts:
             return f"{parent}{dot}{fused}"
     return name
 
 
-def shards_of(unit: str) -> tuple[str, ...]:
-    """The modules that a fused projection is made of; nothing where it is none."""
+def parts_of(unit: str) -> tuple[str, ...]:
+    """The modules that a fused projection is made of; empty if it is none."""
     parent, dot, last = unit.rpartition(".")
-    return tuple(f"{parent}{dot}{part}" for part in FUSED.get(last, ()))
+    return tuple(f"{parent}{dot}{p}" for p in load_engines().modules.fused.get(last, ()))
 
 
-def _observed(
-    folder: Folder, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
+def _infer_format(
+    folder: FolderView, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
 ) -> tuple[str, Shape, int]:
-    """The format that tensors have, by types and shapes, whatever is said of it."""
+    """The format that tensors have by their types and shapes, whatever a config declares."""
     rows, columns = codes.shape
     scale = tensors.get("weight_scale", tensors.get("weight_scale_inv"))
     inputs = "input_scale" in tensors or "input_global_scale" in tensors
     if codes.dtype in _FLOATS:
         return "", (rows, columns), 0
     if codes.dtype == "int32":
-        return _words(folder, codes, tensors)
+        return _infer_int32_format(folder, codes, tensors)
     if scale is None:
         return "?", (rows, columns), 0
     if codes.dtype == "int8":
         return ("W8A8_SQ_PER_CHANNEL" if inputs else "W8A16"), (rows, columns), 0
-    if codes.dtype in _E4M3:
-        return _eight_bits(scale, rows), (rows, columns), _side(scale, columns)
-    if scale.dtype in _E4M3:
-        group = _per(2 * columns, scale)
-        eights = "W4A8_NVFP4_FP8" if group == 32 and inputs else ""
-        return eights or ("NVFP4" if inputs else "W4A16_NVFP4"), (rows, 2 * columns), group
+    if codes.dtype in _FP8:
+        return _infer_fp8_format(scale, rows), (rows, columns), _block_side(scale, columns)
+    if scale.dtype in _FP8:
+        size = _columns_per_scale(2 * columns, scale)
+        nvfp4 = "W4A8_NVFP4_FP8" if size == 32 and inputs else ""
+        return nvfp4 or ("NVFP4" if inputs else "W4A16_NVFP4"), (rows, 2 * columns), size
     if scale.dtype in _E8M0:
-        return "MXFP4", (rows, 2 * columns), _per(2 * columns, scale)
+        return "MXFP4", (rows, 2 * columns), _columns_per_scale(2 * columns, scale)
     algo = "W4A8_AWQ" if "weight_scale_2" in tensors else "W4A16_AWQ"
-    return algo, (2 * rows, columns), _per(columns, scale)
+    return algo, (2 * rows, columns), _columns_per_scale(columns, scale)
 
 
-def _eight_bits(scale: StoredTensor, rows: int) -> str:
-    """FP8 by what has a scale."""
+def _infer_fp8_format(scale: StoredTensor, rows: int) -> str:
+    """FP8 by what has one scale."""
     if scale.dtype in _E8M0 and len(scale.shape) == 2 and scale.shape[0] == rows:
         return "MXFP8"
     if scale.shape in ((), (1,)):
@@ -213,40 +237,35 @@ def _eight_bits(scale: StoredTensor, rows: int) -> str:
     return "FP8_PER_CHANNEL_PER_TOKEN" if scale.shape in ((rows,), (rows, 1)) else "FP8_PB_WO"
 
 
-def _side(scale: StoredTensor, columns: int) -> int:
-    """Columns under one scale: of a group, or of a matrix of blocks."""
+def _block_side(scale: StoredTensor, columns: int) -> int:
+    """Columns under one scale, of a group or a block; 0 for one scale per row or tensor."""
     if len(scale.shape) == 4:
-        return _round(ceil(columns / max(scale.shape[2], 1)))
+        return _next_power_of_two(ceil(columns / max(scale.shape[2], 1)))
     if len(scale.shape) == 2 and (scale.shape[1] > 1 or scale.shape == (1, 1)):
-        return _round(ceil(columns / scale.shape[1]))
+        return _next_power_of_two(ceil(columns / scale.shape[1]))
     return 0
 
 
-def _round(size: int) -> int:
+def _next_power_of_two(size: int) -> int:
     """Blocks are powers of two, and the last may be a part of one."""
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _per(columns: int, scale: StoredTensor) -> int:
-    held = scale.shape[-1] if len(scale.shape) == 2 else 1
-    return ceil(columns / max(held, 1))
+def _columns_per_scale(columns: int, scale: StoredTensor) -> int:
+    count = scale.shape[-1] if len(scale.shape) == 2 else 1
+    return ceil(columns / max(count, 1))
 
 
-def _words(
-    folder: Folder, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
+def _infer_int32_format(
+    folder: FolderView, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
 ) -> tuple[str, Shape, int]:
-    """compressed-tensors' words of 32 bits, whose shape is said beside them."""
+    """compressed-tensors' words of 32 bits, whose shape is stored in `weight_shape`."""
     rows, words = codes.shape
-    said = tensors.get("weight_shape")
+    weight_shape = tensors.get("weight_shape")
     columns = 8 * words
-    if said is not None and said.shape == (2,):
-        columns = int(folder.values(said)[1])
-    per = columns / max(words, 1)
+    if weight_shape is not None and weight_shape.shape == (2,):
+        columns = int(folder.read_values(weight_shape)[1])
     scale = tensors.get("weight_scale")
-    group = _per(columns, scale) if scale is not None and scale.shape[-1:] != (1,) else 0
-    return ("W8A16" if per <= 4 else "W4A16_AWQ"), (rows, columns), group
-
-
-def faults_of(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Faults of the folder itself; a folder need not have a file of ModelOpt's."""
-    return (f for f in folder.faults if f != (QUANT_FILE, "is not there"))
+    has_groups = scale is not None and scale.shape[-1:] != (1,)
+    group_size = _columns_per_scale(columns, scale) if scale is not None and has_groups else 0
+    return ("W8A16" if columns / max(words, 1) <= 4 else "W4A16_AWQ"), (rows, columns), group_size

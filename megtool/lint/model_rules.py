@@ -1,4 +1,4 @@
-"""Model rules: whether all weights of the model are there, of the sizes that config.json says."""
+"""Rules about the model: whether all weights are there, of the sizes that config.json describes."""
 
 from __future__ import annotations
 
@@ -6,89 +6,82 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from megtool.lint import citations as at
-from megtool.lint.context import Subject, shards_of
-from megtool.lint.rules import Fault, Rule, View
+from megtool.lint.context import LintContext, parts_of
+from megtool.lint.engines import EngineTarget
+from megtool.lint.finding import Finding
+from megtool.lint.folder_view import CONFIG_FILE
+from megtool.quant.recipes.engine_models import permutes_rotary_rows, rotary_conflict
 
-_LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)\.(?P<rest>.+)")
+_LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)\.(?P<name>.+)")
 
 
-def _missing(subject: Subject, view: View) -> Iterator[Fault]:
-    if subject.model is None:
-        yield from _guessed(subject)
+def _check_missing(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    if context.mismatch is None:
+        yield from _compare_layers(context)
         return
-    for name in subject.model.missing:
-        yield Fault(module=name, text="is in no file, and the model has it")
+    for name in context.mismatch.missing:
+        yield Finding(module=name, message="is in no file, and the model has it")
 
 
-def _guessed(subject: Subject) -> Iterator[Fault]:
-    """Of models that no family is known of: what most other layers have."""
+def _compare_layers(context: LintContext) -> Iterator[Finding]:
+    """For models of an unknown family: what most other layers have."""
     layers: dict[str, set[int]] = defaultdict(set)
     parts: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in subject.linear:
-        if (found := _LAYER.fullmatch(one.name)) is not None:
-            layers[found["stack"]].add(int(found["number"]))
-            if one.unit != one.name and one.expert is None:
-                parts[_anywhere(one.unit)][one.last] += 1
-    for unit, modules in subject.units().items():
-        shards = shards_of(unit)
-        if not shards or modules[0].expert is not None:
+    for module in context.linears:
+        if (match := _LAYER.fullmatch(module.name)) is not None:
+            layers[match["stack"]].add(int(match["number"]))
+            if module.unit != module.name and module.expert is None:
+                parts[_name_in_layer(module.unit)][module.last] += 1
+    for unit, modules in context.units().items():
+        if not parts_of(unit) or modules[0].expert is not None:
             continue
-        common = parts[_anywhere(unit)]
-        mine = {m.last for m in modules}
-        for last, count in common.items():
-            if last not in mine and 2 * count > max(common.values()):
-                yield Fault(
+        counts = parts[_name_in_layer(unit)]
+        present = {m.last for m in modules}
+        for last, count in counts.items():
+            if last not in present and 2 * count > max(counts.values()):
+                yield Finding(
                     module=f"{unit.rpartition('.')[0]}.{last}",
-                    text=f"is in no file, and {', '.join(sorted(mine))} beside it are",
+                    message=f"is in no file, unlike {', '.join(sorted(present))}",
                     severity="warning",
                 )
-    said = subject.config.get("num_hidden_layers")
+    num_layers = context.model_config.get("num_hidden_layers")
     stacks = [numbers for numbers in layers.values() if 0 in numbers]
-    if type(said) is int and stacks and (most := max(len(s) for s in stacks)) < said:
-        text = f"num_hidden_layers is {said}, and {most} are in the files"
-        yield Fault(module="config.json", text=text, severity="warning")
+    if type(num_layers) is int and stacks:
+        stored = max(len(numbers) for numbers in stacks)
+        if stored < num_layers:
+            text = f"num_hidden_layers is {num_layers}, and the files have {stored}"
+            yield Finding(module=CONFIG_FILE, message=text, severity="warning")
 
 
-def _anywhere(unit: str) -> str:
-    found = _LAYER.fullmatch(unit)
-    return found["rest"] if found is not None else unit
+def _name_in_layer(unit: str) -> str:
+    match = _LAYER.fullmatch(unit)
+    return match["name"] if match is not None else unit
 
 
-def _sizes(subject: Subject, view: View) -> Iterator[Fault]:
-    for name, text in subject.model.wrong if subject.model is not None else ():
-        yield Fault(module=name, text=text)
+def _check_sizes(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for name, text in context.mismatch.wrong if context.mismatch is not None else ():
+        yield Finding(module=name, message=text)
 
 
-def _unknown(subject: Subject, view: View) -> Iterator[Fault]:
-    for name in subject.model.unknown if subject.model is not None else ():
-        yield Fault(module=name, text="is not known of models of this architecture")
+def _check_unknown(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for name in context.mismatch.unknown if context.mismatch is not None else ():
+        yield Finding(module=name, message="is no tensor of this architecture")
 
 
-_SOURCES = {"vllm": at.VLLM_LOADING, "sglang": at.SGLANG_LOADING, "trtllm": at.TRTLLM_LINEAR}
+def _check_llama4_rotary(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """Engines permute the rows of q and k while they load them, and must permute the scales too."""
+    architecture = (context.architectures or [""])[0]
+    if not permutes_rotary_rows(engine.target, architecture):
+        return
+    for module in context.quantized():
+        is_rotated = module.last in ("q_proj", "k_proj")
+        if is_rotated and (text := rotary_conflict(engine.target, module.algo)):
+            yield Finding(module=module.name, message=f"({module.algo}) {text}")
 
-RULES = (
-    Rule(
-        id="tensors-missing",
-        sources=_SOURCES,
-        meaning="engines stop, or go on with whatever memory holds (quantized models are not "
-        "checked for what was not loaded)",
-        hint="export the model again, whole",
-        check=_missing,
-    ),
-    Rule(
-        id="sizes-said",
-        sources=_SOURCES,
-        meaning="engines build the model by config.json, and stop at tensors of other sizes",
-        hint="config.json must be that of the model that was quantized",
-        check=_sizes,
-    ),
-    Rule(
-        id="tensors-unknown",
-        severity="warning",
-        sources=_SOURCES,
-        meaning="loaders stop at names that they have no place for, or leave them out",
-        hint="leave the tensor out, if the engine does not know it",
-        check=_unknown,
-    ),
-)
+
+CHECKS = {
+    "tensors-missing": _check_missing,
+    "sizes-said": _check_sizes,
+    "tensors-unknown": _check_unknown,
+    "llama4-rotary": _check_llama4_rotary,
+}

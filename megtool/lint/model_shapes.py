@@ -1,7 +1,7 @@
-"""Model check: the weights of a folder held against the model that its config.json says it is.
+"""The weights of a folder, compared with the model that its config.json describes.
 
-The families' own tables say which tensors a model has, and of what sizes. Of a model that no family
-is known of nothing is said here.
+The tables of the families say which tensors a model has, and their sizes. A model of an unknown
+family is not checked.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megtool.dtypes import dtype
 from megtool.errors import MappingError, UnknownTensorsError
 from megtool.tensors.sharded import GlobalTensor
 
-_MOST = 8
-"""Faults after which no more are looked for: each takes another look at all tensors."""
+_MAX_MISMATCHES = 8
+"""The check stops after so many: each needs another pass over all tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFaults:
-    """`missing` are stored names of weights that the model has and the folder has not, `wrong`
-    stored names with what their shape should be or why they have no place in the model, `unknown`
-    those that the family's table does not have."""
+class ModelMismatch:
+    """`missing` are stored names of weights that the folder lacks, `wrong` stored names with what
+    their shape should be or why they do not fit the model, `unknown` those that the family's table
+    does not have."""
 
     missing: tuple[str, ...] = ()
     wrong: tuple[tuple[str, str], ...] = ()
@@ -35,55 +35,55 @@ class ModelFaults:
 
 def check_model(
     config: Mapping[str, Any], weights: Sequence[tuple[str, tuple[int, ...]]]
-) -> ModelFaults | None:
-    """Hold weights, by stored name and shape as decoded, against a config.json.
+) -> ModelMismatch | None:
+    """Compare weights, by stored name and decoded shape, with a config.json.
 
-    None where no family is known, or its configuration is one that it does not know.
+    None if the family is unknown, or does not understand the configuration.
     """
     try:
         family = detect_family(config)
         model = family.read_config(config)
     except (MappingError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None
-    kind = dtype("bfloat16")
-    held = {n: GlobalTensor(name=n, shape=shape, dtype=kind) for n, shape in weights}
+    bf16 = dtype("bfloat16")
+    tensors = {n: GlobalTensor(name=n, shape=shape, dtype=bf16) for n, shape in weights}
     wrong: list[tuple[str, str]] = []
     unknown: list[str] = []
-    for _ in range(_MOST):
+    for _ in range(_MAX_MISMATCHES):
         try:
             side = read_side(
-                list(held.values()), dialect="hf", family=family, config=model, partial=True
+                list(tensors.values()), dialect="hf", family=family, config=model, partial=True
             )
         except MappingError as e:
-            if e.tensor not in held:
-                return None if not (wrong or unknown) else _faults((), wrong, unknown)
+            if e.tensor not in tensors:
+                return None if not (wrong or unknown) else _mismatch((), wrong, unknown)
             if isinstance(e, UnknownTensorsError):
                 unknown.append(e.tensor)
             else:
                 wrong.append((e.tensor, e.message))
-            del held[e.tensor]
+            del tensors[e.tensor]
             continue
-        absent = () if wrong else _absent(side, family)  # what is cut is there all the same
-        return _faults(absent, wrong, unknown)
-    return _faults((), wrong, unknown)
+        missing_names = () if wrong else _find_missing(side, family)  # a wrong one is not missing
+        return _mismatch(missing_names, wrong, unknown)
+    return _mismatch((), wrong, unknown)
 
 
-def _faults(
-    absent: Sequence[str], wrong: Sequence[tuple[str, str]], unknown: Sequence[str]
-) -> ModelFaults:
-    return ModelFaults(missing=tuple(absent), wrong=tuple(wrong), unknown=tuple(unknown))
+def _mismatch(
+    missing_names: Sequence[str], wrong: Sequence[tuple[str, str]], unknown: Sequence[str]
+) -> ModelMismatch:
+    return ModelMismatch(missing=tuple(missing_names), wrong=tuple(wrong), unknown=tuple(unknown))
 
 
-def _absent(side: CanonicalView, family: Family) -> list[str]:
-    """Stored names of what is missing; the canonical one where it is a part of another tensor."""
+def _find_missing(side: CanonicalView, family: Family) -> list[str]:
+    """Stored names of missing tensors; the canonical name if it is a part of another tensor."""
     if side.config is None:
         return []
     model = CanonicalModel(side.config, {**VOCABULARY, **family.vocabulary})
     names = missing(side.canonical, model)[0]
-    kind = dtype("bfloat16")
-    wanted = {n: GlobalTensor(name=n, shape=(), dtype=kind) for n in names}
+    bf16 = dtype("bfloat16")
+    tensors = {n: GlobalTensor(name=n, shape=(), dtype=bf16) for n in names}
     try:
-        stored = Binding(family.hf, model).write(wanted).placements if wanted else {}
+        stored = Binding(family.hf, model).write(tensors).placements if tensors else {}
     except MappingError:
         stored = {}
     return list(dict.fromkeys(stored[n].stored if n in stored else n for n in names))

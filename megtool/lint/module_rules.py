@@ -1,282 +1,228 @@
-"""Module rules: what engines take each module for, and what they find in its tensors."""
+"""Rules about modules: the format that an engine expects of each, and the tensors it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megtool.lint import citations as at
-from megtool.lint.compressed_schemes import lists_of, targeted
-from megtool.lint.config_rules import read_first
-from megtool.lint.context import Linear, Subject
-from megtool.lint.exclude_matching import MATCHERS, Matcher, MixedError
-from megtool.lint.rules import Fault, Rule, View, lines_for
-from megtool.lint.tables import GROUPS
+from megtool.lint.compressed_rules import group_in_engines, ignored_modules
+from megtool.lint.config_rules import effective_config
+from megtool.lint.context import LinearModule, LintContext
+from megtool.lint.engines import EngineTarget, ExcludeList, load_engines, rows_for
+from megtool.lint.exclude_matching import MATCHERS, PartlyExcludedError
+from megtool.lint.finding import Finding
+from megtool.lint.quant_config import MIXED
+from megtool.lint.stored_format import STORED_FORMATS
 from megtool.quant.recipes.formats import FORMATS
-from megtool.quant.verification.metadata_checks import STORED
 
 
 @dataclass(frozen=True, slots=True)
-class _Lists:
-    """What an engine leaves alone: its way of matching, and the list it reads."""
+class _Exclusions:
+    """The list of unquantized modules that an engine reads, and how it matches it."""
 
-    matcher: Matcher
+    row: ExcludeList
     patterns: tuple[str, ...]
 
     @classmethod
-    def of(cls, subject: Subject, view: View) -> _Lists | None:
-        declared = read_first(subject, view)
-        if subject.form == "modelopt" and declared is None:
+    def read(cls, context: LintContext, engine: EngineTarget) -> _Exclusions | None:
+        """None if the engine reads no list of such a folder."""
+        config = effective_config(context, engine)
+        if context.form == "modelopt" and config is None:
             return None
-        algo = declared.algo if declared is not None else ""
-        lines = [
-            m
-            for m in lines_for(view, MATCHERS)
-            if m.form == subject.form and (not m.algos or algo in m.algos)
+        algo = config.algo if config is not None else ""
+        rows = [
+            row
+            for row in rows_for(engine, load_engines().exclude_lists)
+            if row.form == context.form and (not row.algos or algo in row.algos)
         ]
-        if not lines:
+        if not rows:
             return None
-        newest = [m for m in lines if m.since == lines[-1].since]
-        patterns = declared.exclude if declared is not None else lists_of(subject.said)
-        return cls(min(newest, key=lambda m: not m.algos), patterns)
+        newest = [row for row in rows if row.since == rows[-1].since]
+        patterns = config.excluded if config is not None else ignored_modules(context.declared)
+        return cls(min(newest, key=lambda row: not row.algos), patterns)
 
-    def why(self, unit: str) -> str:
-        """The entry that excludes a module."""
-        for p in self.patterns:
+    def excludes(self, unit: str) -> bool:
+        """Whether the engine leaves a unit unquantized.
+
+        Raises:
+            PartlyExcludedError: the list excludes some of its parts.
+        """
+        return MATCHERS[self.row.matcher](unit, self.patterns)
+
+    def pattern_for(self, unit: str) -> str:
+        """The entry that excludes a unit."""
+        for pattern in self.patterns:
             try:
-                if self.matcher.excludes(unit, (p,)):
-                    return repr(p)
-            except MixedError:
+                if MATCHERS[self.row.matcher](unit, (pattern,)):
+                    return repr(pattern)
+            except PartlyExcludedError:
                 continue
         return "the list"
 
 
-def left_alone(subject: Subject, view: View) -> set[str]:
+def excluded_units(context: LintContext, engine: EngineTarget) -> set[str]:
     """Units that the engine builds without quantization."""
-    lists = _Lists.of(subject, view)
-    out = set()
-    for unit in subject.units() if lists is not None else ():
+    exclusions = _Exclusions.read(context, engine)
+    excluded = set()
+    for unit in context.units() if exclusions is not None else ():
         try:
-            if lists is not None and lists.matcher.excludes(unit, lists.patterns):
-                out.add(unit)
-        except MixedError:
-            out.add(unit)
-    return out
+            if exclusions is not None and exclusions.excludes(unit):
+                excluded.add(unit)
+        except PartlyExcludedError:
+            excluded.add(unit)
+    return excluded
 
 
-def algo_said(subject: Subject, view: View, one: Linear) -> str:
-    """The format that the engine expects of a module that it does not leave alone."""
-    declared = read_first(subject, view)
-    if subject.form == "modelopt" and declared is not None:
-        listed = declared.algo == "MIXED_PRECISION" or declared.layers
-        return declared.algo_of(one.name) if listed else declared.algo
-    if subject.form == "compressed-tensors" and not targeted(subject.said, one):
+def expected_algo(context: LintContext, engine: EngineTarget, module: LinearModule) -> str:
+    """The format that the engine expects of a module that it does not exclude."""
+    config = effective_config(context, engine)
+    if context.form == "modelopt" and config is not None:
+        is_listed = config.algo == MIXED or config.layers
+        return config.algo_of(module.name) if is_listed else config.algo
+    if context.form == "compressed-tensors" and not group_in_engines(context.declared, module):
         return ""
-    return one.algo or "?"
+    return module.algo or "?"
 
 
-def _exclude(subject: Subject, view: View) -> Iterator[Fault]:
-    lists = _Lists.of(subject, view)
-    if lists is None:
+def _check_exclude(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    exclusions = _Exclusions.read(context, engine)
+    if exclusions is None:
         return
-    source, words = lists.matcher.source, lists.matcher.words
-    for unit, modules in subject.units().items():
-        coded = [m for m in modules if m.algo]
+    source, hint = exclusions.row.source, f"this engine matches {exclusions.row.description}"
+    for unit, modules in context.units().items():
+        quantized = [m for m in modules if m.algo]
         plain = [m for m in modules if not m.algo]
         try:
-            excluded = lists.matcher.excludes(unit, lists.patterns)
-        except MixedError:
-            yield Fault(
+            is_excluded = exclusions.excludes(unit)
+        except PartlyExcludedError:
+            yield Finding(
                 module=unit,
-                text="is built of several modules, and the list names some of them",
+                message="is fused of several modules, and the list names some of them",
                 hint="name all of them, or none",
                 source=source,
             )
             continue
-        if excluded and coded:
-            yield Fault(
-                module=coded[0].name,
-                text=f"holds codes ({coded[0].algo}), and {lists.why(unit)} has {unit} left alone",
-                hint=f"this engine takes the list for {words}",
-                source=source,
-            )
-        elif not excluded and plain and not coded and _expected(subject, view, plain):
-            yield Fault(
-                module=plain[0].name,
-                text=f"holds no codes, and nothing in the list has {unit} left alone",
-                hint=f"this engine takes the list for {words}",
-                source=source,
-            )
+        if is_excluded and quantized:
+            first, pattern = quantized[0], exclusions.pattern_for(unit)
+            text = f"holds codes ({first.algo}), and {pattern} excludes {unit} from quantization"
+            yield Finding(module=first.name, message=text, hint=hint, source=source)
+        elif not is_excluded and plain and not quantized and _needs_codes(context, engine, plain):
+            text = f"holds no codes, and nothing in the list excludes {unit} from quantization"
+            yield Finding(module=plain[0].name, message=text, hint=hint, source=source)
 
 
-def _expected(subject: Subject, view: View, plain: Sequence[Linear]) -> bool:
-    """Whether the engine waits for codes of a module that no list names."""
+def _needs_codes(context: LintContext, engine: EngineTarget, plain: Sequence[LinearModule]) -> bool:
+    """Whether the engine expects codes of a module that no list names."""
     first = plain[0]
-    if subject.form != "modelopt" and (first.is_router or first.last == "lm_head"):
-        return False  # engines build these without quantization in any case
-    return bool(algo_said(subject, view, first))
+    if context.form != "modelopt" and (first.is_router or first.last == "lm_head"):
+        return False  # engines never quantize these
+    return bool(expected_algo(context, engine, first))
 
 
-def _fused(subject: Subject, view: View) -> Iterator[Fault]:
-    for unit, modules in subject.units().items():
-        kinds = {(m.algo, m.group): m for m in modules}
-        if len(kinds) > 1:
-            told = ", ".join(f"{m.last} {a or 'plain'}" for (a, _), m in kinds.items())
-            yield Fault(module=unit, text=f"is run as one, and its parts differ: {told}")
+def _check_fused(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for unit, modules in context.units().items():
+        formats = {(m.algo, m.group_size): m for m in modules}
+        if len(formats) > 1:
+            parts = ", ".join(f"{m.last} {algo or 'plain'}" for (algo, _), m in formats.items())
+            text = f"runs as one matrix, and its parts have several formats: {parts}"
+            yield Finding(module=unit, message=text)
 
 
-def _format(subject: Subject, view: View) -> Iterator[Fault]:
-    """The format said is the one that tensors have."""
-    skipped = left_alone(subject, view)
-    for one in subject.coded():
-        if one.unit in skipped:
+def _check_format(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """The declared format is that of the tensors."""
+    excluded = excluded_units(context, engine)
+    for module in context.quantized():
+        if module.unit in excluded:
             continue
-        said = algo_said(subject, view, one)
-        if not said:
-            yield Fault(
-                module=one.name, text=f"holds codes ({one.algo}), and no file says so of it"
-            )
-        elif said in STORED and one.algo not in ("?", said) and _differ(said, one.algo):
-            yield Fault(module=one.name, text=f"is {one.algo} by its tensors, and {said} is said")
+        algo = expected_algo(context, engine, module)
+        if not algo:
+            text = f"holds codes ({module.algo}), and no file declares it quantized"
+            yield Finding(module=module.name, message=text)
+        elif algo in STORED_FORMATS and _differ(algo, module.algo):
+            text = f"is stored as {module.algo}, and declared as {algo}"
+            yield Finding(module=module.name, message=text)
 
 
-def _differ(said: str, found: str) -> bool:
-    """Whether two formats are stored in other ways; how inputs are rounded cannot be seen."""
-    a, b = STORED[said], STORED[found]
-    same = (a.codes, a.scale, a.columns, a.rows) == (b.codes, b.scale, b.columns, b.rows)
-    return not same or FORMATS[said].scaling != FORMATS[found].scaling
+def _differ(declared: str, inferred: str) -> bool:
+    """Whether two formats are stored differently; how inputs are quantized cannot be seen."""
+    if inferred in ("?", declared):
+        return False
+    a, b = STORED_FORMATS[declared], STORED_FORMATS[inferred]
+    is_same = (a.codes, a.scale, a.columns, a.rows) == (b.codes, b.scale, b.columns, b.rows)
+    return not is_same or FORMATS[declared].scaling != FORMATS[inferred].scaling
 
 
-def _groups(subject: Subject, view: View) -> Iterator[Fault]:
-    skipped = left_alone(subject, view)
-    declared = read_first(subject, view)
-    for one in subject.coded():
-        if not one.group or one.unit in skipped:
+def _check_group_size(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    excluded = excluded_units(context, engine)
+    config = effective_config(context, engine)
+    for module in context.quantized():
+        if not module.group_size or module.unit in excluded:
             continue
-        for line in GROUPS:
-            mine = line.engine == view.engine and one.algo in line.algos
-            if mine and one.group not in line.sizes:
-                known = " or ".join(map(str, line.sizes))
-                yield Fault(
-                    module=one.name,
-                    text=f"has groups of {one.group}",
-                    hint=f"quantize in groups of {known}",
-                    source=line.source,
+        text = f"has groups of {module.group_size}"
+        for row in load_engines().group_sizes:
+            is_relevant = row.engine == engine.engine and module.algo in row.algos
+            if is_relevant and module.group_size not in row.sizes:
+                yield Finding(
+                    module=module.name,
+                    message=text,
+                    hint=f"quantize in groups of {' or '.join(map(str, row.sizes))}",
+                    source=row.source,
                 )
-        said = declared.group_of(one.name) if declared is not None else None
-        if said is not None and said != one.group:
-            yield Fault(module=one.name, text=f"has groups of {one.group}, and {said} is said")
+        declared = config.group_size_of(module.name) if config is not None else None
+        if declared is not None and declared != module.group_size:
+            yield Finding(module=module.name, message=f"{text}, and {declared} is declared")
 
 
-def _embeddings(subject: Subject, view: View) -> Iterator[Fault]:
-    for name in subject.embeddings:
-        yield Fault(module=name, text="an embedding holds codes")
+def _check_embedding(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for name in context.embeddings:
+        yield Finding(module=name, message="is an embedding, and holds codes")
 
 
-def _experts(subject: Subject, view: View) -> Iterator[Fault]:
+def _check_experts(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
     """Every expert is there, with the same tensors."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((v for k in keys if isinstance(v := subject.config.get(k), int)), None)
-    for unit, modules in subject.units().items():
-        by_expert: dict[int, dict[str, frozenset[str]]] = {}
+    config = context.model_config
+    count = next((v for k in keys if isinstance(v := config.get(k), int)), None)
+    for unit, modules in context.units().items():
+        experts: dict[int, dict[str, frozenset[str]]] = {}
         for m in modules:
             if m.expert is not None:
-                by_expert.setdefault(m.expert, {})[m.last] = frozenset(m.tensors)
-        if not by_expert:
+                experts.setdefault(m.expert, {})[m.last] = frozenset(m.tensors)
+        if not experts:
             continue
-        wanted = range(count if count else max(by_expert) + 1)
-        if lacks := [n for n in wanted if n not in by_expert]:
-            yield Fault(module=unit, text=f"expert {lacks[0]} of {len(wanted)} is not there")
-        full: dict[str, frozenset[str]] = {}
-        for held in by_expert.values():
-            for last, names in held.items():
-                full[last] = full.get(last, frozenset()) | names
-        for number, held in by_expert.items():
-            for last, names in full.items():
-                if odd := sorted(names - held.get(last, frozenset())):
-                    text = f"lacks {', '.join(odd)}, which other experts have"
-                    yield Fault(module=f"{unit}.{number}.{last}", text=text)
+        total = count if count else max(experts) + 1
+        if absent := [n for n in range(total) if n not in experts]:
+            yield Finding(module=unit, message=f"expert {absent[0]} of {total} is missing")
+        complete: dict[str, frozenset[str]] = {}
+        for tensors in experts.values():
+            for last, names in tensors.items():
+                complete[last] = complete.get(last, frozenset()) | names
+        for number, tensors in experts.items():
+            for last, names in complete.items():
+                if missing := sorted(names - tensors.get(last, frozenset())):
+                    text = f"lacks {', '.join(missing)}, which other experts have"
+                    yield Finding(module=f"{unit}.{number}.{last}", message=text)
 
 
-def _stacked(subject: Subject, view: View) -> Iterator[Fault]:
-    if not subject.form or subject.form == "mxfp4":
+def _check_stacked(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    if not context.form or context.form == "mxfp4":
         return
-    said = (subject.folder.config or {}).get("architectures") or [""]
-    own = str(said[0]).startswith(("Llama4", "GptOss"))  # whose experts are stored so in any case
-    for t in subject.stacked:
-        yield Fault(
+    # The models of these families store experts this way in any case.
+    is_usual = (context.architectures or [""])[0].startswith(("Llama4", "GptOss"))
+    for t in context.stacked:
+        yield Finding(
             module=t.name,
-            text=f"holds all experts in one tensor {list(t.shape)}",
-            severity="warning" if own else None,
+            message=f"holds all experts in one tensor {list(t.shape)}",
+            severity="warning" if is_usual else None,
         )
 
 
-_READERS = {"vllm": at.VLLM_MODELOPT, "sglang": at.SGLANG_MODELOPT, "trtllm": at.TRTLLM_LINEAR}
-
-RULES = (
-    Rule(
-        id="exclude",
-        forms=("modelopt", "compressed-tensors", "fp8"),
-        sources={
-            "vllm": at.VLLM_SKIPPED,
-            "sglang": at.SGLANG_SKIPPED,
-            "trtllm": at.TRTLLM_EXCLUDED,
-        },
-        meaning="codes are taken for weights, or the engine waits for scales that never come",
-        hint="list the modules that are not quantized, and no others",
-        check=_exclude,
-    ),
-    Rule(
-        id="fused",
-        sources={
-            "vllm": at.VLLM_SKIPPED,
-            "sglang": at.SGLANG_SKIPPED,
-            "trtllm": at.TRTLLM_EXCLUDED,
-        },
-        meaning="engines run them as one matrix of one format, and stop or misread the others",
-        hint="give all parts one format",
-        check=_fused,
-    ),
-    Rule(
-        id="format",
-        forms=("modelopt", "compressed-tensors"),
-        sources=_READERS,
-        meaning="the engine takes these bytes for something else",
-        hint="the config files must say what the tensors are",
-        check=_format,
-    ),
-    Rule(
-        id="group-size",
-        forms=("modelopt",),
-        sources=_READERS,
-        meaning="there is no kernel for it, or columns get the scales of others",
-        hint="the config files must say the size that the tensors have",
-        check=_groups,
-    ),
-    Rule(
-        id="embedding",
-        forms=("modelopt", "compressed-tensors", "fp8"),
-        sources={
-            "vllm": at.VLLM_LOADING,
-            "sglang": at.SGLANG_LOADING,
-            "trtllm": at.TRTLLM_LINEAR,
-        },
-        meaning="engines look tokens up in plain weights",
-        hint="leave embeddings as they are",
-        check=_embeddings,
-    ),
-    Rule(
-        id="experts",
-        sources=_READERS,
-        meaning="what no file fills is used as it is found in memory",
-        hint="every expert needs all tensors of the others",
-        check=_experts,
-    ),
-    Rule(
-        id="stacked-experts",
-        sources={"vllm": at.VLLM_MODELOPT, "sglang": at.SGLANG_MODELOPT},
-        meaning="loaders of quantized experts take one tensor an expert",
-        hint="export it with a tensor for every expert",
-        check=_stacked,
-    ),
-)
+CHECKS = {
+    "exclude": _check_exclude,
+    "fused": _check_fused,
+    "format": _check_format,
+    "group-size": _check_group_size,
+    "embedding": _check_embedding,
+    "experts": _check_experts,
+    "stacked-experts": _check_stacked,
+}

@@ -1,299 +1,291 @@
-"""Scale rules: which scales a module has, of what type and shape, and whether they can be right."""
+"""Rules about scales: which ones a module has, their types and shapes, and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from megtool.lint import citations as at
-from megtool.lint.config_rules import read_first
-from megtool.lint.context import Linear, Subject
-from megtool.lint.module_rules import algo_said, left_alone
-from megtool.lint.rules import Fault, Rule, View
-from megtool.lint.tables import PAIRS
+from megtool.lint.config_rules import effective_config, more
+from megtool.lint.context import LinearModule, LintContext
+from megtool.lint.engines import EngineTarget, load_engines
+from megtool.lint.finding import Finding, Severity
+from megtool.lint.folder_view import KV_CACHE_SCALES
+from megtool.lint.module_rules import excluded_units, expected_algo
+from megtool.lint.scale_sanity import (
+    OUTLIER_RATIO,
+    SCALE_NAMES,
+    LayerOutliers,
+    check_values,
+    describe_difference,
+)
+from megtool.lint.stored_format import (
+    STORED_FORMATS,
+    check_scale_names,
+    check_shapes,
+    check_types,
+)
 from megtool.quant.recipes.formats import FORMATS
-from megtool.quant.verification.metadata_checks import STORED, scale_shape
-from megtool.quant.verification.scale_checks import APART, SCALE_NAMES, check_values
-from megtool.quant.verification.stored_folder import CACHE_SCALES, Folder
 from megtool.tensors.box import numel
 
-MOST = 1 << 16
-"""Elements of a scale that is read; larger ones are the business of `megtool verify`."""
+MAX_ELEMENTS = 1 << 16
+"""Elements of a scale that is read; `megtool verify` reads larger ones."""
 
-_FLOATS = ("float32", "bfloat16", "float16")
-_TYPES = {"float32": _FLOATS, "uint8": ("uint8", "float8_e8m0fnu")}
 _PLACEHOLDER = {"W4A16_NVFP4": ("input_scale",)}
-"""Scales that loaders take and throw away."""
-_OF_OTHERS = ("weight_scale_inv", "weight_global_scale", "input_global_scale")
-"""Scales of DeepSeek's and compressed-tensors' folders, which no format of ModelOpt's has."""
+"""Scales that loaders read and discard."""
+
+_FOREIGN = ("weight_scale_inv", "weight_global_scale", "input_global_scale")
+"""Scales of DeepSeek's and compressed-tensors' folders, which no format of ModelOpt has."""
+
+_GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale")
+
+MAX_WEIGHT = 2688.0
+"""The largest plausible weight; those of trained models are below some tens. At this value, too,
+NVFP4's divisor (2688 over the largest weight) is 1: a smaller one is most likely a scale that was
+not inverted, as ModelOpt has it."""
+
+MAX_INPUT = 65504.0
+"""The largest plausible input: the largest number of float16. A few elements of models' inputs come
+to some thousands."""
+
+MIN_AMAX = 1e-9
+"""The smallest plausible amax of a matrix that is used."""
+
+_LARGEST_CODE: Mapping[str, float] = {
+    "FP8": 448.0,
+    "W8A8_SQ_PER_CHANNEL": 127.0,
+    "W4A8_AWQ": 448.0,
+    "NVFP4": 2688.0,
+    "W4A16_NVFP4": 2688.0,
+    "W4A8_NVFP4_FP8": 2688.0,
+}
+"""What a scale is multiplied by to give the amax that it was made for."""
 
 
-def _needed(subject: Subject, view: View) -> Iterator[Fault]:
-    for one, algo in _read(subject, view):
-        form = STORED[algo]
-        needs = {"weight_scale": True, "weight_scale_2": form.second, "input_scale": form.inputs}
-        lacks = [last for last, need in needs.items() if need and last not in one.tensors]
-        if lacks:
-            yield Fault(module=one.name, text=f"{', '.join(lacks)} is missing, which {algo} needs")
+@dataclass(frozen=True, slots=True)
+class _SingleScale:
+    """A scale of one value: the formats in which it spans the whole range, whether it is one of
+    inputs, and whether engines divide by it."""
+
+    algos: tuple[str, ...]
+    is_input: bool
+    divides: bool = False
 
 
-def _extra(subject: Subject, view: View) -> Iterator[Fault]:
-    for one, algo in _read(subject, view):
-        form = STORED[algo]
-        allowed = {"weight_scale_2": form.second, "input_scale": form.inputs}
-        for last, has in allowed.items():
-            if last in one.tensors and not has and last not in _PLACEHOLDER.get(algo, ()):
-                yield Fault(module=one.name, text=f"has {last}, which {algo} has not")
-        never = (*_OF_OTHERS, *(() if FORMATS[algo].smooths else ("pre_quant_scale",)))
-        for last in never:
-            if last in one.tensors:
-                yield Fault(module=one.name, text=f"has {last}, which {algo} has not")
-    known = {one.name for one in subject.coded()}
-    for module, tensors in subject.folder.modules.items():
-        held = [n for n in tensors if n in SCALE_NAMES]
-        if held and module not in known and "weight" not in tensors:
-            yield Fault(module=module, text=f"has {', '.join(held)}, and no weight")
-        elif held and module not in known and module not in subject.embeddings:
-            yield Fault(module=module, text=f"has {', '.join(held)}, and holds no codes")
+_NVFP4 = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+_SINGLE_SCALES: Mapping[str, _SingleScale] = {
+    "weight_scale": _SingleScale(("FP8",), is_input=False),
+    "weight_scale_2": _SingleScale(_NVFP4, is_input=False),
+    "weight_global_scale": _SingleScale(_NVFP4, is_input=False, divides=True),
+    "input_scale": _SingleScale(("FP8", "W8A8_SQ_PER_CHANNEL", "W4A8_AWQ", "NVFP4"), is_input=True),
+    "input_global_scale": _SingleScale(_NVFP4, is_input=True, divides=True),
+}
 
 
-def _types(subject: Subject, view: View) -> Iterator[Fault]:
-    for one, algo in _read(subject, view):
-        form = STORED[algo]
-        weight = one.tensors["weight"]
-        if weight.dtype != form.codes:
-            yield Fault(module=one.name, text=f"weight is {weight.dtype}, {algo} has {form.codes}")
-        scale = one.tensors.get("weight_scale")
-        if scale is not None and scale.dtype not in _TYPES.get(form.scale, (form.scale,)):
-            text = f"weight_scale is {scale.dtype}, {algo} has {form.scale}"
-            yield Fault(module=one.name, text=text)
-        for last in ("weight_scale_2", "input_scale"):
-            t = one.tensors.get(last)
-            if t is not None and t.dtype not in _FLOATS:
-                yield Fault(module=one.name, text=f"{last} is {t.dtype}, not float32")
+def _quantized_modules(
+    context: LintContext, engine: EngineTarget
+) -> Iterator[tuple[LinearModule, str]]:
+    """Modules that the engine reads as quantized, with the format that it expects."""
+    excluded = excluded_units(context, engine)
+    for module in context.quantized():
+        algo = expected_algo(context, engine, module)
+        if module.unit not in excluded and algo in STORED_FORMATS and "weight" in module.tensors:
+            yield module, algo
 
 
-def _shapes(subject: Subject, view: View) -> Iterator[Fault]:
-    for one, algo in _read(subject, view):
-        form = STORED[algo]
-        rows, columns = one.tensors["weight"].shape
-        group = _group(subject, view, one, algo)
-        want = scale_shape(algo, (rows * form.rows, columns * form.columns), group)
-        scale = one.tensors.get("weight_scale")
-        if scale is not None and scale.shape != want and {scale.shape, want} != {(), (1,)}:
-            text = f"weight_scale is {list(scale.shape)}, {algo} has {list(want)}"
-            yield Fault(module=one.name, text=text)
-        for last in ("weight_scale_2", "input_scale"):
-            t = one.tensors.get(last)
-            if t is not None and t.shape not in ((), (1,)):
-                yield Fault(module=one.name, text=f"{last} is {list(t.shape)}, not one number")
+def _check_missing(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for module, algo in _quantized_modules(context, engine):
+        for finding in check_scale_names(module.name, module.tensors, algo):
+            if finding.id == "scale-missing":
+                yield Finding(module=module.name, message=finding.message)
 
 
-def _group(subject: Subject, view: View, one: Linear, algo: str) -> int:
-    """The group size that is said, else the only one the format has, else what tensors show."""
-    declared = read_first(subject, view)
-    said = declared.group_of(one.name) if declared is not None else None
-    sizes = FORMATS[algo].groups
-    return said or (sizes[0] if len(sizes) == 1 else one.group)
+def _check_extra(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for module, algo in _quantized_modules(context, engine):
+        needed = STORED_FORMATS[algo].scales
+        foreign = (*_FOREIGN, *(() if FORMATS[algo].smooths else ("pre_quant_scale",)))
+        unneeded = [last for last, is_needed in needed.items() if not is_needed]
+        for last in (*unneeded, *foreign):
+            if last in module.tensors and last not in _PLACEHOLDER.get(algo, ()):
+                text = f"has {last}, which {algo} does not have"
+                yield Finding(module=module.name, message=text)
+    quantized = {module.name for module in context.quantized()}
+    for name, tensors in context.folder.modules.items():
+        scales = [n for n in tensors if n in SCALE_NAMES]
+        if not scales or name in quantized:
+            continue
+        if "weight" not in tensors:
+            yield Finding(module=name, message=f"has {', '.join(scales)}, and no weight")
+        elif name not in context.embeddings:
+            yield Finding(module=name, message=f"has {', '.join(scales)}, and holds no codes")
 
 
-def _values(subject: Subject, view: View) -> Iterator[Fault]:
-    for module, tensors in subject.folder.modules.items():
+def _check_types(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for module, algo in _quantized_modules(context, engine):
+        for finding in check_types(module.name, module.tensors, algo, is_strict=False):
+            yield Finding(module=module.name, message=finding.message)
+
+
+def _check_shapes(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    config = effective_config(context, engine)
+    for module, algo in _quantized_modules(context, engine):
+        stored = STORED_FORMATS[algo]
+        rows, columns = module.tensors["weight"].shape
+        shape = (rows * stored.rows, columns * stored.columns)
+        declared = config.group_size_of(module.name) if config is not None else None
+        sizes = FORMATS[algo].groups
+        size = declared or (sizes[0] if len(sizes) == 1 else module.group_size)
+        findings = check_shapes(module.name, module.tensors, algo, shape, size, is_strict=False)
+        for finding in findings:
+            yield Finding(module=module.name, message=finding.message)
+
+
+def _check_values(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for module, tensors in context.folder.modules.items():
         for last, t in tensors.items():
-            if last not in (*SCALE_NAMES, *CACHE_SCALES) or numel(t.shape) > MOST:
-                continue
-            for found in check_values(module, last, t, subject.numbers(t)):
-                yield Fault(module=module, text=found.text, severity=found.severity)
+            if last in (*SCALE_NAMES, *KV_CACHE_SCALES) and numel(t.shape) <= MAX_ELEMENTS:
+                for f in check_values(module, last, t, context.statistics(t)):
+                    yield Finding(module=module, message=f.message, severity=f.severity)
 
 
-def _smooth(subject: Subject, view: View) -> Iterator[Fault]:
-    held = [n for n, t in subject.folder.modules.items() if "pre_quant_scale" in t]
-    if not held:
+def _check_pre_quant_scale(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    modules = context.folder.modules_with("pre_quant_scale")
+    if not modules:
         return
-    more = f" (so do {len(held) - 1} more)" if len(held) > 1 else ""
-    if view.engine != "trtllm":
-        yield Fault(module=held[0], text=f"has a pre_quant_scale{more}")
+    if engine.engine != "trtllm":
+        yield Finding(module=modules[0], message="has a pre_quant_scale" + more(modules))
         return
-    by_name = {one.name: one for one in subject.linear}
-    for name in held:
-        t = subject.folder.modules[name]["pre_quant_scale"]
-        one = by_name.get(name)
-        if one is not None and t.shape != (one.shape[1],):
-            text = f"pre_quant_scale is {list(t.shape)}, of {one.shape[1]} columns"
-            yield Fault(module=name, text=text)
-    said = [d for d in (subject.beside, subject.inline) if d is not None]
-    if said and not any(d.pre_quant_scale for d in said):
-        yield Fault(
-            module=held[0],
-            text=f"has a pre_quant_scale{more}, and no config file says so",
+    linears = {module.name: module for module in context.linears}
+    for name in modules:
+        t = context.folder.modules[name]["pre_quant_scale"]
+        module = linears.get(name)
+        if module is not None and t.shape != (module.shape[1],):
+            text = f"pre_quant_scale is {list(t.shape)}, for {module.shape[1]} columns"
+            yield Finding(module=name, message=text)
+    configs = context.quant_configs
+    if configs and not any(c.pre_quant_scale for c in configs):
+        yield Finding(
+            module=modules[0],
+            message=f"has a pre_quant_scale{more(modules)}, and no config file declares it",
             hint="write pre_quant_scale: true",
         )
 
 
-def _unsmoothed(subject: Subject, view: View) -> Iterator[Fault]:
-    held = any("pre_quant_scale" in t for t in subject.folder.modules.values())
-    for declared in (subject.beside, subject.inline):
-        if declared is not None and declared.pre_quant_scale and not held:
-            yield Fault(module=declared.where, text="says pre_quant_scale, and there are none")
+def _check_pre_quant_scale_missing(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    if not context.folder.modules_with("pre_quant_scale"):
+        for config in context.quant_configs:
+            if config.pre_quant_scale:
+                text = "declares pre_quant_scale, and there is none"
+                yield Finding(module=config.file, message=text)
 
 
-def _siblings(subject: Subject, view: View) -> Iterator[Fault]:
-    """Scales of scales that are one number for all parts of a fused projection."""
-    for unit, modules in subject.units().items():
-        if len(modules) < 2 or modules[0].expert is not None:
-            continue
-        for last in ("weight_scale_2", "weight_global_scale"):
-            if told := _apart(subject.folder, modules, last):
-                yield Fault(module=unit, text=told)
-        if told := _far_apart(subject, modules):
-            yield Fault(module=unit, text=told)
+def _fused_parts(context: LintContext) -> Iterator[tuple[str, list[LinearModule]]]:
+    """The parts of each fused projection of dense layers."""
+    for unit, modules in context.units().items():
+        if len(modules) > 1 and modules[0].expert is None:
+            yield unit, modules
 
 
-def _inputs(subject: Subject, view: View) -> Iterator[Fault]:
-    for unit, modules in subject.units().items():
-        if len(modules) < 2 or modules[0].expert is not None:
-            continue
-        for last in ("input_scale", "input_global_scale"):
-            if told := _apart(subject.folder, modules, last):
-                seconds = {"weight_scale_2", "weight_global_scale"} & modules[0].tensors.keys()
-                yield Fault(module=unit, text=told, severity="error" if seconds else None)
+def _check_siblings(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """Global scales, of which engines keep one for all parts of a fused projection."""
+    for unit, modules in _fused_parts(context):
+        yield from _compare_global_scales(context, unit, modules)
 
 
-def _pairs(subject: Subject, view: View) -> Iterator[Fault]:
-    """The two matrices of an expert that are run as one have one scale of scales."""
-    for unit, modules in subject.units().items():
-        by_expert: dict[int, dict[str, Linear]] = {}
+def _check_pairs(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    """The two matrices of an expert that run as one have one global scale."""
+    for unit, modules in context.units().items():
+        experts: dict[int, dict[str, LinearModule]] = {}
         for m in modules:
             if m.expert is not None:
-                by_expert.setdefault(m.expert, {})[m.last] = m
-        for number, held in by_expert.items():
-            for pair in PAIRS:
-                both = [held[last] for last in pair if last in held]
-                for last in ("weight_scale_2", "weight_global_scale"):
-                    if len(both) == 2 and (told := _apart(subject.folder, both, last)):
-                        yield Fault(module=f"{unit}.{number}", text=told)
-                if told := _far_apart(subject, both):
-                    yield Fault(module=f"{unit}.{number}", text=told)
+                experts.setdefault(m.expert, {})[m.last] = m
+        for number, parts in experts.items():
+            for names in load_engines().modules.expert_pairs:
+                pair = [parts[last] for last in names if last in parts]
+                if len(pair) == 2:
+                    yield from _compare_global_scales(context, f"{unit}.{number}", pair)
 
 
-def _far_apart(subject: Subject, modules: Sequence[Linear]) -> str:
-    """Scales of whole FP8 matrices that are joined, so far apart that under the larger one all
-    codes of the other come to zero or next to it; empty where they are not."""
-    found: dict[str, float] = {}
+def _compare_global_scales(
+    context: LintContext, unit: str, modules: Sequence[LinearModule]
+) -> Iterator[Finding]:
+    for last in _GLOBAL_SCALES:
+        if text := _difference(context, modules, last):
+            yield Finding(module=unit, message=text)
+    if text := _far_apart(context, modules):
+        yield Finding(module=unit, message=text)
+
+
+def _check_input_siblings(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for unit, modules in _fused_parts(context):
+        for last in ("input_scale", "input_global_scale"):
+            if text := _difference(context, modules, last):
+                has_global = not modules[0].tensors.keys().isdisjoint(_GLOBAL_SCALES)
+                severity: Severity | None = "error" if has_global else None
+                yield Finding(module=unit, message=text, severity=severity)
+
+
+def _difference(context: LintContext, modules: Sequence[LinearModule], last: str) -> str:
+    """How a single scale differs among modules; empty if it does not."""
+    tensors = [(m.last, m.tensors[last]) for m in modules if last in m.tensors]
+    singles = [(name, t) for name, t in tensors if numel(t.shape) == 1]
+    text = describe_difference(context.folder, singles)
+    return f"{last} differs: {text}" if text else ""
+
+
+def _far_apart(context: LintContext, modules: Sequence[LinearModule]) -> str:
+    """FP8 scales of joined matrices, so far apart that under the larger one nearly all codes of the
+    other become zero; empty if they are not."""
+    values: dict[str, float] = {}
     for m in modules:
         t = m.tensors.get("weight_scale")
         if m.algo == "FP8" and t is not None and numel(t.shape) == 1:
-            value = subject.numbers(t).first
+            value = context.statistics(t).first
             if 0 < value < float("inf"):
-                found[m.last] = value
-    if len(found) < 2 or max(found.values()) <= APART * min(found.values()):
+                values[m.last] = value
+    if len(values) < 2 or max(values.values()) <= OUTLIER_RATIO * min(values.values()):
         return ""
-    return "weight_scale is far apart: " + ", ".join(f"{n} {v:.6g}" for n, v in found.items())
+    return "weight_scale is far apart: " + ", ".join(f"{n} {v:.6g}" for n, v in values.items())
 
 
-def _apart(folder: Folder, modules: Sequence[Linear], last: str) -> str:
-    """How a scale differs among modules; empty where it does not."""
-    found: dict[str, float] = {}
-    for m in modules:
-        t = m.tensors.get(last)
-        if t is not None and numel(t.shape) == 1:
-            found[m.last] = float(folder.values(t).reshape(-1)[0])
-    if len(set(found.values())) < 2:
-        return ""
-    return f"{last} differs: " + ", ".join(f"{n} {v:.6g}" for n, v in found.items())
+def _check_range(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    for module in context.quantized():
+        for last, scale in _SINGLE_SCALES.items():
+            t = module.tensors.get(last)
+            if t is None or module.algo not in scale.algos or numel(t.shape) != 1:
+                continue
+            value = context.statistics(t).first
+            if not 0 < value < float("inf"):
+                continue  # `scale-value` reports it
+            largest = _LARGEST_CODE[module.algo]
+            amax = largest / value if scale.divides else largest * value
+            if not MIN_AMAX <= amax <= (MAX_INPUT if scale.is_input else MAX_WEIGHT):
+                kind = "inputs" if scale.is_input else "weights"
+                text = f"{last} is {value:.3g}, which means {kind} up to {amax:.3g}"
+                yield Finding(module=module.name, message=text)
 
 
-def _read(subject: Subject, view: View) -> Iterator[tuple[Linear, str]]:
-    """Modules that the engine reads as quantized, with the format it takes them for."""
-    skipped = left_alone(subject, view)
-    for one in subject.coded():
-        said = algo_said(subject, view, one)
-        if one.unit not in skipped and said in STORED and "weight" in one.tensors:
-            yield one, said
+def _check_outlier(context: LintContext, engine: EngineTarget) -> Iterator[Finding]:
+    outliers = LayerOutliers()
+    for module in context.quantized():
+        for last in _SINGLE_SCALES:
+            t = module.tensors.get(last)
+            if t is not None and numel(t.shape) == 1:
+                outliers.add(module.name, last, context.statistics(t))
+    for finding in outliers.check():
+        yield Finding(module=finding.module, message=finding.message)
 
 
-_MODELOPT = ("modelopt",)
-_SOURCES = {"vllm": at.VLLM_MODELOPT, "sglang": at.SGLANG_MODELOPT, "trtllm": at.TRTLLM_LINEAR}
-
-RULES = (
-    Rule(
-        id="scale-missing",
-        forms=_MODELOPT,
-        sources=_SOURCES,
-        meaning="engines stop, or go on with a scale that is whatever memory holds",
-        hint="export it again: every quantized module needs its scales",
-        check=_needed,
-    ),
-    Rule(
-        id="scale-extra",
-        forms=_MODELOPT,
-        sources={"vllm": at.VLLM_LOADING, "sglang": at.SGLANG_LOADING},
-        meaning="loaders refuse names that they have no place for",
-        hint="leave the scale out, or say the format that has it",
-        check=_extra,
-    ),
-    Rule(
-        id="type",
-        forms=_MODELOPT,
-        sources=_SOURCES,
-        meaning="loaders copy numbers, not bytes: another type becomes other values",
-        hint="export it again",
-        check=_types,
-    ),
-    Rule(
-        id="shape",
-        forms=_MODELOPT,
-        sources=_SOURCES,
-        meaning="loaders stop at shapes that do not fit",
-        hint="export it again",
-        check=_shapes,
-    ),
-    Rule(
-        id="scale-value",
-        sources=_SOURCES,
-        meaning="engines multiply and divide by it: outputs are wrong, zero or NaN",
-        hint="calibrate and export again",
-        check=_values,
-    ),
-    Rule(
-        id="pre-quant-scale",
-        forms=_MODELOPT,
-        sources={**_SOURCES, "trtllm": at.TRTLLM_CONFIG},
-        meaning="factors of columns are left out, and outputs are wrong",
-        hint="quantize for this engine (--target), which folds them or does without",
-        check=_smooth,
-    ),
-    Rule(
-        id="pre-quant-scale-missing",
-        forms=_MODELOPT,
-        sources={"trtllm": at.TRTLLM_CONFIG},
-        meaning="the engine multiplies by whatever memory holds",
-        hint="write pre_quant_scale: false",
-        check=_unsmoothed,
-    ),
-    Rule(
-        id="siblings",
-        sources=_SOURCES,
-        meaning="engines keep the largest for all parts: the others come out wrong",
-        hint="quantize the parts with one scale of scales",
-        check=_siblings,
-    ),
-    Rule(
-        id="input-siblings",
-        severity="warning",
-        sources=_SOURCES,
-        meaning="engines keep the largest for all parts: some lose precision",
-        hint="calibrate the parts together",
-        check=_inputs,
-    ),
-    Rule(
-        id="w1-w3",
-        sources={
-            "vllm": at.VLLM_MODELOPT,
-            "sglang": at.SGLANG_MODELOPT,
-            "trtllm": at.MODELOPT_W1_W3,
-        },
-        meaning="engines keep the first: the other matrix of the expert comes out wrong",
-        hint="quantize both with one scale of scales",
-        check=_pairs,
-    ),
-)
+CHECKS = {
+    "scale-missing": _check_missing,
+    "scale-extra": _check_extra,
+    "type": _check_types,
+    "shape": _check_shapes,
+    "scale-value": _check_values,
+    "pre-quant-scale": _check_pre_quant_scale,
+    "pre-quant-scale-missing": _check_pre_quant_scale_missing,
+    "siblings": _check_siblings,
+    "input-siblings": _check_input_siblings,
+    "w1-w3": _check_pairs,
+    "scale-range": _check_range,
+    "scale-outlier": _check_outlier,
+}

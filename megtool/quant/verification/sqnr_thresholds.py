@@ -8,37 +8,37 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.transport.cast import numbers
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.transport.cast import numeric_values
 from megtool.convert.dialects import CanonicalView
 from megtool.errors import MappingError
 from megtool.number_formats.rounding import rounded
-from megtool.quant.calibration.activation_sites import Point, list_points
+from megtool.quant.calibration.activation_sites import ActivationSite, list_activation_sites
 from megtool.quant.recipes.modules import list_modules
-from megtool.quant.verification.weight_error import Floats, Sums
+from megtool.quant.verification.weight_error import ErrorSums, Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Least:
+class SqnrThreshold:
     """The least signal over noise, in dB, of a sound weight in a format; `found` is what the worst
     one had of those it was measured on. `row` is how far off a row may be, against its size."""
 
     db: float
-    found: float
+    worst_measured: float
     row: float
 
 
-LEAST: Mapping[str, Least] = MappingProxyType(
+SQNR_THRESHOLDS: Mapping[str, SqnrThreshold] = MappingProxyType(
     {
-        "fp8": Least(db=25.0, found=31.5, row=0.25),
-        "mxfp8": Least(db=25.0, found=31.4, row=0.25),
-        "int8": Least(db=24.0, found=33.3, row=0.25),
-        "int8words": Least(db=24.0, found=33.3, row=0.25),
-        "int4": Least(db=9.0, found=14.6, row=0.7),
-        "int4rows": Least(db=9.0, found=14.6, row=0.7),
-        "mxfp4": Least(db=10.0, found=16.3, row=0.6),
-        "nvfp4": Least(db=14.0, found=20.4, row=0.5),
-        "": Least(db=40.0, found=49.9, row=0.05),
+        "fp8": SqnrThreshold(db=25.0, worst_measured=31.5, row=0.25),
+        "mxfp8": SqnrThreshold(db=25.0, worst_measured=31.4, row=0.25),
+        "int8": SqnrThreshold(db=24.0, worst_measured=33.3, row=0.25),
+        "int8words": SqnrThreshold(db=24.0, worst_measured=33.3, row=0.25),
+        "int4": SqnrThreshold(db=9.0, worst_measured=14.6, row=0.7),
+        "int4rows": SqnrThreshold(db=9.0, worst_measured=14.6, row=0.7),
+        "mxfp4": SqnrThreshold(db=10.0, worst_measured=16.3, row=0.6),
+        "nvfp4": SqnrThreshold(db=14.0, worst_measured=20.4, row=0.5),
+        "": SqnrThreshold(db=40.0, worst_measured=49.9, row=0.05),
     }
 )
 """By the first word of a packing; "" is a plain weight, cast to bfloat16 at worst.
@@ -59,7 +59,7 @@ in any case: small rows under the scale of a whole matrix may round to zeros.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Closeness:
+class WeightComparison:
     """One weight of B beside that of A.
 
     `packing` is how it is stored in B (and in A, where that is quantized too: `a over b`).
@@ -97,26 +97,26 @@ class Closeness:
         return self.most_row_error is not None and self.lost_row_error > self.most_row_error
 
 
-def closeness(
+def compare_with_threshold(
     tensor: str,
     stored: str,
     packings: tuple[str, str],
-    sums: Sums,
+    sums: ErrorSums,
     *,
     sqnr: float | None = None,
     scaled: bool = False,
-) -> Closeness:
+) -> WeightComparison:
     """A row of the table; `packings` are those of A and B ("" is plain), `sqnr` the threshold in
     place of the format's. Two quantized weights are as far apart as both noises together."""
     kinds = [p.partition(":")[0] for p in packings]
-    limits = [LEAST.get(k, LEAST["int4"]) for k in kinds]
+    limits = [SQNR_THRESHOLDS.get(k, SQNR_THRESHOLDS["int4"]) for k in kinds]
     least = min(x.db for x in limits)
     row: float | None = max(x.row for x in limits)
     if all(kinds):  # a row that is small under the scale of A may be zeros there
         least, row = least - 3.0, None
     elif sqnr is not None and row is not None:
         row = max(row, 10 ** (-sqnr / 20))
-    return Closeness(
+    return WeightComparison(
         tensor=tensor,
         stored=stored,
         packing=" over ".join(dict.fromkeys(p for p in packings if p)) or "plain",
@@ -136,7 +136,7 @@ def closeness(
     )
 
 
-def points_of(side: CanonicalView) -> tuple[Point, ...]:
+def list_norm_sites(side: CanonicalView) -> tuple[ActivationSite, ...]:
     """The inputs that follow a norm, with what reads them; none where the model is not known."""
     if side.config is None or side.dialect == "identity":
         return ()
@@ -144,44 +144,53 @@ def points_of(side: CanonicalView) -> tuple[Point, ...]:
         modules = list_modules(side).modules
     except MappingError:
         return ()
-    return tuple(p for p in list_points(modules, side.config) if p.norm and p.what == "input")
+    return tuple(
+        p for p in list_activation_sites(modules, side.config) if p.norm and p.kind == "input"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class ChangedNorm:
     """A norm that is not the same on both sides: what each column's input is multiplied by in B
     against A (NaN where both are zero)."""
 
-    point: Point
+    point: ActivationSite
     factors: Floats
 
 
-def changed_norms(
-    points: Collection[Point], mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader
-) -> dict[str, Norm]:
+def find_changed_norms(
+    points: Collection[ActivationSite],
+    source: CanonicalView,
+    written: CanonicalView,
+    a: CheckpointReader,
+    b: CheckpointReader,
+) -> dict[str, ChangedNorm]:
     """Norms whose weights differ by more than a cast, by canonical name."""
-    out: dict[str, Norm] = {}
-    centered = bool(theirs.config and theirs.config.zero_centered_norm)
+    out: dict[str, ChangedNorm] = {}
+    centered = bool(written.config and written.config.zero_centered_norm)
     offset = np.float32(1 if centered else 0)
     for point in points:
         name = f"{point.norm}.weight"
-        p, q = mine.placements.get(name), theirs.placements.get(name)
-        if p is None or q is None or mine.canonical[name].shape != theirs.canonical[name].shape:
+        p, q = source.placements.get(name), written.placements.get(name)
+        if p is None or q is None or source.canonical[name].shape != written.canonical[name].shape:
             continue
-        u, v = a.canonical(p), b.canonical(q)
-        x, y = numbers(u.read(), u.dtype).astype("f4"), numbers(v.read(), v.dtype).astype("f4")
+        u, v = a.open_canonical(p), b.open_canonical(q)
+        x, y = (
+            numeric_values(u.read(), u.dtype).astype("f4"),
+            numeric_values(v.read(), v.dtype).astype("f4"),
+        )
         x, y = x.reshape(-1), y.reshape(-1)
-        if _is_cast(x, y, v.dtype.name, same=u.dtype == v.dtype):
+        if _is_cast(x, y, v.dtype.name, same_type=u.dtype == v.dtype):
             continue
         x, y = x + offset, y + offset
         with np.errstate(all="ignore"):
             factors = np.where(x == 0, np.float32(np.nan), y / x).astype(np.float32)
         if (y[x == 0] != 0).any():
             continue  # no factor makes something of nothing
-        out[point.norm] = Norm(point, factors)
+        out[point.norm] = ChangedNorm(point, factors)
     return out
 
 
-def _is_cast(x: Floats, y: Floats, kind: str, *, same: bool) -> bool:
+def _is_cast(x: Floats, y: Floats, kind: str, *, same_type: bool) -> bool:
     """Whether y is x in its own type; no rounding where both have one."""
-    return np.array_equal(x, y) or (not same and np.array_equal(rounded(x.copy(), kind), y))
+    return np.array_equal(x, y) or (not same_type and np.array_equal(rounded(x.copy(), kind), y))

@@ -33,20 +33,20 @@ LARGEST: Mapping[str, float] = {
 }
 
 
-def map_part(catalogue: Catalogue, one: StoredPart) -> NDArray[Any]:
+def map_part(catalogue: Catalogue, stored: StoredPart) -> NDArray[Any]:
     """A part of a packed tensor, its bytes in no memory until they are looked at."""
     mapped = np.memmap(
-        catalogue.path(one.file),
-        dtype(one.part.dtype).view,
+        catalogue.path(stored.file),
+        dtype(stored.part.dtype).view,
         mode="r",
-        offset=one.offset,
-        shape=one.part.shape or (1,),
+        offset=stored.offset,
+        shape=stored.part.shape or (1,),
     )
-    return mapped.reshape(one.part.shape)
+    return mapped.reshape(stored.part.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class MatrixIndices:
     """Indices of a weight's rows and of its columns along each dimension of the stored tensor;
     along the others it lies at `base`."""
 
@@ -55,7 +55,7 @@ class Lines:
     columns: Mapping[int, Ints]
 
     @classmethod
-    def of(cls, place: Placement, shape: tuple[int, int]) -> Lines | None:
+    def of(cls, place: Placement, shape: tuple[int, int]) -> MatrixIndices | None:
         """None where rows and columns run along one dimension."""
         across, size = len(place.shape), 1
         while across and size < shape[1]:
@@ -81,19 +81,19 @@ class Lines:
                 continue
             step = 1 if each else s.per
             if s.dim in self.rows:
-                at = self.rows[s.dim][first:end:step][:, None]
+                position = self.rows[s.dim][first:end:step][:, None]
             elif s.dim in self.columns:
                 along = self.columns[s.dim]
                 if each and _is_run(along, s.per):  # one of each group, put down so often
                     step = repeats = s.per
-                at = along[::step][None, :]
+                position = along[::step][None, :]
             else:
-                at = np.full((1, 1), self.base[s.dim], np.int64)
-            index.append(at // s.per)
-        found = np.array(mapped[tuple(index)] if index else mapped).reshape(
+                position = np.full((1, 1), self.base[s.dim], np.int64)
+            index.append(position // s.per)
+        values = np.array(mapped[tuple(index)] if index else mapped).reshape(
             np.broadcast_shapes((1, 1), *(i.shape for i in index))
         )
-        return np.repeat(found, repeats, axis=1) if repeats > 1 else found
+        return np.repeat(values, repeats, axis=1) if repeats > 1 else values
 
 
 def _is_run(along: Ints, per: int) -> bool:
@@ -115,50 +115,50 @@ def _along(place: Placement, first: int, end: int) -> dict[int, Ints]:
 
 
 @dataclass(slots=True)
-class Steps:
+class StepSizes:
     """The scales of a packed weight as mapped arrays."""
 
     kind: str
-    lines: Lines
+    indices: MatrixIndices
     is_plain: bool
     parts: list[tuple[StoredPart, NDArray[Any]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, place: Placement, shape: tuple[int, int], catalogue: Catalogue) -> Steps | None:
+    def of(cls, place: Placement, shape: tuple[int, int], catalogue: Catalogue) -> StepSizes | None:
         """None where scales cannot be lined up with elements."""
         kind = (catalogue[place.stored].packing or "").partition(":")[0]
-        lines = Lines.of(place, shape)
+        lines = MatrixIndices.of(place, shape)
         if kind not in LARGEST or lines is None:
             return None
         is_plain = place.dims == (0, 1) and place.mults == (1, 1)
         out = cls(kind, lines, is_plain)
-        for one in catalogue.packed[place.stored]:
-            if one.part.role == ZEROS:
+        for stored in catalogue.packed[place.stored]:
+            if stored.part.role == ZEROS:
                 return None
-            if one.part.role != CODES and numel(one.part.shape):
-                out.parts.append((one, map_part(catalogue, one)))
+            if stored.part.role != CODES and numel(stored.part.shape):
+                out.parts.append((stored, map_part(catalogue, stored)))
         return out
 
     def step(self, first: int, end: int, columns: int) -> Floats | None:
         """What a code of one stands for in some rows, `[rows or 1, columns or 1]`."""
         out = np.ones((1, 1), np.float32)
-        for one, mapped in self.parts:
-            if one.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
+        for stored, mapped in self.parts:
+            if stored.part.role not in (SCALE, SCALE_2, DIVISOR, COLUMNS):
                 continue
-            values = self._values(one.part, mapped, first, end, columns)
+            values = self._values(stored.part, mapped, first, end, columns)
             if values is None:
                 return None
             with np.errstate(all="ignore"):
-                out = out / values if one.part.role == DIVISOR else out * values
+                out = out / values if stored.part.role == DIVISOR else out * values
         return out
 
     def _values(
         self, part: PackedPart, mapped: NDArray[Any], first: int, end: int, columns: int
     ) -> Floats | None:
         if not self.is_plain:
-            found = self.lines.pick(mapped, part, first, end, each=True)
-            return None if found is None else single(found, part.dtype).reshape(found.shape)
-        base = self.lines.base
+            values = self.indices.pick(mapped, part, first, end, each=True)
+            return None if values is None else single(values, part.dtype).reshape(values.shape)
+        base = self.indices.base
         lo, hi = (base[0] + first, base[1]), (base[0] + end, base[1] + columns)
         begin, stop = part.window(lo, hi)
         window = np.array(mapped[tuple(slice(*b) for b in zip(begin, stop, strict=True))])

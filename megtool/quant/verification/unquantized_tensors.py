@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megtool.checkpoint.compare import Half, Pair, compare
-from megtool.checkpoint.parallel_scan import each
-from megtool.checkpoint.read import Reader, TensorView
-from megtool.checkpoint.transport.cast import numbers
+from megtool.checkpoint.compare import ComparedSource, TensorPair, compare
+from megtool.checkpoint.parallel_scan import run_jobs
+from megtool.checkpoint.read import CheckpointReader, TensorView
+from megtool.checkpoint.transport.cast import numeric_values
 from megtool.checkpoint.transport.strided import Array
 from megtool.convert.dialects import CanonicalView
+from megtool.lint.finding import Finding, error
 from megtool.number_formats.rounding import rounded
-from megtool.quant.qparams import Settlement
-from megtool.quant.verification.findings import Finding, error
-from megtool.quant.verification.weight_error import Job, Weight, jobs_of
+from megtool.quant.qparams import QParams
+from megtool.quant.verification.weight_error import WeightPair, WeightPart, split_weight
 
 Floats = NDArray[np.float32]
 
@@ -28,23 +28,33 @@ _WRONG = "outputs are wrong in every engine"
 _FOLDED = 2.0**-7  # a norm that is off by more was not only cast to another type
 
 
-def compare_kept(
-    mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader, names: Sequence[str], *, threads: int
+def compare_unquantized(
+    source: CanonicalView,
+    written_view: CanonicalView,
+    a: CheckpointReader,
+    b: CheckpointReader,
+    names: Sequence[str],
+    *,
+    threads: int,
 ) -> list[Finding]:
     """Those of `names` that are not bit for bit the source's, or its cast to another float, and
     those that hold what is no number, whether the source does or not."""
-    same: list[Pair] = []
-    cast: list[Pair] = []
+    equal_types: list[TensorPair] = []
+    other_types: list[TensorPair] = []
     for n in names:
-        p, q = mine.placements[n], theirs.placements[n]
-        pair = Pair(name=n, a=p, b=q)
-        (same if a.canonical(p).dtype == b.canonical(q).dtype else cast).append(pair)
-    written, alike = _Watched(reader=b), {p.name for p in same}
+        p, q = source.placements[n], written_view.placements[n]
+        pair = TensorPair(name=n, a=p, b=q)
+        (
+            equal_types if a.open_canonical(p).dtype == b.open_canonical(q).dtype else other_types
+        ).append(pair)
+    written, alike = _NonFiniteCounter(reader=b), {p.name for p in equal_types}
     wrong = {
         n: delta.num_differing
-        for n, delta in compare(same, Half(reader=a), written, threads=threads).items()
+        for n, delta in compare(
+            equal_types, ComparedSource(reader=a), written, threads=threads
+        ).items()
     }
-    wrong |= _not_cast(cast, a, b, threads, written)
+    wrong |= _count_cast_differences(other_types, a, b, threads, written)
     out = []
     for n, count in wrong.items():
         text = f"{count:,} elements of {n} are not the source's, though it was to be kept"
@@ -57,7 +67,7 @@ def compare_kept(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Watched(Half):
+class _NonFiniteCounter(ComparedSource):
     """What was written, and how many elements of which tensors are no finite numbers."""
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -67,12 +77,12 @@ class _Watched(Half):
         self, name: str, view: TensorView, start: int
     ) -> Generator[tuple[int, Array], None, None]:
         """The tiles of a view, each looked at on its way."""
-        with closing(Half.tiles(self, name, view, start)) as tiles:
-            for at, tile in tiles:
-                self.look(name, numbers(tile, view.dtype))
-                yield at, tile
+        with closing(ComparedSource.tiles(self, name, view, start)) as tiles:
+            for offset, tile in tiles:
+                self.count(name, numeric_values(tile, view.dtype))
+                yield offset, tile
 
-    def look(self, name: str, values: Array) -> None:
+    def count(self, name: str, values: Array) -> None:
         """Count in some elements; from any thread."""
         if values.dtype.kind != "f":
             return
@@ -82,36 +92,43 @@ class _Watched(Half):
                 self.counts[name] = self.counts.get(name, 0) + count
 
 
-def _not_cast(
-    pairs: Sequence[Pair], a: Reader, b: Reader, threads: int, written: _Watched
+def _count_cast_differences(
+    pairs: Sequence[TensorPair],
+    a: CheckpointReader,
+    b: CheckpointReader,
+    threads: int,
+    written: _NonFiniteCounter,
 ) -> dict[str, int]:
     """How many elements of which tensors are not the source's in their own type."""
     out: dict[str, int] = {}
     lock = threading.Lock()
 
-    def work(job: Job) -> None:
-        u, v = a.canonical(job.source), b.canonical(job.written)
-        x, y = numbers(u.read().reshape(-1), u.dtype), numbers(v.read().reshape(-1), v.dtype)
-        written.look(job.weight.name, y)
+    def work(part: WeightPart) -> None:
+        u, v = a.open_canonical(part.source), b.open_canonical(part.written)
+        x, y = (
+            numeric_values(u.read().reshape(-1), u.dtype),
+            numeric_values(v.read().reshape(-1), v.dtype),
+        )
+        written.count(part.weight.name, y)
         if v.dtype.name in _ROUNDING and x.dtype.kind == "f":
             with np.errstate(over="ignore"):
                 x = rounded(x.astype(np.float32), v.dtype.name)
         differ = int(np.count_nonzero((x != y) & ~(np.isnan(x) & np.isnan(y))))
         if differ:
             with lock:
-                out[job.weight.name] = out.get(job.weight.name, 0) + differ
+                out[part.weight.name] = out.get(part.weight.name, 0) + differ
 
     weights = [
-        Weight(name=p.name, source=p.a, written=p.b, shape=(1, 1))
+        WeightPair(name=p.name, source=p.a, written=p.b, shape=(1, 1))
         for p in pairs
         if p.a is not None and p.b is not None
     ]
-    each([job for w in weights for job in jobs_of(w, a, b)], work, threads=threads)
+    run_jobs([job for w in weights for job in split_weight(w, a, b)], work, threads=threads)
     return out
 
 
 @dataclass(slots=True)
-class Gammas:
+class NormFactors:
     """Norms as they were found: `values` by canonical norm are what each column's input is now
     multiplied by, against the source (NaN where both are zero: nothing is known of that column).
     `handled` tensors need no further comparison."""
@@ -122,19 +139,27 @@ class Gammas:
     num_folded: int = 0
 
 
-def recovered(
-    mine: CanonicalView, theirs: CanonicalView, a: Reader, b: Reader, names: Collection[str], settlement: Settlement
-) -> Gammas:
+def recover_norm_factors(
+    source: CanonicalView,
+    written: CanonicalView,
+    a: CheckpointReader,
+    b: CheckpointReader,
+    names: Collection[str],
+    qparams: QParams,
+) -> NormFactors:
     """The factors of the norms `names` (their weights and biases), from the two checkpoints, and
     whether they are those of the settlement."""
-    out = Gammas()
-    centered = bool(theirs.config and theirs.config.zero_centered_norm)
+    out = NormFactors()
+    centered = bool(written.config and written.config.zero_centered_norm)
     for name in sorted(names):
         norm, _, last = name.rpartition(".")
-        factors = settlement.norms.get(norm)
-        p, q = mine.placements[name], theirs.placements[name]
-        u, v = a.canonical(p), b.canonical(q)
-        x, y = numbers(u.read(), u.dtype).astype("f4"), numbers(v.read(), v.dtype).astype("f4")
+        factors = qparams.norm_scales.get(norm)
+        p, q = source.placements[name], written.placements[name]
+        u, v = a.open_canonical(p), b.open_canonical(q)
+        x, y = (
+            numeric_values(u.read(), u.dtype).astype("f4"),
+            numeric_values(v.read(), v.dtype).astype("f4"),
+        )
         offset = np.float32(1 if centered and last == "weight" else 0)
         if factors is None:
             if last == "weight" and not np.array_equal(_cast(x, v.dtype.name), y):
@@ -145,16 +170,18 @@ def recovered(
             text = f"has {len(x)} columns, and {factors.size} factors were settled"
             out.findings.append(error("norm", norm, text, _WRONG))
             continue
-        wanted = (x + offset) / factors - offset
+        expected = (x + offset) / factors - offset
         ulp = _ROUNDING.get(v.dtype.name, 2.0**-8)
-        off = ~(np.abs(y - wanted) <= ulp * np.abs(wanted) + np.float32(1e-30))
+        off = ~(np.abs(y - expected) <= ulp * np.abs(expected) + np.float32(1e-30))
         if off.any():
             untouched = np.array_equal(_cast(x, v.dtype.name), y)
-            said = "its factors are not folded in" if untouched else "is not its factors' quotient"
+            reason = (
+                "its factors are not folded in" if untouched else "is not its factors' quotient"
+            )
             column = int(off.argmax())
             text = (
-                f"{last} of {int(off.sum()):,} of {off.size:,} columns: {said}, column {column} is "
-                f"{y[column]:.6g} where {wanted[column]:.6g} is due"
+                f"{last} of {int(off.sum()):,} of {off.size:,} columns: {reason}, column {column} is "
+                f"{y[column]:.6g} where {expected[column]:.6g} is due"
             )
             out.findings.append(error("norm", norm, text, _WRONG))
         else:
@@ -164,8 +191,8 @@ def recovered(
     return out
 
 
-def check_readers(
-    gammas: Gammas, readers: Mapping[str, Sequence[str]], packed: Collection[str]
+def check_norm_readers(
+    factors: NormFactors, readers: Mapping[str, Sequence[str]], packed: Collection[str]
 ) -> list[Finding]:
     """Modules that are kept, and whose inputs come out of a norm that took factors.
 
@@ -173,7 +200,7 @@ def check_readers(
     against the norm they were written with.
     """
     out = []
-    for norm, ratio in gammas.values.items():
+    for norm, ratio in factors.values.items():
         if not (np.abs(ratio - 1) > _FOLDED).any():  # what is NaN is zero on both sides
             continue
         for module in readers.get(norm, ()):

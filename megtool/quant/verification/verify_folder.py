@@ -14,43 +14,59 @@ from typing import Any
 
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.checkpoint.parallel_scan import usual_threads
-from megtool.checkpoint.read import Reader
+from megtool.checkpoint.parallel_scan import default_threads
+from megtool.checkpoint.read import CheckpointReader
 from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.convert.dialects import CanonicalView, read_side
 from megtool.convert.families import detect_family
 from megtool.errors import MegtoolError
-from megtool.quant.calibration.activation_sites import list_points, readers_of
-from megtool.quant.qparams import Floats, Settlement
+from megtool.lint.expected import ExpectedModel
+from megtool.lint.finding import Finding, error, sort_findings, warning
+from megtool.lint.folder_view import TOKENIZER_FILES, FolderView, open_folder
+from megtool.lint.recipe_rules import check_recipe
+from megtool.quant.calibration.activation_sites import list_activation_sites, map_norm_readers
+from megtool.quant.qparams import Floats, QParams
 from megtool.quant.recipes.match import Decision
-from megtool.quant.verification.code_values import check_codes, check_scales_settled
-from megtool.quant.verification.findings import Finding, error, in_order, warning
-from megtool.quant.verification.metadata_checks import check_metadata
-from megtool.quant.verification.mxfp4_blocks import check_blocks, has_blocks
-from megtool.quant.verification.names import absent, num_bytes_of, stored_names
-from megtool.quant.verification.scale_checks import check_scales
-from megtool.quant.verification.scale_values import check_seconds, check_settled, seconds_of
-from megtool.quant.verification.small_checks import check_small
-from megtool.quant.verification.stored_folder import TOKENIZERS, Folder, open_folder
-from megtool.quant.verification.unquantized_tensors import check_readers, compare_kept, recovered
-from megtool.quant.verification.weight_error import Sums, Weight, in_full, measure, without_columns
+from megtool.quant.verification.code_values import check_codes, check_scales
+from megtool.quant.verification.names import (
+    count_stored_bytes,
+    find_absent_weights,
+    map_stored_names,
+)
+from megtool.quant.verification.scale_values import (
+    check_global_scales,
+    check_stored_qparams,
+    read_global_scales,
+)
+from megtool.quant.verification.unquantized_tensors import (
+    check_norm_readers,
+    compare_unquantized,
+    recover_norm_factors,
+)
+from megtool.quant.verification.weight_error import (
+    ErrorSums,
+    WeightPair,
+    decode_as_float32,
+    measure_errors,
+    split_pre_quant_scales,
+)
 from megtool.reshard.source import CheckpointSource
 from megtool.tensors.box import numel
 
-LEAST_DB = 6.0
+MIN_SQNR_DB = 6.0
 """A weight with less signal over noise than this is another weight: the coarsest format that
 anyone ships keeps more than twice as much."""
 
-WORST_ROW = 0.5
+MAX_ROW_ERROR = 0.5
 """A row whose error is a larger part of its size is worth a look."""
 
-MOST_CLIPPED = 0.02
+MAX_CLIPPED = 0.02
 _WRONG = "outputs are wrong in every engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class WeightAccuracy:
     """One quantized weight beside its source.
 
     Where factors of columns were moved into a norm or beside the weight, both are as they were
@@ -75,7 +91,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class FolderVerification:
     """What is proved about a quantized folder, and what is not right with it.
 
     `num_kept` tensors are bit for bit those of the source, or their cast; `num_norms` are those
@@ -83,9 +99,9 @@ class Proof:
     """
 
     path: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[WeightAccuracy, ...] = ()
     findings: tuple[Finding, ...] = ()
-    num_kept: int = 0
+    num_unquantized: int = 0
     num_norms: int = 0
     num_bytes: int = 0
 
@@ -99,7 +115,7 @@ class Proof:
         """0, or 7 if anything is wrong."""
         return 7 if self.num_errors else 0
 
-    def worst(self, count: int = 5) -> tuple[Row, ...]:
+    def worst(self, count: int = 5) -> tuple[WeightAccuracy, ...]:
         """The rows with the least signal over noise."""
         return tuple(sorted(self.rows, key=lambda r: r.sqnr_db)[:count])
 
@@ -108,16 +124,16 @@ class Proof:
         return asdict(self) | {"num_errors": self.num_errors}
 
 
-def prove(
+def verify_folder(
     source: CheckpointSource,
     destination: Path,
     decisions: Sequence[Decision],
-    settlement: Settlement,
+    qparams: QParams,
     *,
-    small: Mapping[str, bytes] | None = None,
+    auxiliary_files: Mapping[str, bytes] | None = None,
     threads: int | None = None,
     progress: Progress = silent,
-) -> Proof:
+) -> FolderVerification:
     """Check a quantized Hugging Face folder, finished or still staged, against its source.
 
     `small` are the files beside the tensors as the model has them unquantized; None leaves them
@@ -131,30 +147,38 @@ def prove(
     try:
         folder = open_folder(destination)
     except MegtoolError as e:
-        return Proof(path=str(destination), findings=(_unreadable(destination, e),))
+        return FolderVerification(path=str(destination), findings=(_unreadable(destination, e),))
     with folder:
-        opened = _opened(source, destination, folder, findings)
-        names = stored_names(decisions, opened[1] if opened else None)
-        tokenizer = any(n.endswith(TOKENIZERS) for n in source.catalogue.attachments)
-        check = check_blocks if has_blocks(decisions) else check_metadata
-        findings += check(folder, decisions, names, tokenizer=tokenizer)
-        findings += check_small(folder, small or {})
-        findings += check_scales(folder, decisions, names)
-        findings += check_settled(folder, decisions, names, settlement)
-        if opened is None:
-            findings += absent(folder, decisions)
-            return Proof(path=str(destination), findings=in_order(findings))
-        sizes = {d.module.name: num_bytes_of(folder, names.get(d.module.name)) for d in decisions}
-        seconds = seconds_of(folder, names)
-    proof = _Proof(source, *opened, decisions, settlement, seconds, findings)
-    rows = proof.run(usual_threads(threads), progress, sizes)
-    return Proof(
+        decoded = _open_decoded(source, destination, folder, findings)
+        names = map_stored_names(decisions, decoded[1] if decoded else None)
+        expected = ExpectedModel(
+            decisions=decisions,
+            stored_names=names,
+            needs_tokenizer=any(
+                n.endswith(TOKENIZER_FILES) for n in source.catalogue.auxiliary_files
+            ),
+            auxiliary_files=auxiliary_files or {},
+        )
+        findings += check_recipe(folder, expected)
+        findings += check_stored_qparams(folder, decisions, names, qparams)
+        if decoded is None:
+            findings += find_absent_weights(folder, decisions)
+            return FolderVerification(path=str(destination), findings=sort_findings(findings))
+        sizes = {
+            d.module.name: count_stored_bytes(folder, names.get(d.module.name)) for d in decisions
+        }
+        global_scales = read_global_scales(folder, names)
+    verification = _WeightVerification(
+        source, *decoded, decisions, qparams, global_scales, findings
+    )
+    rows = verification.run(default_threads(threads), progress, sizes)
+    return FolderVerification(
         path=str(destination),
         rows=tuple(rows),
-        findings=in_order(findings),
-        num_kept=proof.num_kept,
-        num_norms=proof.num_norms,
-        num_bytes=sum(t.num_bytes for t in _files(destination)),
+        findings=sort_findings(findings),
+        num_unquantized=verification.num_unquantized,
+        num_norms=verification.num_norms,
+        num_bytes=sum(t.num_bytes for t in _stored_tensors(destination)),
     )
 
 
@@ -162,13 +186,13 @@ def _unreadable(path: Path, e: MegtoolError) -> Finding:
     return error("unreadable", e.tensor or path.name, e.message, "no engine loads it")
 
 
-def _opened(
-    source: CheckpointSource, destination: Path, folder: Folder, findings: list[Finding]
+def _open_decoded(
+    source: CheckpointSource, destination: Path, folder: FolderView, findings: list[Finding]
 ) -> tuple[Catalogue, CanonicalView] | None:
     """The folder through the reader of quantized folders; None where that cannot be."""
     try:
         catalogue = open_checkpoint(destination)
-        family, config = source.side.family, source.side.config
+        family, config = source.view.family, source.view.config
         if folder.config is not None:
             family = detect_family(folder.config)
             config = family.read_config(folder.config)
@@ -176,20 +200,20 @@ def _opened(
             catalogue.tensors, dialect="hf", family=family, config=config, partial=True
         )
     except (MegtoolError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
-        known = e if isinstance(e, MegtoolError) else MegtoolError(f"cannot be understood: {e}")
-        findings.append(_unreadable(destination, known))
+        mismatch = e if isinstance(e, MegtoolError) else MegtoolError(f"cannot be understood: {e}")
+        findings.append(_unreadable(destination, mismatch))
         return None
-    for warned in catalogue.warnings:
-        findings.append(warning("config", destination.name, warned, "loaders may warn of it too"))
+    for message in catalogue.warnings:
+        findings.append(warning("config", destination.name, message, "loaders may warn of it too"))
     return catalogue, side
 
 
-def _files(path: Path) -> Iterator[Any]:
+def _stored_tensors(path: Path) -> Iterator[Any]:
     for file in sorted(path.glob("*.safetensors")):
         yield from open_checkpoint(file).tensors
 
 
-class _Proof:
+class _WeightVerification:
     """One run, with what it has found so far."""
 
     def __init__(
@@ -198,68 +222,82 @@ class _Proof:
         catalogue: Catalogue,
         side: CanonicalView,
         decisions: Sequence[Decision],
-        settlement: Settlement,
-        seconds: Mapping[str, float],
+        qparams: QParams,
+        global_scales: Mapping[str, float],
         findings: list[Finding],
     ) -> None:
         self.source, self.side = source, side
-        self.catalogue, self.stored_factors = without_columns(in_full(catalogue))
-        self.settlement, self.seconds, self.findings = settlement, seconds, findings
+        self.catalogue, self.stored_factors = split_pre_quant_scales(decode_as_float32(catalogue))
+        self.qparams, self.global_scales, self.findings = qparams, global_scales, findings
         self.decisions = {f"{d.module.name}.weight": d for d in decisions}
         modules = [d.module for d in decisions]
-        points = list_points(modules, source.side.config) if source.side.config else ()
+        points = list_activation_sites(modules, source.view.config) if source.view.config else ()
         self.norm_of = {f"{m}.weight": p.norm for p in points for m in p.modules if p.norm}
-        self.readers = readers_of(points, modules)
-        self.num_kept = self.num_norms = 0
+        self.readers = map_norm_readers(points, modules)
+        self.num_unquantized = self.num_norms = 0
 
-    def run(self, threads: int, progress: Progress, sizes: Mapping[str, int]) -> Iterator[Row]:
+    def run(
+        self, threads: int, progress: Progress, sizes: Mapping[str, int]
+    ) -> Iterator[WeightAccuracy]:
         """Hold every tensor against the source."""
-        mine, theirs = self.source.side, self.side
-        both = [n for n in mine.canonical if n in theirs.canonical and self._same_shape(n)]
-        self._left_over()
+        source_view, written_view = self.source.view, self.side
+        common = [
+            n
+            for n in source_view.canonical
+            if n in written_view.canonical and self._has_same_shape(n)
+        ]
+        self._compare_names()
         with (
-            Reader(in_full(self.source.catalogue), Files()) as a,
-            Reader(self.catalogue, Files()) as b,
+            CheckpointReader(decode_as_float32(self.source.catalogue), Files()) as a,
+            CheckpointReader(self.catalogue, Files()) as b,
         ):
-            packed = [n for n in both if self.catalogue[theirs.placements[n].stored].packing]
-            plain = [n for n in both if n not in set(packed)]
-            norms = {n: f for n in self.settlement.norms for f in (f"{n}.weight", f"{n}.bias")}
+            packed = [
+                n for n in common if self.catalogue[written_view.placements[n].stored].packing
+            ]
+            plain = [n for n in common if n not in set(packed)]
+            norms = {n: f for n in self.qparams.norm_scales for f in (f"{n}.weight", f"{n}.bias")}
             folded = {n for n in plain if n in set(norms.values())} | {
                 f"{n}.weight" for n in self.norm_of.values() if f"{n}.weight" in plain
             }
-            gammas = recovered(self.source.side, theirs, a, b, folded, self.settlement)
-            self.findings += gammas.findings
-            self.num_norms = gammas.num_folded
+            factors = recover_norm_factors(
+                self.source.view, written_view, a, b, folded, self.qparams
+            )
+            self.findings += factors.findings
+            self.num_norms = factors.num_folded
             quantized = {n.removesuffix(".weight") for n in packed}
-            self.findings += check_readers(gammas, self.readers, quantized)
-            kept = [n for n in plain if n not in gammas.handled]
+            self.findings += check_norm_readers(factors, self.readers, quantized)
+            unquantized = [n for n in plain if n not in factors.handled]
             weights = [
-                Weight(
+                WeightPair(
                     name=n,
-                    source=mine.placements[n],
-                    written=theirs.placements[n],
-                    shape=(mine.canonical[n].shape[0], mine.canonical[n].shape[1]),
-                    gammas=self._gammas(n, gammas.values),
+                    source=source_view.placements[n],
+                    written=written_view.placements[n],
+                    shape=(source_view.canonical[n].shape[0], source_view.canonical[n].shape[1]),
+                    input_factors=self._input_factors(n, factors.values),
                 )
                 for n in packed
-                if len(mine.canonical[n].shape) == 2
+                if len(source_view.canonical[n].shape) == 2
             ]
             total = sum(4 * numel(w.shape) for w in weights)
             progress("prove", 0, total)
-            wrong = compare_kept(mine, theirs, a, b, kept, threads=threads)
+            wrong = compare_unquantized(
+                source_view, written_view, a, b, unquantized, threads=threads
+            )
             self.findings += wrong
-            self.num_kept = len(kept) - sum(f.check == "kept" for f in wrong)
-            found = measure(
+            self.num_unquantized = len(unquantized) - sum(f.id == "kept" for f in wrong)
+            sums = measure_errors(
                 weights, a, b, threads=threads, progress=lambda n: progress("prove", 4 * n, total)
             )
-            settled = self.settlement
+            settled = self.qparams
             self.findings += check_codes(weights, settled, a, self.catalogue, threads=threads)
-            self.findings += check_scales_settled(weights, settled, self.catalogue)
+            self.findings += check_scales(weights, settled, self.catalogue)
             modules = [d.module for d in self.decisions.values()]
-            self.findings += check_seconds(weights, modules, found, settled, self.seconds)
-        return iter([self._row(w, found[w.name], sizes) for w in weights])
+            self.findings += check_global_scales(
+                weights, modules, sums, settled, self.global_scales
+            )
+        return iter([self._row(w, sums[w.name], sizes) for w in weights])
 
-    def _gammas(self, name: str, norms: Mapping[str, Floats]) -> Floats | None:
+    def _input_factors(self, name: str, norms: Mapping[str, Floats]) -> Floats | None:
         """What inputs are multiplied by: by the norm before, and by the engine."""
         folded = norms.get(self.norm_of.get(name, ""))
         stored = self.stored_factors.get(self.side.placements[name].stored)
@@ -267,24 +305,24 @@ class _Proof:
             return stored if folded is None else folded
         return folded * stored
 
-    def _same_shape(self, name: str) -> bool:
-        mine, theirs = self.source.side.canonical[name], self.side.canonical[name]
-        if mine.shape != theirs.shape:
-            text = f"is {list(theirs.shape)}, and {list(mine.shape)} in the source"
+    def _has_same_shape(self, name: str) -> bool:
+        expected, stored = self.source.view.canonical[name], self.side.canonical[name]
+        if expected.shape != stored.shape:
+            text = f"is {list(stored.shape)}, and {list(expected.shape)} in the source"
             self.findings.append(error("shape", name.removesuffix(".weight"), text, _WRONG))
-        return mine.shape == theirs.shape
+        return expected.shape == stored.shape
 
-    def _left_over(self) -> None:
+    def _compare_names(self) -> None:
         """Tensors of one side alone."""
-        mine, theirs = self.source.side.canonical, self.side.canonical
-        for name in mine:
-            if ":" not in name and name not in theirs:
+        expected, stored = self.source.view.canonical, self.side.canonical
+        for name in expected:
+            if ":" not in name and name not in stored:
                 text = "is in the source, and was not written"
                 self.findings.append(
                     error("missing", name.removesuffix(".weight"), text, "engines stop")
                 )
-        for name in theirs:
-            if name not in mine:
+        for name in stored:
+            if name not in expected:
                 text = "was written, and is not in the source"
                 self.findings.append(
                     error("extra", name.removesuffix(".weight"), text, "engines stop")
@@ -294,7 +332,7 @@ class _Proof:
                 text = f"was written, and is no part of the model: {reason}"
                 self.findings.append(warning("extra", name, text, "engines may refuse it"))
 
-    def _row(self, w: Weight, sums: Sums, sizes: Mapping[str, int]) -> Row:
+    def _row(self, w: WeightPair, sums: ErrorSums, sizes: Mapping[str, int]) -> WeightAccuracy:
         name = w.name.removesuffix(".weight")
         self._judge(name, w, sums)
         d = self.decisions.get(w.name)
@@ -302,7 +340,7 @@ class _Proof:
         num_bytes = sizes.get(name, 0)
         stored = self.catalogue[w.written.stored].shape  # several experts may share it
         num_bytes = round(num_bytes * numel(w.shape) / max(numel(stored), 1))
-        return Row(
+        return WeightAccuracy(
             name=name,
             label=d.label if d is not None and d.format else packing,
             bits=8 * num_bytes / max(numel(w.shape), 1),
@@ -314,13 +352,13 @@ class _Proof:
             num_clipped=sums.num_clipped if sums.num_bounded else None,
         )
 
-    def _judge(self, name: str, w: Weight, s: Sums) -> None:
+    def _judge(self, name: str, w: WeightPair, s: ErrorSums) -> None:
         """What the sums of a weight give cause for."""
-        treatment = self.settlement.treatments.get(name)
+        treatment = self.qparams.weights.get(name)
         if s.num_nan:
             text = f"{s.num_nan:,} elements are no finite numbers"
             self.findings.append(error("weight-nan", name, text, _WRONG))
-        if s.count and s.sqnr_db < LEAST_DB:
+        if s.count and s.sqnr_db < MIN_SQNR_DB:
             text = (
                 f"has {s.sqnr_db:.1f} dB of signal over noise (cosine {s.cosine:.3f}): it is "
                 "another weight, or its codes and scales do not belong together"
@@ -328,15 +366,15 @@ class _Proof:
             self.findings.append(error("weight", name, text, _WRONG))
             return
         # Codes that were chosen for outputs are held against those that were settled.
-        nearest = treatment is None or treatment.codes is None
-        if s.num_wrong and nearest:
-            at = list(s.first_wrong or ())
+        rounds_to_nearest = treatment is None or treatment.codes is None
+        if s.num_wrong and rounds_to_nearest:
+            index = list(s.first_wrong or ())
             text = (
                 f"{s.num_wrong:,} of {s.num_bounded:,} elements are further from the source than "
-                f"rounding takes them, the first at {at}"
+                f"rounding takes them, the first at {index}"
             )
             self.findings.append(error("weight", name, text, _WRONG))
-        elif s.worst_row_error > WORST_ROW:
+        elif s.worst_row_error > MAX_ROW_ERROR:
             text = (
                 f"row {s.worst_row} is off by {s.worst_row_error:.0%} of its size, and the whole "
                 f"by {s.relative_error:.1%}"
@@ -345,15 +383,22 @@ class _Proof:
                 warning("row", name, text, "what comes of this row is mostly noise")
             )
         share = s.num_clipped / max(s.num_bounded, 1)
-        asked = treatment is not None and (treatment.amax is not None or treatment.second_amax > 0)
-        if s.num_clipped and not asked and nearest and "nvfp4" not in self._packing(w):
+        is_clipping_expected = treatment is not None and (
+            treatment.amax is not None or treatment.global_amax > 0
+        )
+        if (
+            s.num_clipped
+            and not is_clipping_expected
+            and rounds_to_nearest
+            and "nvfp4" not in self._packing(w)
+        ):
             text = f"{s.num_clipped:,} elements are cut off, though nothing was to be cut off"
             self.findings.append(error("clipped", name, text, "a scale is too small"))
-        elif share > MOST_CLIPPED:
+        elif share > MAX_CLIPPED:
             text = f"{share:.1%} of its elements are cut off"
             self.findings.append(
                 warning("clipped", name, text, "large values are lost in every engine")
             )
 
-    def _packing(self, w: Weight) -> str:
+    def _packing(self, w: WeightPair) -> str:
         return self.catalogue[w.written.stored].packing or ""

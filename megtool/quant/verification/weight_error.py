@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megtool.checkpoint.catalogue import Catalogue
-from megtool.checkpoint.parallel_scan import each
-from megtool.checkpoint.read import Reader
-from megtool.checkpoint.transport.cast import numbers
-from megtool.checkpoint.transport.shard_locator import cut_dims
-from megtool.checkpoint.transport.tile import cut
+from megtool.checkpoint.parallel_scan import run_jobs
+from megtool.checkpoint.read import CheckpointReader
+from megtool.checkpoint.transport.cast import numeric_values
+from megtool.checkpoint.transport.shard_locator import count_cuttable_dims
+from megtool.checkpoint.transport.tile import split_box
 from megtool.dtypes import dtype
 from megtool.errors import FormatError, MappingError
 from megtool.number_formats.decode import COLUMNS
 from megtool.number_formats.small_floats import single
-from megtool.quant.verification.step_sizes import LARGEST, Steps, map_part
+from megtool.quant.verification.step_sizes import LARGEST, StepSizes, map_part
 from megtool.tensors.box import strides
 from megtool.tensors.placement import Placement, narrow, refine
 
@@ -44,7 +44,7 @@ in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class WeightPair:
     """One weight to be proved: where it lies in the source and in what was written. `gammas` are
     what its inputs, column by column, are multiplied by that those of the source are not (None:
     ones; NaN: nothing is known): the source's columns are divided by them, as before rounding."""
@@ -53,11 +53,11 @@ class Weight:
     source: Placement
     written: Placement
     shape: tuple[int, int]
-    gammas: Floats | None = None
+    input_factors: Floats | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class Sums:
+class ErrorSums:
     """What is added up over a weight.
 
     `num_bounded` elements were held against half a step; `num_wrong` of them are off by more than
@@ -84,7 +84,7 @@ class Sums:
     lost_row: int = -1
     lost_row_error: float = 0.0
 
-    def merge(self, other: Sums) -> None:
+    def merge(self, other: ErrorSums) -> None:
         """Take in other elements."""
         for name in ("count", "num_nan", "source", "written", "product", "error"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -93,13 +93,13 @@ class Sums:
         self.max_error = max(self.max_error, other.max_error)
         self.largest = max(self.largest, other.largest)
         if other.first_wrong is not None:
-            here = self.first_wrong
-            self.first_wrong = other.first_wrong if here is None else min(here, other.first_wrong)
-        mine = (self.worst_row_error, -self.worst_row)
-        if (other.worst_row_error, -other.worst_row) > mine and other.worst_row >= 0:
+            first = self.first_wrong
+            self.first_wrong = other.first_wrong if first is None else min(first, other.first_wrong)
+        worst = (self.worst_row_error, -self.worst_row)
+        if (other.worst_row_error, -other.worst_row) > worst and other.worst_row >= 0:
             self.worst_row, self.worst_row_error = other.worst_row, other.worst_row_error
-        mine = (self.lost_row_error, -self.lost_row)
-        if (other.lost_row_error, -other.lost_row) > mine and other.lost_row >= 0:
+        worst = (self.lost_row_error, -self.lost_row)
+        if (other.lost_row_error, -other.lost_row) > worst and other.lost_row >= 0:
             self.lost_row, self.lost_row_error = other.lost_row, other.lost_row_error
 
     @property
@@ -123,127 +123,133 @@ class Sums:
         return math.sqrt(self.error / self.source) if self.source else math.inf
 
 
-def in_full(catalogue: Catalogue) -> Catalogue:
+def decode_as_float32(catalogue: Catalogue) -> Catalogue:
     """The catalogue with packed tensors decoded to float32, not rounded to what they had been."""
     wide = dtype("float32")
     tensors = [t if t.packing is None else replace(t, dtype=wide) for t in catalogue.tensors]
     return replace(catalogue, tensors=tensors, _index={})
 
 
-def without_columns(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]:
+def split_pre_quant_scales(catalogue: Catalogue) -> tuple[Catalogue, dict[str, Floats]]:
     """The catalogue with matrices as they were rounded, and what engines multiply the columns of
     their inputs by (`pre_quant_scale`), by stored name."""
     factors: dict[str, Floats] = {}
     packed = dict(catalogue.packed)
     for name, parts in catalogue.packed.items():
         shape = catalogue[name].shape
-        for one in parts:
-            if one.part.role == COLUMNS and one.part.shape == shape[1:] and len(shape) == 2:
-                factors[name] = single(np.array(map_part(catalogue, one)), one.part.dtype)
+        for stored in parts:
+            if stored.part.role == COLUMNS and stored.part.shape == shape[1:] and len(shape) == 2:
+                factors[name] = single(np.array(map_part(catalogue, stored)), stored.part.dtype)
         if name in factors:
             packed[name] = tuple(p for p in parts if p.part.role != COLUMNS)
     return replace(catalogue, packed=packed), factors
 
 
-def measure(
-    weights: Sequence[Weight],
-    source: Reader,
-    written: Reader,
+def measure_errors(
+    weights: Sequence[WeightPair],
+    source: CheckpointReader,
+    written: CheckpointReader,
     *,
     threads: int,
     progress: Callable[[int], None],
-) -> dict[str, Sums]:
+) -> dict[str, ErrorSums]:
     """Read all weights once on both sides, and say by name how they differ.
 
     `written` reads a catalogue `in_full`. `progress` is told of elements, from any thread.
     """
-    out = {w.name: Sums() for w in weights}
+    out = {w.name: ErrorSums() for w in weights}
     lock = threading.Lock()
-    scales = {w.name: Steps.of(w.written, w.shape, written.catalogue) for w in weights}
+    scales = {w.name: StepSizes.of(w.written, w.shape, written.catalogue) for w in weights}
 
-    def work(job: Job) -> None:
-        found = _measured(job, source, written, scales[job.weight.name])
+    def work(part: WeightPart) -> None:
+        sums = _measure_part(part, source, written, scales[part.weight.name])
         with lock:
-            out[job.weight.name].merge(found)
-        progress(found.count + found.num_nan)
+            out[part.weight.name].merge(sums)
+        progress(sums.count + sums.num_nan)
 
-    each([job for w in weights for job in jobs_of(w, source, written)], work, threads=threads)
+    run_jobs(
+        [job for w in weights for job in split_weight(w, source, written)], work, threads=threads
+    )
     return out
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WeightPart:
     """A part of a weight, from flat index `start`."""
 
-    weight: Weight
+    weight: WeightPair
     start: int
     source: Placement
     written: Placement
 
 
-def jobs_of(w: Weight, source: Reader, written: Reader) -> Iterator[Job]:
+def split_weight(
+    w: WeightPair, source: CheckpointReader, written: CheckpointReader
+) -> Iterator[WeightPart]:
     """The parts in which a weight is read: whole rows where it can be."""
     try:
         p, q = refine(w.source, w.written)
     except MappingError:  # they cannot be cut alike
-        yield Job(w, 0, w.source, w.written)
+        yield WeightPart(w, 0, w.source, w.written)
         return
     depth: int | None = None
     for reader, place in ((source, p), (written, q)):
         stored = reader.catalogue[place.stored]
         if stored.packing is not None:
             try:
-                rows = cut_dims(place, stored)
+                rows = count_cuttable_dims(place, stored)
             except FormatError:
                 rows = 0
             depth = rows if depth is None else min(depth, rows)
     step, zero = strides(p.shape), (0,) * len(p.shape)
-    for lo, hi in cut(zero, p.shape, 4, TILE_BYTES, depth=depth):
+    for lo, hi in split_box(zero, p.shape, 4, TILE_BYTES, depth=depth):
         start = sum(i * s for i, s in zip(lo, step, strict=True))
-        yield Job(w, start, narrow(p, lo, hi), narrow(q, lo, hi))
+        yield WeightPart(w, start, narrow(p, lo, hi), narrow(q, lo, hi))
 
 
-def _measured(job: Job, source: Reader, written: Reader, steps: Steps | None) -> Sums:
-    u, v = source.canonical(job.source), written.canonical(job.written)
-    x = numbers(u.read().reshape(-1), u.dtype).astype(np.float32, copy=False)
-    y = numbers(v.read().reshape(-1), v.dtype).astype(np.float32, copy=False)
-    columns = job.weight.shape[1]
-    whole = job.start % columns == 0 and x.size % columns == 0
-    if (gammas := job.weight.gammas) is not None:
-        at = np.arange(job.start, job.start + x.size) % columns
-        by = gammas[at]
+def _measure_part(
+    part: WeightPart, source: CheckpointReader, written: CheckpointReader, steps: StepSizes | None
+) -> ErrorSums:
+    u, v = source.open_canonical(part.source), written.open_canonical(part.written)
+    x = numeric_values(u.read().reshape(-1), u.dtype).astype(np.float32, copy=False)
+    y = numeric_values(v.read().reshape(-1), v.dtype).astype(np.float32, copy=False)
+    columns = part.weight.shape[1]
+    has_whole_rows = part.start % columns == 0 and x.size % columns == 0
+    if (factors := part.weight.input_factors) is not None:
+        column = np.arange(part.start, part.start + x.size) % columns
+        by = factors[column]
         unread = np.isnan(by)  # columns whose input is zero, so that nothing is known about them
         with np.errstate(all="ignore"):
             x, y = np.where(unread, np.float32(0), x / by), np.where(unread, np.float32(0), y)
-    out = Sums()
-    good = np.isfinite(x) & np.isfinite(y)
-    if not good.all():
-        out.num_nan = int(x.size - good.sum())
-        x, y = np.where(good, x, np.float32(0)), np.where(good, y, np.float32(0))
-    apart = np.abs(x - y)
+    out = ErrorSums()
+    is_finite = np.isfinite(x) & np.isfinite(y)
+    if not is_finite.all():
+        out.num_nan = int(x.size - is_finite.sum())
+        x, y = np.where(is_finite, x, np.float32(0)), np.where(is_finite, y, np.float32(0))
+    difference = np.abs(x - y)
     out.count = x.size - out.num_nan
     out.source, out.written = float(np.dot(x, x)), float(np.dot(y, y))
-    out.product, out.error = float(np.dot(x, y)), float(np.dot(apart, apart))
-    out.max_error = float(apart.max(initial=0.0))
+    out.product, out.error = float(np.dot(x, y)), float(np.dot(difference, difference))
+    out.max_error = float(difference.max(initial=0.0))
     out.largest = float(np.abs(x).max(initial=0.0))
-    if not whole:
+    if not has_whole_rows:
         return out
-    first = job.start // columns
-    size, gap = np.abs(x).reshape(-1, columns), apart.reshape(-1, columns)
-    ratio = _rows(out, size, gap, first)
+    first = part.start // columns
+    size, gap = np.abs(x).reshape(-1, columns), difference.reshape(-1, columns)
+    ratio = _add_worst_row(out, size, gap, first)
     step = None if steps is None else steps.step(first, first + len(size), columns)
     if steps is None or step is None:
         out.lost_row, out.lost_row_error = out.worst_row, out.worst_row_error
     else:
         with np.errstate(all="ignore"):
             step = np.abs(step)
-        _lost(out, steps.kind, size, gap, step, ratio, first)
-        slack = SLACK if gammas is None else FOLDED_SLACK
-        _bounded(out, steps.kind, size, gap, step, slack, first)
+        _add_lost_row(out, steps.kind, size, gap, step, ratio, first)
+        slack = SLACK if factors is None else FOLDED_SLACK
+        _count_beyond_rounding(out, steps.kind, size, gap, step, slack, first)
     return out
 
 
-def _rows(out: Sums, size: Floats, gap: Floats, first: int) -> Floats:
+def _add_worst_row(out: ErrorSums, size: Floats, gap: Floats, first: int) -> Floats:
     """The row that is furthest off; of each how far, against its size."""
     square = np.einsum("ij,ij->i", size, size)
     error = np.einsum("ij,ij->i", gap, gap)
@@ -262,8 +268,8 @@ _BEYOND = 2.0
 by less than so many half steps a row; a row of zeros, or another row, is off by five and more."""
 
 
-def _lost(
-    out: Sums, kind: str, size: Floats, gap: Floats, step: Floats, ratio: Floats, first: int
+def _add_lost_row(
+    out: ErrorSums, kind: str, size: Floats, gap: Floats, step: Floats, ratio: Floats, first: int
 ) -> None:
     """The row that is furthest off of those that rounding does not explain.
 
@@ -284,8 +290,8 @@ def _lost(
         out.lost_row, out.lost_row_error = first + int(rows[worst]), float(far[worst])
 
 
-def _bounded(
-    out: Sums, kind: str, size: Floats, gap: Floats, step: Floats, slack: float, first: int
+def _count_beyond_rounding(
+    out: ErrorSums, kind: str, size: Floats, gap: Floats, step: Floats, slack: float, first: int
 ) -> None:
     """Count the elements that are further off than rounding takes them."""
     rows, columns = size.shape
@@ -294,9 +300,9 @@ def _bounded(
         least = size * np.float32(2.0**-4 + slack)
     else:
         least = step * np.float32(0.25 if kind in ("mxfp4", "nvfp4") else 0.5)
-    at = np.flatnonzero(~(gap <= least))
-    size, gap = size.reshape(-1)[at], gap.reshape(-1)[at]
-    step = np.broadcast_to(step, (rows, columns))[np.divmod(at, columns)]
+    suspects = np.flatnonzero(~(gap <= least))
+    size, gap = size.reshape(-1)[suspects], gap.reshape(-1)[suspects]
+    step = np.broadcast_to(step, (rows, columns))[np.divmod(suspects, columns)]
     off = ~(gap <= half_step(kind, size, step) + np.float32(slack) * size)
     if not off.any():
         return
@@ -305,7 +311,7 @@ def _bounded(
     out.num_clipped = int(clipped.sum())
     out.num_wrong = int(wrong.sum())
     if out.num_wrong:
-        row, column = divmod(int(at[wrong.argmax()]), columns)
+        row, column = divmod(int(suspects[wrong.argmax()]), columns)
         out.first_wrong = (first + row, column)
 
 
