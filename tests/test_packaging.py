@@ -70,6 +70,15 @@ def test_every_third_party_import_is_declared(checkout: Path, project: dict[str,
     assert missing == set()
 
 
+def test_missing_packages_are_named_by_an_extra_that_exists(
+    checkout: Path, project: dict[str, Any]
+) -> None:
+    sources = "\n".join(path.read_text() for path in (checkout / "megtool").rglob("*.py"))
+    named = {e for names in re.findall(r"megtool\[([\w,]+)\]", sources) for e in names.split(",")}
+    assert {"gguf", "hf", "modelopt", "te", "train", "zarr"} <= named
+    assert named <= set(project["project"]["optional-dependencies"])
+
+
 def test_constraints_pin_every_dependency(checkout: Path, project: dict[str, Any]) -> None:
     lines = (checkout / "constraints.txt").read_text().splitlines()
     pins = {normal(line) for line in lines if re.fullmatch(r"[a-z0-9-]+==[^ ]+", line)}

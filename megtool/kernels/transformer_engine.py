@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megtool.errors import MissingPackageError
 
-INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
+INSTALL = "pip install --no-build-isolation 'megtool[te]'"
 _LEAST = (2, 9)
 SCOPE = (
     "Transformer Engine runs the norms that have weights, and the activations silu, quick_gelu, "

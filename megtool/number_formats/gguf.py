@@ -124,5 +124,5 @@ def package() -> Any:
     try:
         import gguf
     except ModuleNotFoundError as e:
-        raise MissingPackageError("GGUF needs the gguf package", hint="pip install gguf") from e
+        raise MissingPackageError("GGUF needs the gguf package", hint="pip install 'megtool[gguf]'") from e
     return gguf

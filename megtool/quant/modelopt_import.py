@@ -12,7 +12,7 @@ from megtool.errors import MissingPackageError
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     """Without what the packages print and warn of: their progress is ours to tell."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -20,7 +20,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_bars(transformers: Any) -> Iterator[None]:
+def without_progress_bars(transformers: Any) -> Iterator[None]:
     """Without transformers' progress bars."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
@@ -32,19 +32,19 @@ def no_bars(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def packages() -> tuple[Any, Any]:
+def import_modelopt() -> tuple[Any, Any]:
     """`modelopt.torch.quantization` and transformers.
 
     Raises:
         MissingPackageError: one is not installed.
     """
     try:
-        with quiet():
+        with silence_output():
             import modelopt.torch.quantization as mtq
             import transformers
     except ImportError as e:
         raise MissingPackageError(
-            f"--backend modelopt needs a package that is not here: {e}",
-            hint="pip install nvidia-modelopt[hf]",
+            f"--backend modelopt needs a package that is not installed: {e}",
+            hint="pip install 'megtool[modelopt]'",
         ) from e
     return mtq, transformers

@@ -78,7 +78,7 @@ def test_a_missing_transformer_engine_is_an_error_and_no_fallback(device: str) -
         with pytest.raises(MissingPackageError, match="not installed") as caught:
             chosen(device)
         assert "pip install" in str(caught.value)
-        assert "transformer-engine[pytorch]" in str(caught.value)
+        assert "'megtool[te]'" in str(caught.value)
         # Not even where it has no such kernel.
         with pytest.raises(MissingPackageError):
             rms_norm(torch.ones(2, 4), None, 1e-5)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megtool.errors import MissingPackageError, RecipeError
+from megtool.errors import RecipeError
 
-MOST_BYTES, MOST_NODES, MOST_DEPTH = 1 << 20, 20_000, 40
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 1 << 20, 20_000, 40
 """A recipe is written by hand: more than this is a mistake, or an attack on our memory."""
 
 _PLAIN = ("str", "int", "float", "bool", "null")
@@ -52,17 +52,11 @@ def read_documents(text: bytes, *, file: str | Path) -> list[Node]:
 
     Raises:
         RecipeError: too large, too deep, a key twice, a tag of another language, or no YAML.
-        MissingPackageError: PyYAML is not installed.
     """
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as e:
-        raise MissingPackageError(
-            "reading a recipe needs PyYAML", file=file, hint="pip install 'megtool[quant]'"
-        ) from e
-    if len(text) > MOST_BYTES:
+    yaml: Any = importlib.import_module("yaml")
+    if len(text) > MAX_BYTES:
         raise RecipeError(
-            f"a recipe of {len(text):,} bytes", file=file, hint=f"at most {MOST_BYTES:,}"
+            f"a recipe of {len(text):,} bytes", file=file, hint=f"at most {MAX_BYTES:,}"
         )
     loader: Any = None
     try:
@@ -89,15 +83,15 @@ class _Tree:
 
     def __init__(self, yaml: Any, loader: Any, file: str) -> None:
         self._yaml, self._loader, self._file = yaml, loader, file
-        self._left = MOST_NODES
+        self._left = MAX_NODES
 
     def node(self, node: Any, depth: int) -> Node:
         self._left -= 1
         line = node.start_mark.line + 1
-        if self._left < 0 or depth > MOST_DEPTH:
+        if self._left < 0 or depth > MAX_DEPTH:
             raise RecipeError(
-                f"line {line}: more than {MOST_NODES:,} values, or nested more than "
-                f"{MOST_DEPTH} deep",
+                f"line {line}: more than {MAX_NODES:,} values, or nested more than "
+                f"{MAX_DEPTH} deep",
                 file=self._file,
                 hint="an anchor that repeats itself grows without end",
             )

@@ -15,7 +15,7 @@ from typing import Any
 from megtool.checkpoint.catalogue import Catalogue
 from megtool.convert.megatron import split_state
 from megtool.convert.rank_parameters import EMBEDDING
-from megtool.errors import FormatError, MissingPackageError
+from megtool.errors import FormatError
 
 NEMO_FILE, BRIDGE_FILE = "context/model.yaml", "run_config.yaml"
 
@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
+def read_foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
     """Args of the model in the YAML beside the data, as plain values; None where there is none.
 
     Raises:
@@ -51,14 +51,14 @@ def foreign_args(catalogue: Catalogue) -> dict[str, Any] | None:
         MissingPackageError: reading it needs PyYAML.
     """
     for name, key in ((BRIDGE_FILE, "model"), (NEMO_FILE, "config")):
-        path = catalogue.attachments.get(name)
+        path = catalogue.auxiliary_files.get(name)
         if path is None:
             continue
         value = read_yaml(path)
         section = value.get(key) if isinstance(value, dict) else None
         if not isinstance(section, dict) or not all(isinstance(k, str) for k in section):
             raise FormatError(f"it has no section {key!r} that describes a model", file=path)
-        return args_from_section(section) | _vocabulary(catalogue)
+        return args_from_section(section) | _vocabulary_args(catalogue)
     return None
 
 
@@ -73,7 +73,7 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups = fields.get("num_attention_heads"), fields.get("num_query_groups")
     out["group_query_attention"] = groups is not None and groups != heads
     is_gated = fields.get("gated_linear_unit") is True
-    activation = _ACTIVATIONS.get(_target(fields.get("activation_func")), "")
+    activation = _ACTIVATIONS.get(_target_name(fields.get("activation_func")), "")
     # SwiGLU and quick GeGLU are gated; without a gate Megatron's args know neither.
     if activation in ("openai_gelu", "squared_relu") or (activation and is_gated):
         out[activation] = True
@@ -87,7 +87,7 @@ def args_from_section(section: Mapping[str, Any]) -> dict[str, Any]:
         and "old_context_len" in fields
     ):
         out |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}  # NeMo's Llama 3.1
-    if _target(section).startswith(("MLA", "DeepSeek")) or isinstance(
+    if _target_name(section).startswith(("MLA", "DeepSeek")) or isinstance(
         fields.get("kv_lora_rank"), int
     ):
         out["multi_latent_attention"] = True
@@ -101,14 +101,8 @@ def read_yaml(path: Path) -> Any:
 
     Raises:
         FormatError: it is too large, or no YAML.
-        MissingPackageError: PyYAML is not installed.
     """
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as e:
-        raise MissingPackageError(
-            f"reading {path.name} needs PyYAML", file=path, hint="pip install pyyaml"
-        ) from e
+    yaml: Any = importlib.import_module("yaml")
 
     def untagged(self: Any, _: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):
@@ -130,13 +124,13 @@ def read_yaml(path: Path) -> Any:
         raise FormatError(f"no readable YAML: {' '.join(str(e).split())[:120]}", file=path) from e
 
 
-def _target(value: Any) -> str:
+def _target_name(value: Any) -> str:
     """The last part of what a field names: a function, a class, or text."""
-    named = value.get("_target_") if isinstance(value, dict) else value
-    return str(named).rpartition(".")[2] if isinstance(named, str) else ""
+    name = value.get("_target_") if isinstance(value, dict) else value
+    return str(name).rpartition(".")[2] if isinstance(name, str) else ""
 
 
-def _vocabulary(catalogue: Catalogue) -> dict[str, Any]:
+def _vocabulary_args(catalogue: Catalogue) -> dict[str, Any]:
     """The padded size, which both leave to be computed."""
     for t in catalogue.tensors:
         state, _, key = split_state(t.name)

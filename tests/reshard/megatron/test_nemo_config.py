@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megtool import reshard, verify
 from megtool.checkpoint.containers.zip_writer import encode_object
 from megtool.checkpoint.formats import open_checkpoint
-from megtool.commands.reshard import reshard
-from megtool.commands.verify import verify
 from megtool.config import ModelConfig, ParallelConfig
 from megtool.convert.megatron_args import config_from_args
-from megtool.errors import FormatError, MissingPackageError
+from megtool.errors import FormatError
 from megtool.reshard.megatron.bridge_files import (
     edit_layout,
     make_bridge_files,
@@ -105,14 +103,14 @@ def test_a_nemo_folder_is_opened_with_its_model(nemo: Path, tmp_path: Path) -> N
         assert opened.model is not None
         assert opened.model.config == config(vocab_size=48)
         assert opened.catalogue.metadata["iteration"] == 7
-        assert opened.side.dialect == "megatron"
+        assert opened.view.dialect == "megatron"
     assert not (tmp_path / "canary").exists()
     report = verify(tmp_path / "new", nemo)
     assert report.exit_status == 0, list(report.lines())
 
 
 def test_a_nemo_folder_becomes_megatrons(nemo: Path, tmp_path: Path) -> None:
-    reshard(nemo, tmp_path / "out", to="torch_dist", optimizer="fully_reshardable", tp=1, pp=2)
+    reshard(nemo, tmp_path / "out", to="torch_dist", optimizer_format="fully_reshardable", tp=1, pp=2)
     assert verify(tmp_path / "new", tmp_path / "out").exit_status == 0
     found = open_checkpoint(tmp_path / "out")
     assert found.root.name == "iter_0000007"
@@ -156,13 +154,6 @@ def test_a_nemo_model_that_cannot_be(nemo: Path, layers: str) -> None:
     opened = open_source(nemo, optimizer=False)
     assert opened.model is None
     assert "cannot be used" in str(opened.reason)
-
-
-def test_without_pyyaml(nemo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingPackageError, match="PyYAML") as e:
-        open_source(nemo)
-    assert e.value.hint == "pip install pyyaml"
 
 
 MODELS: list[dict[str, Any]] = [
@@ -245,7 +236,7 @@ def test_a_bridge_checkpoint_is_opened_and_moved(tmp_path: Path, materialize: Ma
     assert opened.model is not None
     assert opened.model.config == config()
     assert opened.catalogue.metadata["args"]["tensor_model_parallel_size"] == 2
-    reshard(tmp_path / "new", tmp_path / "out", optimizer="dp_reshardable", tp=1, pp=2)
+    reshard(tmp_path / "new", tmp_path / "out", optimizer_format="dp_reshardable", tp=1, pp=2)
     said = yaml.safe_load((tmp_path / "out" / "iter_0000007" / "run_config.yaml").read_text())
     assert said["model"]["pipeline_model_parallel_size"] == 2
     state = (folder / "train_state.pt").read_bytes()
