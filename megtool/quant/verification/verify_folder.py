@@ -20,20 +20,17 @@ from megtool.checkpoint.storage.files import Files
 from megtool.console import Progress, silent
 from megtool.convert.dialects import CanonicalView, read_side
 from megtool.convert.families import detect_family
+from megtool.dtypes import dtype
 from megtool.errors import MegtoolError
 from megtool.lint.expected import ExpectedModel
 from megtool.lint.finding import Finding, error, sort_findings, warning
-from megtool.lint.folder_view import TOKENIZER_FILES, FolderView, open_folder
+from megtool.lint.folder_view import COMPANIONS, TOKENIZER_FILES, FolderView, open_folder
 from megtool.lint.recipe_rules import check_recipe
 from megtool.quant.calibration.activation_sites import list_activation_sites, map_norm_readers
 from megtool.quant.qparams import Floats, QParams
 from megtool.quant.recipes.match import Decision
+from megtool.quant.recipes.modules import BLOCKS
 from megtool.quant.verification.code_values import check_codes, check_scales
-from megtool.quant.verification.names import (
-    count_stored_bytes,
-    find_absent_weights,
-    map_stored_names,
-)
 from megtool.quant.verification.scale_values import (
     check_global_scales,
     check_stored_qparams,
@@ -402,3 +399,32 @@ class _WeightVerification:
 
     def _packing(self, w: WeightPair) -> str:
         return self.catalogue[w.written.stored].packing or ""
+
+
+def map_stored_names(decisions: Sequence[Decision], side: CanonicalView | None) -> dict[str, str]:
+    """The stored names of modules by canonical ones: as found, else as they should be."""
+    out = {}
+    for d in decisions:
+        place = side.placements.get(f"{d.module.name}.weight") if side else None
+        if place is not None:
+            out[d.module.name] = place.stored.removesuffix(".weight")
+        elif d.module.kind != "kv_cache" and (called := d.module.names_in("hf")):
+            out[d.module.name] = called[0]
+    return out
+
+
+def find_absent_weights(folder: FolderView, decisions: Sequence[Decision]) -> Iterator[Finding]:
+    """Weights that are in no file, of a folder that cannot be decoded for it."""
+    for d in decisions:
+        stored = [f"{n}{end}" for n in d.module.names_in("hf") for end in (".weight", BLOCKS)]
+        if d.module.kind != "kv_cache" and stored and not any(n in folder.tensors for n in stored):
+            yield error("missing", d.module.name, f"{stored[0]} is in no file", "engines stop")
+
+
+def count_stored_bytes(folder: FolderView, stored: str | None) -> int:
+    """The bytes of a stored module: codes, and what lies beside them."""
+    tensors = folder.modules.get(stored or "", {})
+    held = [t for last, t in tensors.items() if last in ("weight", *COMPANIONS)]
+    beside = (folder.tensors.get(f"{stored}{end}") for end in (BLOCKS, "_scales"))
+    held += [t for t in beside if t is not None]
+    return sum(numel(t.shape) * dtype(t.dtype).itemsize for t in held)
