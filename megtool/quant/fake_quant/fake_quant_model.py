@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from megtool.errors import UsageError
 from megtool.inference.layer_streaming import on_demand_of, replaced, restored
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import HookLocation, places
+from megtool.model.hook_locations import HookLocation, places
 from megtool.parallel.collectives import all_max
-from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.fake_quant.fake_quantize import (
     fake_cache,
     fake_weight,
@@ -29,7 +29,8 @@ from megtool.quant.fake_quant.fake_quantize import (
     tensor_amax,
 )
 from megtool.quant.fake_quant.weight_views import WeightViews
-from megtool.quant.qparams import INPUTS, Cache, Settlement, Treatment
+from megtool.quant.qparams import KVCacheQParams, QParams, WeightQParams
+from megtool.quant.recipes.formats import INPUT_PACKINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,8 +74,8 @@ class FakeQuantModel:
     def __init__(
         self,
         decoder: Decoder,
-        points: Iterable[Point],
-        settlement: Settlement,
+        points: Iterable[ActivationSite],
+        settlement: QParams,
         *,
         weights: bool,
         dtype: str = "float32",
@@ -91,13 +92,13 @@ class FakeQuantModel:
         self._replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._asked: Callable[[], None] | None = None
         self._modules: dict[int | None, list[str]] = defaultdict(list)
-        self._together = [(p.layer, names) for p in local_sites for names in p.together]
+        self._together = [(p.layer, names) for p in local_sites for names in p.stored_groups]
         self._install_hooks(local_sites)
         named = {
             m: p.layer
             for p in local_sites
             for m in p.modules
-            if (t := settlement.treatments.get(m)) is not None
+            if (t := settlement.weights.get(m)) is not None
             and (weights or t.format.algo == "W4A8_AWQ")
         }
         if named:
@@ -201,7 +202,7 @@ class FakeQuantModel:
         """The parameters of a layer that hold rounded weights, as they are with them; the decoder
         has to hold its own."""
         modules = self._modules[layer]
-        treatments = self._settlement.treatments | self._with_one_scale(layer)
+        treatments = self._settlement.weights | self._with_one_scale(layer)
         out = {
             name: self._decoder.get_parameter(name).detach().clone()
             for name in self._views.parameters(modules)
@@ -215,18 +216,18 @@ class FakeQuantModel:
             self._views.write(module, weight, out)
         return out
 
-    def _with_one_scale(self, layer: int | None) -> dict[str, Treatment]:
+    def _with_one_scale(self, layer: int | None) -> dict[str, WeightQParams]:
         """The treatments of a layer's modules that have one scale because they are stored as one:
         that of the largest."""
         if self._folded:
             return {}
-        out: dict[str, Treatment] = {}
+        out: dict[str, WeightQParams] = {}
         for site, names in self._together:
             amaxes = [
                 t
                 for m in names
                 if site == layer and m in self._views.parts
-                if (t := self._settlement.treatments[m]).format.algo == "FP8"
+                if (t := self._settlement.weights[m]).format.algo == "FP8"
             ]
             if len(amaxes) > 1:
                 tops = [tensor_amax(self._views.read(t.module), t) for t in amaxes]
@@ -239,11 +240,11 @@ class FakeQuantModel:
         has = hasattr(self, "_views") and module in self._views.parts
         return self._views.read(module) if has else None
 
-    def _install_hooks(self, points: Sequence[Point]) -> None:
+    def _install_hooks(self, points: Sequence[ActivationSite]) -> None:
         inputs: dict[tuple[int, str], list[tuple[HookLocation, InputRounding]]] = defaultdict(list)
         for point in points:
-            if point.what == "kv_cache":
-                for cache in (self._settlement.caches.get(m) for m in point.modules):
+            if point.kind == "kv_cache":
+                for cache in (self._settlement.kv_caches.get(m) for m in point.modules):
                     if cache is not None:
                         self._taps += [(p, _cache_tap(cache)) for p in self._places(point)]
                 continue
@@ -271,10 +272,10 @@ class FakeQuantModel:
                 tap = _input_tap(self._local_rounding(rounding, place), place)
             self._taps.append((place, tap))
 
-    def _places(self, point: Point) -> tuple[HookLocation, ...]:
+    def _places(self, point: ActivationSite) -> tuple[HookLocation, ...]:
         return places(self._decoder, point.name)
 
-    def _rounding(self, point: Point) -> InputRounding | None:
+    def _rounding(self, point: ActivationSite) -> InputRounding | None:
         """The rounding of an activation site's input; None if it is not rounded."""
         roundings = {m: self._rounding_for(m) for m in point.modules}
         first_name, first = next(iter(roundings.items()))
@@ -288,8 +289,8 @@ class FakeQuantModel:
         return first
 
     def _rounding_for(self, module: str) -> InputRounding | None:
-        treatment = self._settlement.treatments.get(module)
-        kind = None if treatment is None else INPUTS.get(treatment.format.algo)
+        treatment = self._settlement.weights.get(module)
+        kind = None if treatment is None else INPUT_PACKINGS.get(treatment.format.algo)
         if treatment is None or kind is None:
             return None
         return InputRounding(
@@ -298,10 +299,12 @@ class FakeQuantModel:
             columns=self._columns(treatment),
         )
 
-    def _columns(self, treatment: Treatment) -> Tensor | None:
-        if treatment.columns is None or (self._folded and not treatment.stores_columns):
+    def _columns(self, treatment: WeightQParams) -> Tensor | None:
+        if treatment.smoothing_scale is None or (
+            self._folded and not treatment.stores_pre_quant_scale
+        ):
             return None
-        return torch.from_numpy(np.array(treatment.columns, np.float32))
+        return torch.from_numpy(np.array(treatment.smoothing_scale, np.float32))
 
     def _local_rounding(self, rounding: InputRounding, place: HookLocation) -> InputRounding:
         """For this rank's columns, on its device."""
@@ -312,7 +315,7 @@ class FakeQuantModel:
         return InputRounding(kind=rounding.kind, scale=rounding.scale, columns=columns)
 
 
-def _cache_tap(cache: Cache) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _cache_tap(cache: KVCacheQParams) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return lambda key, value: fake_cache(key, value, cache)
 
 

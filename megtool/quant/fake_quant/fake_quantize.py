@@ -29,7 +29,8 @@ from megtool.quant.fake_quant.rounding_torch import (
     to_e4m3,
     to_integers,
 )
-from megtool.quant.qparams import INPUTS, Cache, Treatment, packing_of
+from megtool.quant.qparams import KVCacheQParams, WeightQParams
+from megtool.quant.recipes.formats import INPUT_PACKINGS, packing_of
 
 CHUNK = 1 << 22
 """Elements of a weight that are rounded at a time."""
@@ -52,13 +53,13 @@ def second_scale(algo: str, amax: float) -> np.float32:
     return np.float32(amax) / np.float32(largest) or np.float32(1)
 
 
-def input_scale(treatment: Treatment) -> np.float32:
+def input_scale(treatment: WeightQParams) -> np.float32:
     """The calibrated scale of inputs, as it is stored (`input_scale`).
 
     Raises:
         CalibrationError: the format has one, and nothing is known about inputs.
     """
-    kind = INPUTS[treatment.format.algo]
+    kind = INPUT_PACKINGS[treatment.format.algo]
     if not treatment.input_amax:
         raise CalibrationError(
             f"{treatment.format.algo} scales the inputs of {treatment.module} by a number that "
@@ -72,7 +73,7 @@ def input_scale(treatment: Treatment) -> np.float32:
 
 
 def fake_weight(
-    weight_OI: Tensor, treatment: Treatment, *, dtype: str = "float32", as_run: bool = False
+    weight_OI: Tensor, treatment: WeightQParams, *, dtype: str = "float32", as_run: bool = False
 ) -> Tensor:
     """The values of the packed weight, divided by the smoothing scales again: float32 `[out, in]`.
 
@@ -95,7 +96,7 @@ def fake_weight(
     layout(packing, tuple(weight_OI.shape))  # says what does not divide
     name, _, granularity = packing.partition(":")
     device = weight_OI.device
-    columns = _on(treatment.columns, device)
+    columns = _on(treatment.smoothing_scale, device)
     top = (
         _whole_amax(weight_OI, columns)
         if granularity == "tensor" or name == "nvfp4" or as_run
@@ -107,12 +108,12 @@ def fake_weight(
         amax = amax.reshape(1, 1)
     second = None
     if name == "nvfp4" and top is not None:
-        second_amax = treatment.second_amax or float(top)
+        second_amax = treatment.global_amax or float(top)
         second = float(second_scale(algo, second_amax))
     quotient = dtype if columns is None and treatment.format.round_twice else "float32"
     run = None
     if as_run and algo == "W4A8_AWQ" and top is not None:
-        run = plain_scale(torch.tensor(treatment.second_amax or float(top)), E4M3_LARGEST)
+        run = plain_scale(torch.tensor(treatment.global_amax or float(top)), E4M3_LARGEST)
     out = torch.empty(weight_OI.shape, dtype=torch.float32, device=device)
     rows, width = weight_OI.shape
     most = CHUNK if device.type != "cpu" else CHUNK_INPUT
@@ -151,26 +152,26 @@ def fake_weight(
     return out
 
 
-def run_weight(weight_OI: Tensor, treatment: Treatment) -> Tensor:
+def run_weight(weight_OI: Tensor, treatment: WeightQParams) -> Tensor:
     """The weight that engines compute from a W4A8_AWQ checkpoint.
 
     `weight_OI` is what INT4 means, divided by those of the columns' factors that are stored. It is
     rounded to FP8 as `fake_weight` does `as_run`.
     """
-    stored = treatment.columns if treatment.stores_columns else None
+    stored = treatment.smoothing_scale if treatment.stores_pre_quant_scale else None
     columns = _on(stored, weight_OI.device)
-    top = treatment.second_amax or float(_whole_amax(weight_OI, columns))
+    top = treatment.global_amax or float(_whole_amax(weight_OI, columns))
     run = plain_scale(torch.tensor(top), E4M3_LARGEST)
     scaled = weight_OI.float() if columns is None else weight_OI * columns
     rounded = to_e4m3(scaled / run) * run
     return rounded if columns is None else rounded / columns
 
 
-def tensor_amax(weight_OI: Tensor, treatment: Treatment) -> float:
+def tensor_amax(weight_OI: Tensor, treatment: WeightQParams) -> float:
     """The amax of a weight's global scale: the solved one, or that of all its elements."""
     if treatment.amax is not None:
         return float(treatment.amax.max())
-    return float(_whole_amax(weight_OI, _on(treatment.columns, weight_OI.device)))
+    return float(_whole_amax(weight_OI, _on(treatment.smoothing_scale, weight_OI.device)))
 
 
 def _on(values: Any, device: torch.device) -> Tensor | None:
@@ -247,7 +248,7 @@ def _meaning(name: str, codes: Tensor) -> Tensor:
 
 def fake_input(
     x_TI: Tensor,
-    treatment: Treatment,
+    treatment: WeightQParams,
     *,
     columns: Tensor | None = None,
     largest: Callable[[Tensor], Tensor] | None = None,
@@ -264,18 +265,18 @@ def fake_input(
     Raises:
         CalibrationError: a scale has to come from calibration and did not.
     """
-    kind = INPUTS.get(treatment.format.algo)
+    kind = INPUT_PACKINGS.get(treatment.format.algo)
     if kind is None:
         return x_TI
     if columns is None:
-        columns = _on(treatment.columns, x_TI.device)
+        columns = _on(treatment.smoothing_scale, x_TI.device)
     scale = float(input_scale(treatment)) if needs_scale(treatment) else 0.0
     return rounded_input(x_TI, kind, scale=scale, columns=columns, largest=largest)
 
 
-def needs_scale(treatment: Treatment) -> bool:
+def needs_scale(treatment: WeightQParams) -> bool:
     """Whether inputs are rounded with a calibrated scale."""
-    kind = INPUTS.get(treatment.format.algo, "")
+    kind = INPUT_PACKINGS.get(treatment.format.algo, "")
     return kind.endswith(":tensor") or kind.startswith("nvfp4")
 
 
@@ -350,7 +351,7 @@ def _rounded_groups(x_TI: Tensor, name: str, per: int, second: Tensor | float) -
     return x.flatten(-2)[..., :width]
 
 
-def fake_cache(key: Tensor, value: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+def fake_cache(key: Tensor, value: Tensor, cache: KVCacheQParams) -> tuple[Tensor, Tensor]:
     """Keys (after rotation) and values as the engine caches them, `[..., head size]` each, in
     their own type: FP8 by one scale each, or NVFP4 in groups of 16 along a head.
 
@@ -360,7 +361,7 @@ def fake_cache(key: Tensor, value: Tensor, cache: Cache) -> tuple[Tensor, Tensor
     return _cached(key, cache, cache.key_amax), _cached(value, cache, cache.value_amax)
 
 
-def _cached(x: Tensor, cache: Cache, amax: float) -> Tensor:
+def _cached(x: Tensor, cache: KVCacheQParams, amax: float) -> Tensor:
     if not amax > 0:
         raise CalibrationError(
             f"nothing is known about what {cache.module} holds", hint="calibrate with data"

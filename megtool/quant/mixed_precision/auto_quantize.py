@@ -19,11 +19,15 @@ from megtool.quant.mixed_precision.knapsack import (
     select,
     smallest,
 )
-from megtool.quant.recipes.engine_models import cache_alone, cache_alone_hint, turns_rows
-from megtool.quant.recipes.engine_support import Target, permitted
-from megtool.quant.recipes.formats import Format
-from megtool.quant.recipes.match import Decision, weigh
-from megtool.quant.recipes.modules import is_turned
+from megtool.quant.recipes.engine_models import (
+    kv_cache_only_hint,
+    permutes_rotary_rows,
+    reject_kv_cache_only,
+)
+from megtool.quant.recipes.engine_support import EngineVersion, list_permitted_sets
+from megtool.quant.recipes.formats import RecipeFormat
+from megtool.quant.recipes.match import Decision, estimate_bytes
+from megtool.quant.recipes.modules import is_rotary
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import KEEP
 
@@ -113,7 +117,7 @@ def choose(
     recipe: Recipe,
     sensitivities: Sensitivities,
     *,
-    target: Target | None = None,
+    target: EngineVersion | None = None,
     architecture: str = "",
     bits: float = 0.0,
     group_size: int = 0,
@@ -139,14 +143,16 @@ def choose(
     if target is not None:
         fixed = {d.format.algo for d in decisions if d.format and d.format.algo}
         experts = any("expert" in by_module[m].module.roles for u in units for m in u.modules)
-        turned = turns_rows(target, architecture) and any(
-            is_turned(by_module[m].module) for u in units for m in u.modules
+        turned = permutes_rotary_rows(target, architecture) and any(
+            is_rotary(by_module[m].module) for u in units for m in u.modules
         )
-        alone = permitted(target, (), sets[0], experts=experts, turned=turned)
+        alone = list_permitted_sets(target, (), sets[0], experts=experts, rotary=turned)
         loaded = {a for algos in alone for a in algos}
-        sets = permitted(target, fixed, sets[0], experts=experts, turned=turned)
+        sets = list_permitted_sets(target, fixed, sets[0], experts=experts, rotary=turned)
     budgets = _budgets(units, by_module, bits)
-    selections: list[tuple[KnapsackSelection, list[list[tuple[Format | None, FormatOption]]]]] = []
+    selections: list[
+        tuple[KnapsackSelection, list[list[tuple[RecipeFormat | None, FormatOption]]]]
+    ] = []
     for algos in sets:
         options = [_options(u, by_module, recipe, sensitivities, algos) for u in units]
         if all(smallest(_items(units, options, c)) <= b for c, b in budgets.items()):
@@ -186,10 +192,10 @@ def choose(
         ]
     weights = sum(by_module[m].module.numel for u in units for m in u.modules)
     decided = tuple(by_name.get(d.module.name, d) for d in decisions)
-    if target is not None and (algo_list := cache_alone(target.engine, decided)):
+    if target is not None and (algo_list := reject_kv_cache_only(target.engine, decided)):
         raise UsageError(
             f"all weights would be kept, and {target.name} {algo_list}",
-            hint="fewer --bits; or " + cache_alone_hint(target.engine),
+            hint="fewer --bits; or " + kv_cache_only_hint(target.engine),
         )
     return FormatChoice(
         decisions=decided,
@@ -226,10 +232,10 @@ def _options(
     recipe: Recipe,
     sensitivities: Sensitivities,
     algos: frozenset[str],
-) -> list[tuple[Format | None, FormatOption]]:
+) -> list[tuple[RecipeFormat | None, FormatOption]]:
     """The options of a decision unit, from the recipe's first format to unquantized."""
     losses = sensitivities.losses.get(unit.name, {})
-    out: list[tuple[Format | None, FormatOption]] = []
+    out: list[tuple[RecipeFormat | None, FormatOption]] = []
     for f in (f for f in unit.formats if f.algo in algos):
         if (key := key_of(f, recipe)) not in losses:
             groups = f" in groups of {f.group_size}" if f.group_size else ""
@@ -238,7 +244,7 @@ def _options(
                 hint="it was measured for other formats, or with another --group-size: calibrate "
                 "with this recipe, and with data",
             )
-        size = sum(weigh(recipe, by_module[m].module, f) for m in unit.modules)
+        size = sum(estimate_bytes(recipe, by_module[m].module, f) for m in unit.modules)
         out.append((f, FormatOption(name=f.label, num_bytes=size, loss=losses[key])))
     unquantized_bytes = sum(by_module[m].module.num_bytes for m in unit.modules)
     return [*out, (None, FormatOption(name=KEEP, num_bytes=unquantized_bytes, loss=0.0))]
@@ -246,7 +252,7 @@ def _options(
 
 def _items(
     units: Sequence[DecisionUnit],
-    options: Sequence[Sequence[tuple[Format | None, FormatOption]]],
+    options: Sequence[Sequence[tuple[RecipeFormat | None, FormatOption]]],
     choice: str = "",
 ) -> list[KnapsackItem]:
     return [
@@ -258,7 +264,7 @@ def _items(
 
 def _solved(
     units: Sequence[DecisionUnit],
-    options: Sequence[Sequence[tuple[Format | None, FormatOption]]],
+    options: Sequence[Sequence[tuple[RecipeFormat | None, FormatOption]]],
     budgets: Mapping[str, int],
 ) -> KnapsackSelection:
     """The best choice for each of the budgets, as one."""
@@ -302,7 +308,7 @@ def _rounded_up(bits: float) -> float:
     return -int(-bits * 100 // 1) / 100
 
 
-def _explain_pick(listed: Sequence[tuple[Format | None, FormatOption]], pick: int) -> str:
+def _explain_pick(listed: Sequence[tuple[RecipeFormat | None, FormatOption]], pick: int) -> str:
     """The reason for a choice: its cost and savings, or why it was not worth it."""
     picked, unquantized = listed[pick], listed[-1][1]
     if picked[0] is not None:
@@ -316,7 +322,7 @@ def _explain_pick(listed: Sequence[tuple[Format | None, FormatOption]], pick: in
 
 
 def _decided(
-    decision: Decision, recipe: Recipe, number_format: Format | None, reason: str
+    decision: Decision, recipe: Recipe, number_format: RecipeFormat | None, reason: str
 ) -> Decision:
-    size = weigh(recipe, decision.module, number_format)
+    size = estimate_bytes(recipe, decision.module, number_format)
     return replace(decision, format=number_format, why=reason, num_bytes=size, choices=())

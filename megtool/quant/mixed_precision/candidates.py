@@ -13,23 +13,23 @@ import torch
 from megtool.console import Progress
 from megtool.errors import CalibrationError, MegtoolError
 from megtool.model.decoder import Decoder
-from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.activations import Activations
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
-from megtool.quant.calibration.layer_runner import Layers, one_batch
-from megtool.quant.calibration.micro_batches import Piece
-from megtool.quant.calibration.rank_sync import Ranks
-from megtool.quant.calibration.recorder import Recorder
-from megtool.quant.calibration.statistics import Statistics
+from megtool.quant.calibration.layer_runner import LayerRunner, mask_uncounted
+from megtool.quant.calibration.micro_batches import MicroBatch
+from megtool.quant.calibration.rank_sync import RankSync
+from megtool.quant.calibration.recorder import ActivationRecorder
+from megtool.quant.calibration.statistics import ActivationStatistics
 from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 from megtool.quant.mixed_precision.decision_units import DecisionUnit, key_of
 from megtool.quant.mixed_precision.sensitivity_cache import SensitivityCache
-from megtool.quant.qparams import Settlement
-from megtool.quant.recipes.formats import Format
+from megtool.quant.qparams import QParams
+from megtool.quant.recipes.formats import RecipeFormat
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.recipe import Recipe
-from megtool.quant.requirements import needs
-from megtool.quant.solve_qparams import settle
+from megtool.quant.requirements import derive_requirements
+from megtool.quant.solve_qparams import solve_qparams
 
 SETTLING = 2
 """How many times as long a pass takes in which statistics are taken."""
@@ -93,23 +93,23 @@ class CandidateSurvey:
         units: Sequence[DecisionUnit],
         decisions: Sequence[Decision],
         recipe: Recipe,
-        points: Sequence[Point],
+        points: Sequence[ActivationSite],
         weights: CanonicalWeights,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MicroBatch],
         cache: SensitivityCache | None = None,
     ) -> None:
         self.decoder, self.units, self.pieces = decoder, units, pieces
-        self.ranks = Ranks(groups=decoder.groups)
+        self.ranks = RankSync(groups=decoder.groups)
         self._decisions = {d.module.name: d for d in decisions}
         self._recipe, self._weights, self._cache = recipe, weights, cache
-        self._points: dict[str, list[Point]] = defaultdict(list)
+        self._points: dict[str, list[ActivationSite]] = defaultdict(list)
         owner = {m: u.name for u in units for m in u.modules}
         for point in points:
-            if point.what == "input" and point.modules[0] in owner:
+            if point.kind == "input" and point.modules[0] in owner:
                 self._points[owner[point.modules[0]]].append(point)
-        self.qparams: dict[tuple[str, str], Settlement] = {}
+        self.qparams: dict[tuple[str, str], QParams] = {}
 
-    def points_of(self, unit: DecisionUnit) -> list[Point]:
+    def points_of(self, unit: DecisionUnit) -> list[ActivationSite]:
         """Where the unit's inputs are."""
         return self._points[unit.name]
 
@@ -143,15 +143,15 @@ class CandidateSurvey:
             return
         points = [p for u in self.units for p in self._points[u.name]]
         requirements = {p.name: self._requirements(p) for p in points}
-        recorder = Recorder(
+        recorder = ActivationRecorder(
             self.decoder,
             points,
             gram={n for n, (gram, _) in requirements.items() if gram},
             sample={n for n, (_, sample) in requirements.items() if sample},
         )
-        layers = Layers(self.decoder, self.pieces)
+        layers = LayerRunner(self.decoder, self.pieces)
         states = Activations(
-            [p.num_tokens for p in layers.pieces],
+            [p.num_tokens for p in layers.micro_batches],
             self.decoder.config.hidden_size,
             dtype=self.decoder.dtype,
             device=self.decoder.groups.device,
@@ -163,11 +163,11 @@ class CandidateSurvey:
                 SETTLING * len(upcoming) * sum(passes.of(p.num_tokens) for p in self.pieces)
             )
             for number, layer in enumerate(numbers[begin:], start=begin):
-                with self.ranks.together():
+                with self.ranks.raise_together():
                     recorder.start(layer)
                     states.begin(self._written(number + 1))
-                    for i, piece in enumerate(layers.pieces):
-                        recorder.see(one_batch(piece), first_sample=piece.first)
+                    for i, piece in enumerate(layers.micro_batches):
+                        recorder.set_batch(mask_uncounted(piece), first_sample=piece.first_row)
                         x_TH = states.get(i)
                         if layer is None:
                             with torch.inference_mode():
@@ -177,7 +177,7 @@ class CandidateSurvey:
                         states.put(i, layers.run(layer, i, x_TH))
                         passes(SETTLING * passes.of(piece.num_tokens))
                     states.end(self._written(number + 1))
-                    statistics = recorder.take()
+                    statistics = recorder.collect()
                 self._solve_layer(number, layer, statistics)
             self._forget(len(numbers))
         finally:
@@ -194,17 +194,17 @@ class CandidateSurvey:
             if qparams is None:
                 break
             finished.append(qparams)
-        done: int = min(self.ranks.gathered(len(finished)))
+        done: int = min(self.ranks.all_gather(len(finished)))
         for qparams in finished[:done]:
             self.qparams |= qparams
         return done
 
-    def _enter(self, done: int, layers: Layers, states: Activations) -> int:
+    def _enter(self, done: int, layers: LayerRunner, states: Activations) -> int:
         """Load the inputs of the next layer; returns the first layer to run, 0 if nothing is
         finished.
         """
         path = self._entering(done)
-        if all(self.ranks.gathered(done > 0 and path is not None and states.load(path))):
+        if all(self.ranks.all_gather(done > 0 and path is not None and states.load(path))):
             return done
         for i, x_TH in enumerate(layers.embed()):
             states.put(i, x_TH)
@@ -213,7 +213,11 @@ class CandidateSurvey:
     def _entering(self, number: int) -> Path | None:
         """The file with the inputs of a layer; one per data-parallel rank."""
         groups = self.decoder.groups
-        return None if self._cache is None else self._cache.work.entering(number, groups.dp.rank)
+        return (
+            None
+            if self._cache is None
+            else self._cache.work.activations_file(number, groups.dp.rank)
+        )
 
     def _written(self, number: int) -> Path | None:
         """The same on the rank that writes it: others have the same rows."""
@@ -222,19 +226,21 @@ class CandidateSurvey:
     def _forget(self, number: int) -> None:
         groups = self.decoder.groups
         if self._cache is not None and groups.tp.is_first:
-            self._cache.work.forget(number, groups.dp.rank)
+            self._cache.work.remove_activations(number, groups.dp.rank)
 
-    def _requirements(self, point: Point) -> tuple[bool, bool]:
+    def _requirements(self, point: ActivationSite) -> tuple[bool, bool]:
         unit = next(u for u in self.units if point.modules[0] in u.modules)
         decision = self._decisions[point.modules[0]]
-        requirements = [needs(self._recipe, replace(decision, format=f)) for f in unit.formats]
+        requirements = [
+            derive_requirements(self._recipe, replace(decision, format=f)) for f in unit.formats
+        ]
         return any(n.gram for n in requirements), any(n.sample for n in requirements)
 
     def _solve_layer(
-        self, number: int, layer: int | None, statistics: Mapping[str, Statistics]
+        self, number: int, layer: int | None, statistics: Mapping[str, ActivationStatistics]
     ) -> None:
         runs = [(u, f) for u in self.units if u.layer == layer for f in u.formats]
-        groups, solved, fault = self.decoder.groups, dict[tuple[str, str], Settlement](), None
+        groups, solved, fault = self.decoder.groups, dict[tuple[str, str], QParams](), None
         try:
             for unit, number_format in runs[groups.rank :: groups.world.size]:
                 solved[unit.name, key_of(number_format, self._recipe)] = self._solve_unit(
@@ -242,15 +248,15 @@ class CandidateSurvey:
                 )
         except MegtoolError as error:
             fault = error  # the others wait for what this rank was to settle
-        every: dict[tuple[str, str], Settlement] = {}
-        for part, rank_fault in self.ranks.gathered((solved, fault)):
+        every: dict[tuple[str, str], QParams] = {}
+        for part, rank_fault in self.ranks.all_gather((solved, fault)):
             if rank_fault is not None:
                 raise rank_fault
             every |= part
         keys = ((unit.name, key_of(number_format, self._recipe)) for unit, number_format in runs)
         some = {key: every[key] for key in keys}
         if self._cache is not None:
-            with self.ranks.together():
+            with self.ranks.raise_together():
                 if groups.rank == 0:
                     self._cache.record_qparams(number, some)
             self._forget(number)
@@ -258,21 +264,24 @@ class CandidateSurvey:
         self.qparams |= some
 
     def _solve_unit(
-        self, unit: DecisionUnit, number_format: Format, statistics: Mapping[str, Statistics]
-    ) -> Settlement:
+        self,
+        unit: DecisionUnit,
+        number_format: RecipeFormat,
+        statistics: Mapping[str, ActivationStatistics],
+    ) -> QParams:
         decisions = {
             m: replace(self._decisions[m], format=number_format, choices=()) for m in unit.modules
         }
         points = self._points[unit.name]
         seen_points = _statistics_of(points, statistics)
-        return settle(
+        return solve_qparams(
             points,
             seen_points,
             decisions,
             self._recipe,
             self._weights,
             config=self.decoder.config,
-            norms=self._weights.norm,
+            read_norm=self._weights.norm,
         )
 
     def simulated(self, run: CandidateRun) -> FakeQuantModel:
@@ -282,8 +291,8 @@ class CandidateSurvey:
 
 
 def _statistics_of(
-    points: Sequence[Point], statistics: Mapping[str, Statistics]
-) -> dict[str, Statistics]:
+    points: Sequence[ActivationSite], statistics: Mapping[str, ActivationStatistics]
+) -> dict[str, ActivationStatistics]:
     """Statistics of points; of an expert without a token, those of all others together."""
     out = {p.name: statistics[p.name] for p in points}
     for point in points:
@@ -298,6 +307,6 @@ def _statistics_of(
         if partners:
             merged = partners[0]
             for partner in partners[1:]:
-                merged = merged.merged(partner)
+                merged = merged.merge(partner)
             out[point.name] = merged
     return out

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megtool.errors import RecipeError
-from megtool.quant.recipes.formats import FORMATS, Format
+from megtool.quant.recipes.formats import FORMATS, RecipeFormat
 from megtool.quant.recipes.match import Decision
-from megtool.quant.recipes.modules import Module, fused_with, nearest
+from megtool.quant.recipes.modules import ModuleInfo, find_fused_name, suggest
 from megtool.quant.recipes.recipe import Recipe
 from megtool.quant.recipes.rules import KEEP
 
@@ -25,19 +25,19 @@ class DecisionUnit:
     name: str
     layer: int | None
     modules: tuple[str, ...]
-    formats: tuple[Format, ...]
-    choice: Format
+    formats: tuple[RecipeFormat, ...]
+    choice: RecipeFormat
 
 
-def unit_of(module: Module) -> str:
+def unit_of(module: ModuleInfo) -> str:
     """The name of a module's decision unit."""
-    name = fused_with(module)
+    name = find_fused_name(module)
     if "expert" in module.roles:
         return name.partition(".experts.")[0] + ".experts"
     return name
 
 
-def key_of(number_format: Format, recipe: Recipe) -> str:
+def key_of(number_format: RecipeFormat, recipe: Recipe) -> str:
     """A format by all that its effect depends on, whatever a recipe calls it."""
     return (
         f"{number_format.algo}:{number_format.group_size}:{number_format.method or recipe.method}"
@@ -90,7 +90,7 @@ def list_units(
     return tuple(out)
 
 
-def format_of(name: str, recipe: Recipe, group_size: int = 0) -> Format:
+def format_of(name: str, recipe: Recipe, group_size: int = 0) -> RecipeFormat:
     """A format that a choice names: one of the recipe's, or of the engines'.
 
     Raises:
@@ -99,9 +99,9 @@ def format_of(name: str, recipe: Recipe, group_size: int = 0) -> Format:
     number_format = recipe.formats.get(name)
     if number_format is None:
         if name not in FORMATS:
-            raise RecipeError(f"unknown format {name!r} to choose", hint=nearest(name, FORMATS))
+            raise RecipeError(f"unknown format {name!r} to choose", hint=suggest(name, FORMATS))
         group_sizes = FORMATS[name].groups
-        number_format = Format(
+        number_format = RecipeFormat(
             name=name, algo=name, group_size=group_sizes[0] if group_sizes else 0
         )
     if (
@@ -113,7 +113,7 @@ def format_of(name: str, recipe: Recipe, group_size: int = 0) -> Format:
     return number_format
 
 
-def _divides(number_format: Format, module: Module) -> bool:
+def _divides(number_format: RecipeFormat, module: ModuleInfo) -> bool:
     """Groups and blocks go into the weight, and rows are in pairs where they are packed so."""
     rows, columns = module.shape
     number = number_format.number

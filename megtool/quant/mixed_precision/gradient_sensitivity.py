@@ -14,11 +14,17 @@ from megtool.console import Progress
 from megtool.inference.windows import IGNORED
 from megtool.model.batch import Batch
 from megtool.model.decoder import Decoder
-from megtool.model.hooks import places
+from megtool.model.hook_locations import places
 from megtool.parallel.collectives import all_sum
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.micro_batches import Piece, moved, num_valid, rows_of, share
-from megtool.quant.calibration.rank_sync import Ranks
+from megtool.quant.calibration.micro_batches import (
+    MicroBatch,
+    move_to_device,
+    num_valid,
+    shard_micro_batches,
+    slice_rows,
+)
+from megtool.quant.calibration.rank_sync import RankSync
 from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
 from megtool.quant.mixed_precision.decision_units import DecisionUnit
 from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
@@ -46,7 +52,7 @@ class _RecordedInput:
 
 def by_gradient(
     survey: CandidateSurvey,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MicroBatch],
     progress: Progress,
     cache: SensitivityCache | None = None,
 ) -> dict[Key, float]:
@@ -62,8 +68,8 @@ def by_gradient(
         runs.setdefault(run.unit.name, []).append(run)
     sums = {(r.unit.name, r.key): 0.0 for some in runs.values() for r in some}
     every = [p for piece in pieces for p in _small(piece)]
-    small, tokens, done = share(every, groups.dp), num_valid(every), 0
-    losses, count = ranks.gathered(({}, 0) if cache is None else cache.losses())[0]
+    small, tokens, done = shard_micro_batches(every, groups.dp), num_valid(every), 0
+    losses, count = ranks.all_gather(({}, 0) if cache is None else cache.losses())[0]
     if losses.keys() == sums.keys() and count <= len(small):
         done = count
         sums = losses if groups.rank == 0 else sums
@@ -76,8 +82,8 @@ def by_gradient(
         survey.solve(passes)
         simulations = {id(run): survey.simulated(run) for some in runs.values() for run in some}
     for number, piece in enumerate(small[done:], start=done):
-        with ranks.together():
-            calls = _backward(survey, piece) if piece.counts else []
+        with ranks.raise_together():
+            calls = _backward(survey, piece) if piece.is_counted else []
             part = each * passes.of(piece.num_tokens) / max(len(calls), 1)
             while calls:
                 call = calls.pop()
@@ -99,22 +105,22 @@ def _added(sums: Mapping[Key, float], groups: ProcessGroups) -> dict[Key, float]
 
 
 def _record(
-    cache: SensitivityCache, sums: Mapping[Key, float], num_pieces: int, ranks: Ranks
+    cache: SensitivityCache, sums: Mapping[Key, float], num_pieces: int, ranks: RankSync
 ) -> None:
-    with ranks.together():
+    with ranks.raise_together():
         if ranks.groups.rank == 0:
             cache.record_losses(sums, num_pieces)
 
 
-def _small(piece: Piece) -> Iterator[Piece]:
+def _small(piece: MicroBatch) -> Iterator[MicroBatch]:
     rows, width = piece.batch.shape
     step = max(1, BACKWARD_TOKENS // width)
     for start in range(0, rows, step):
         some = slice(start, min(start + step, rows))
-        yield replace(piece, batch=rows_of(piece.batch, some, rows))
+        yield replace(piece, batch=slice_rows(piece.batch, some, rows))
 
 
-def _backward(survey: CandidateSurvey, piece: Piece) -> list[_RecordedInput]:
+def _backward(survey: CandidateSurvey, piece: MicroBatch) -> list[_RecordedInput]:
     """One forward and backward pass over a micro batch: every call of the units' modules."""
     decoder = survey.decoder
     calls: list[_RecordedInput] = []
@@ -143,7 +149,7 @@ def _backward(survey: CandidateSurvey, piece: Piece) -> list[_RecordedInput]:
             hook = watched(unit)
             handles += [m.register_forward_hook(hook, with_kwargs=True) for m in modules.values()]
         with torch.enable_grad():
-            batch = moved(piece, decoder.groups.device).batch
+            batch = move_to_device(piece, decoder.groups.device).batch
             frame = decoder.frame(batch)
             x_TH = decoder.embed(batch, frame).detach().requires_grad_()
             states_TH = decoder.finish(decoder.run(x_TH, frame))

@@ -16,8 +16,8 @@ from torch import Tensor
 from megtool.console import Progress
 from megtool.inference.evaluate import MOST_LOGITS
 from megtool.parallel.collectives import all_sum
-from megtool.quant.calibration.layer_runner import Layers
-from megtool.quant.calibration.micro_batches import Piece, num_valid
+from megtool.quant.calibration.layer_runner import LayerRunner
+from megtool.quant.calibration.micro_batches import MicroBatch, num_valid
 from megtool.quant.mixed_precision.candidates import CandidateRun, CandidateSurvey, Passes
 from megtool.quant.mixed_precision.sensitivity_cache import Key, SensitivityCache
 
@@ -27,7 +27,7 @@ AT_ONCE = 32
 
 def by_divergence(
     survey: CandidateSurvey,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MicroBatch],
     memory_bytes: int,
     progress: Progress,
     kept: SensitivityCache | None = None,
@@ -37,13 +37,13 @@ def by_divergence(
     Those that `kept` knows are not made again. `pieces` are this rank's.
     """
     decoder, ranks = survey.decoder, survey.ranks
-    losses: dict[Key, float] = ranks.gathered({} if kept is None else kept.losses()[0])[0]
+    losses: dict[Key, float] = ranks.all_gather({} if kept is None else kept.losses()[0])[0]
     runs = [r for r in survey.runs() if (r.unit.name, r.key) not in losses]
     if not runs:
         return losses
     tokens = sum(p.num_tokens for p in pieces)
     state = tokens * decoder.config.hidden_size * decoder.dtype.itemsize
-    at_once = min(ranks.gathered(max(1, min(AT_ONCE, memory_bytes // max(state, 1) - 1))))
+    at_once = min(ranks.all_gather(max(1, min(AT_ONCE, memory_bytes // max(state, 1) - 1))))
     waves = [runs[i : i + at_once] for i in range(0, len(runs), at_once)]
     first, *_ = numbers = decoder.stage.layers
     begins: list[int] = [first, *(_behind(w[0]) for w in waves[1:])]
@@ -53,7 +53,7 @@ def by_divergence(
         passes.expect(sum(n >= begin for n in numbers))
         passes.expect(sum(sum(n >= _behind(r) for n in numbers) + head for r in wave))
     survey.solve(passes)
-    layers = Layers(decoder, pieces)
+    layers = LayerRunner(decoder, pieces)
     # What enters the layer a wave begins with; behind the last layer for the head's.
     entering = {first: list(layers.embed())}
     for number, (wave, begin) in enumerate(zip(waves, begins, strict=True)):
@@ -62,7 +62,7 @@ def by_divergence(
         divergences = _divergences(survey, layers, wave, states, streams, passes, head)
         for run, loss in zip(wave, divergences, strict=True):
             losses[run.unit.name, run.key] = loss
-        with ranks.together():
+        with ranks.raise_together():
             if kept is not None and decoder.groups.rank == 0:
                 kept.record_losses(losses)
         entering = {k: x for k, x in entering.items() if k in later}
@@ -81,7 +81,7 @@ def _behind(run: CandidateRun) -> int:
 
 def _carried(
     survey: CandidateSurvey,
-    layers: Layers,
+    layers: LayerRunner,
     wave: Sequence[CandidateRun],
     begin: int,
     entering: dict[int, list[Tensor]],
@@ -117,7 +117,7 @@ def _carried(
 @torch.inference_mode()
 def _divergences(
     survey: CandidateSurvey,
-    layers: Layers,
+    layers: LayerRunner,
     wave: Sequence[CandidateRun],
     states: Sequence[Tensor],
     streams: Sequence[Sequence[Tensor]],
@@ -130,9 +130,9 @@ def _divergences(
         CalibrationError: an answer is NaN.
     """
     decoder = survey.decoder
-    sums, tokens = [0.0] * len(wave), num_valid(layers.pieces)
+    sums, tokens = [0.0] * len(wave), num_valid(layers.micro_batches)
     step = max(1, MOST_LOGITS // decoder.config.vocab_size)
-    for i, piece in enumerate(layers.pieces):
+    for i, piece in enumerate(layers.micro_batches):
         valid_T = piece.valid_T
         picked = torch.arange(piece.num_tokens) if valid_T is None else valid_T.nonzero()[:, 0]
         for start in range(0, len(picked), step):

@@ -16,12 +16,17 @@ from megtool.errors import UsageError
 from megtool.inference.load import load
 from megtool.model.batch import Batch
 from megtool.parallel.process_groups import ProcessGroups
-from megtool.quant.calibration.activation_sites import Point
+from megtool.quant.calibration.activation_sites import ActivationSite
 from megtool.quant.calibration.canonical_weights import CanonicalWeights
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.micro_batches import Piece, cut, num_valid, share
-from megtool.quant.calibration.rank_sync import Ranks
-from megtool.quant.calibration.sensitivities import How, Sensitivities
+from megtool.quant.calibration.micro_batches import (
+    MicroBatch,
+    num_valid,
+    shard_micro_batches,
+    split_batches,
+)
+from megtool.quant.calibration.rank_sync import RankSync
+from megtool.quant.calibration.sensitivities import Sensitivities, SensitivityMethod
 from megtool.quant.mixed_precision.candidates import CandidateSurvey
 from megtool.quant.mixed_precision.decision_units import list_units
 from megtool.quant.mixed_precision.gradient_sensitivity import by_gradient
@@ -40,7 +45,7 @@ STATES_BYTES = 1 << 30
 """What the states of all runs that go on together may take."""
 
 
-def method_for(recipe: Recipe) -> How:
+def method_for(recipe: Recipe) -> SensitivityMethod:
     """The sensitivity method of a recipe: KL divergence by default."""
     return "gradient" if recipe.method == "gradient" else "kl_div"
 
@@ -67,7 +72,7 @@ def measure(
     source: CheckpointSource,
     decisions: Sequence[Decision],
     recipe: Recipe,
-    points: Sequence[Point],
+    points: Sequence[ActivationSite],
     batches: Sequence[Batch],
     *,
     group_size: int = 0,
@@ -99,7 +104,7 @@ def measure(
     """
     groups = ProcessGroups.alone(device) if groups is None else groups
     check_layout(recipe, groups.parallel)
-    ranks = Ranks(groups=groups)
+    ranks = RankSync(groups=groups)
     units = list_units(decisions, recipe, group_size=group_size)
     method = method_for(recipe)
     cache = None
@@ -117,7 +122,7 @@ def measure(
             cache = SensitivityCache(
                 work, fingerprint=fingerprint, units=units, settings=settings, leads=leads
             )
-            with ranks.together():
+            with ranks.raise_together():
                 stack.enter_context(cache.work.claim())
         decoder = load(
             source,
@@ -127,9 +132,9 @@ def measure(
             on_demand=not resident and method == "kl_div",
             threads=threads,
         )
-        pieces = cut(batches, decoder.config)
+        pieces = split_batches(batches, decoder.config)
         weights = stack.enter_context(CanonicalWeights(source))
-        local_pieces = share(pieces, groups.dp)
+        local_pieces = shard_micro_batches(pieces, groups.dp)
         survey = CandidateSurvey(
             decoder, units, decisions, recipe, points, weights, local_pieces, cache
         )
@@ -140,11 +145,11 @@ def measure(
             )
         else:
             some = spread(pieces, most_tokens)
-            local_pieces = share(some, groups.dp)
+            local_pieces = shard_micro_batches(some, groups.dp)
             measured_losses = by_divergence(survey, local_pieces, memory_bytes, progress, cache)
             tokens = num_valid(some)
-        with ranks.together():  # none reads what is settled any more
-            measured_losses = ranks.gathered(measured_losses)[0]
+        with ranks.raise_together():  # none reads what is settled any more
+            measured_losses = ranks.all_gather(measured_losses)[0]
         if cache is not None and groups.rank == 0:
             cache.forget_settled(range(decoder.config.num_layers + 1))
     losses: dict[str, dict[str, float]] = {u.name: {} for u in units}
@@ -153,17 +158,17 @@ def measure(
     return Sensitivities(method=method, num_tokens=tokens, losses=losses)
 
 
-def spread(pieces: Sequence[Piece], most: int) -> list[Piece]:
+def spread(pieces: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
     """Micro batches of about `tokens` tokens: short rows, spread over the data."""
     rows = [(piece, row) for piece in pieces for row in range(piece.batch.shape[0])]
     width = max(piece.batch.shape[1] for piece in pieces)
     if not any(_is_padded_left(p.batch) for p in pieces):
         width = min(max(SHORT, -(-most // len(rows))), width)
     num_rows = min(len(rows), max(-(-most // width), 1))
-    samples: dict[int, tuple[Piece, list[int]]] = {}
+    samples: dict[int, tuple[MicroBatch, list[int]]] = {}
     for number in range(num_rows):
         piece, row = rows[number * len(rows) // num_rows]
-        samples.setdefault(piece.first, (piece, []))[1].append(row)
+        samples.setdefault(piece.first_row, (piece, []))[1].append(row)
     return [replace(p, batch=_short(p.batch, some, width)) for p, some in samples.values()]
 
 

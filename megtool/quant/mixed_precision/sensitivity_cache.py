@@ -17,11 +17,11 @@ import numpy as np
 
 from megtool.errors import CalibrationError
 from megtool.quant.calibration import calibration_file_io
-from megtool.quant.calibration.calibration_file_parts import settlement_facts, settlement_of
+from megtool.quant.calibration.calibration_encoding import decode_qparams, encode_qparams
 from megtool.quant.calibration.fingerprint import Fingerprint
-from megtool.quant.calibration.resume_folder import Work
+from megtool.quant.calibration.resume_folder import ResumeFolder
 from megtool.quant.mixed_precision.decision_units import DecisionUnit
-from megtool.quant.qparams import Settlement
+from megtool.quant.qparams import QParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ class SensitivityCache:
         leads: bool = True,
     ) -> None:
         formats = {u.name: [_plain(asdict(f)) for f in u.formats] for u in units}
-        self.work = Work(
+        self.work = ResumeFolder(
             folder,
             fingerprint=fingerprint,
             settings={**settings, "formats": formats},
-            leads=leads,
+            is_leader=leads,
         )
 
     # ---- layers, and behind them the head, as they would be settled
 
-    def record_qparams(self, layer: int, qparams: Mapping[Key, Settlement]) -> None:
+    def record_qparams(self, layer: int, qparams: Mapping[Key, QParams]) -> None:
         """Store the quantization parameters of a layer's decision units.
 
         Raises:
@@ -65,12 +65,12 @@ class SensitivityCache:
         entries = []
         for number, (key, solved) in enumerate(qparams.items()):
             unit_arrays: dict[str, calibration_file_io.Array] = {}
-            entries.append([*key, settlement_facts(solved, unit_arrays)])
+            entries.append([*key, encode_qparams(solved, unit_arrays)])
             arrays |= {f"{number}/{name}": array for name, array in unit_arrays.items()}
         facts = {"layer": layer, "settled": entries}
         calibration_file_io.write(self._qparams_file(layer), arrays, facts, self.work.files)
 
-    def read_qparams(self, layer: int) -> dict[Key, Settlement] | None:
+    def read_qparams(self, layer: int) -> dict[Key, QParams] | None:
         """The quantization parameters of a layer's decision units; None if they are not stored."""
         path = self._qparams_file(layer)
         if self.work.files.stat(path) is None:
@@ -85,7 +85,7 @@ class SensitivityCache:
                 unit_arrays = {
                     n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)
                 }
-                out[str(unit), str(key)] = settlement_of(entry, unit_arrays)
+                out[str(unit), str(key)] = decode_qparams(entry, unit_arrays)
         except (CalibrationError, KeyError, TypeError, ValueError, IndexError) as e:
             _LOG.warning("%s is damaged, and is made again: %s", path, e)
             return None

@@ -48,7 +48,7 @@ def quantization(
         out |= next((s for s in entries if s.get("pre_quant_scale")), entries[0])
     elif different:
         out["quant_algo"] = MIXED
-    out["exclude_modules"] = summarized(unquantized, [layer.name for layer in layers])
+    out["exclude_modules"] = summarize_modules(unquantized, [layer.name for layer in layers])
     if len(different) > 1:
         out["quantized_layers"] = {layer.name: s for layer, s in zip(layers, entries, strict=True)}
     return out
@@ -68,7 +68,7 @@ def _layer_config(layer: QuantizedLayer) -> dict[str, Any]:
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
-def summarized(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
+def summarize_modules(unquantized: Iterable[str], quantized: Collection[str]) -> list[str]:
     """Names of modules; the experts of a mixture become one glob if all of them are unquantized.
 
     Engines build such experts as one module, called as what is before the star.

@@ -55,7 +55,7 @@ class InterleavedWeights(WeightToPack):
         yield read
 
 
-def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeights:
+def interleave(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeights:
     """Join interleaved weights into one, with all of their parameters row by row.
 
     Raises:
@@ -68,7 +68,7 @@ def woven(parts: Sequence[WeightToPack], runs: Sequence[int]) -> InterleavedWeig
         first.treatment,
         amax=_rows(treatments, "amax", [t.amax for t in treatments], parts, runs),
         codes=_rows(treatments, "codes", [t.codes for t in treatments], parts, runs),
-        second_amax=max(t.global_amax for t in treatments),
+        global_amax=max(t.global_amax for t in treatments),
     )
     return InterleavedWeights(
         placement=replace(first.placement, canonical=""),  # what is wrong may be of any of them

@@ -15,7 +15,7 @@ from megtool.checkpoint.transport.tile import Index
 from megtool.dtypes import dtype as named_dtype
 from megtool.number_formats.decode import CODES, SCALE
 from megtool.number_formats.layout import MX_BLOCK, check_divides
-from megtool.quant.packed_tensors.pack import PackedRows, WeightToPack, feeds_of
+from megtool.quant.packed_tensors.pack import PackedRows, WeightToPack, make_pack_feeds
 from megtool.quant.recipes.modules import BLOCKS
 from megtool.reshard.constant_feed import hash_of
 from megtool.tensors.placement import Placement
@@ -98,5 +98,5 @@ def expert_feeds(
     ]
     return [
         ExpertFeed(feed=f, expert=expert, tensors=tensors)
-        for f in feeds_of(weight, tensors_of_expert, row_offset=first, amax=0.0)
+        for f in make_pack_feeds(weight, tensors_of_expert, row_offset=first, amax=0.0)
     ]

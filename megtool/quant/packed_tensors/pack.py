@@ -204,7 +204,7 @@ class _KnownScales:
         self.parts = tuple(parts.values())
         self._treatment, self._dtype = treatment, weight.dtype.name
         self._packing = packing_of(treatment.format)
-        self._scales = scales_of(treatment, parts, amax)
+        self._scales = list_known_scales(treatment, parts, amax)
         self._columns = treatment.smoothing_scale
         if self._columns is not None:
             self._columns = self._columns.astype(np.float32)
@@ -265,7 +265,7 @@ class _KnownScales:
         return self._scales[role][index] if index else self._scales[role]
 
 
-def scales_of(
+def list_known_scales(
     treatment: WeightQParams, parts: dict[str, PackedPart], amax: float
 ) -> dict[str, NDArray[Any]]:
     """The scales known before a weight is read, as they are stored, by role.
@@ -305,7 +305,7 @@ def scales_of(
     return out
 
 
-def feeds_of(
+def make_pack_feeds(
     weight: WeightToPack,
     tensors: Sequence[tuple[str, GlobalTensor]],
     *,

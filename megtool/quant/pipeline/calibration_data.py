@@ -55,12 +55,13 @@ class CalibrationDataOptions:
         if length > max_positions:
             raise UsageError(
                 f"samples of {length} tokens, and the model has {max_positions} positions",
-                hint=f"--length {max_positions} is the largest",
+                hint=f"--seq-length {max_positions} is the largest",
             )
         if samples < 1 or length < min(_FEWEST, max_positions):
             raise UsageError(
                 f"{samples} samples of {length} tokens",
-                hint=f"at least 1 of {_FEWEST}: --samples {USUAL_SAMPLES} --length {USUAL_LENGTH}",
+                hint=f"at least 1 of {_FEWEST}: --samples {USUAL_SAMPLES} --seq-length "
+                f"{USUAL_LENGTH}",
             )
         return samples, length
 
@@ -146,7 +147,7 @@ def read_samples(
             raise UsageError(
                 f"{name} holds {total:,} tokens, and {samples} samples of {length} take "
                 f"{samples * length:,}",
-                hint=f"--samples {max(1, total // length)}, --length, or more --data",
+                hint=f"--samples {max(1, total // length)}, --seq-length, or more --data",
             )
         note = f"{name} holds {len(rows)} samples of {length} tokens; {samples} are usual"
     tokens, positions, documents = (np.stack(parts) for parts in zip(*rows, strict=True))

@@ -50,7 +50,7 @@ _WINDOW = 2048
 
 
 def finalize(
-    job: QuantizeRequest,
+    request: QuantizeRequest,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: dict[str, float],
@@ -61,7 +61,7 @@ def finalize(
     Raises:
         MegtoolError: see `write`.
     """
-    opened = job.decided.source
+    source = request.resolved.source
     proofs: list[FolderVerification] = []
     proving = 0.0
 
@@ -70,12 +70,12 @@ def finalize(
         began = time.monotonic()
         proofs.append(
             verify_folder(
-                opened,
+                source,
                 tree,
-                job.decisions,
-                solved.settlement,
-                auxiliary_files=make_target(opened, TargetOptions(to="hf")).destination.small_files,
-                threads=default_threads(job.manner.threads),
+                request.decisions,
+                solved.qparams,
+                auxiliary_files=make_target(source, TargetOptions(to="hf")).destination.small_files,
+                threads=default_threads(request.runtime.threads),
                 progress=progress,
             )
         )
@@ -84,19 +84,19 @@ def finalize(
             raise VerificationError("the written files do not hold what they should")
 
     began = time.monotonic()
-    notes = list(solved.settlement.notes)
+    notes = list(solved.qparams.notes)
     resumed = 0
     with suppress(VerificationError):
         written = write(
-            opened,
-            job.decisions,
-            solved.settlement,
-            job.destination,
-            threads=job.manner.threads,
-            memory_bytes=job.writing.memory_bytes,
-            max_shard_bytes=job.writing.max_shard_bytes,
-            overwrite=job.writing.overwrite,
-            fsync=job.writing.fsync,
+            source,
+            request.decisions,
+            solved.qparams,
+            request.destination,
+            threads=request.runtime.threads,
+            memory_bytes=request.output.memory_bytes,
+            max_shard_bytes=request.output.max_shard_bytes,
+            overwrite=request.output.overwrite,
+            fsync=request.output.fsync,
             before_commit=check,
             progress=progress,
         )
@@ -104,9 +104,9 @@ def finalize(
         resumed = written.resumed_units
     seconds["write"] = time.monotonic() - began - proving
     seconds["prove"] = proving
-    proof = replace(proofs[-1], path=str(job.destination))
+    proof = replace(proofs[-1], path=str(request.destination))
     report = _report(
-        job,
+        request,
         solved,
         samples,
         seconds,
@@ -115,14 +115,14 @@ def finalize(
         resumed_units=resumed,
     )
     if proof.num_errors:
-        notes.insert(0, f"nothing was written to {job.destination}: the proof found errors")
-    elif job.writing.evaluate is not None:
+        notes.insert(0, f"nothing was written to {request.destination}: the proof found errors")
+    elif request.output.evaluate is not None:
         began = time.monotonic()
-        evaluation = _evaluate(job, solved, job.writing.evaluate, progress)
+        evaluation = _evaluate(request, solved, request.output.evaluate, progress)
         seconds["evaluate"] = time.monotonic() - began
         report = replace(report, evaluation=evaluation)
-    notes += job.auto.notes if job.auto else ()
-    page_path = job.writing.page
+    notes += request.auto.notes if request.auto else ()
+    page_path = request.output.page
     report = replace(
         report,
         seconds=seconds,
@@ -139,25 +139,25 @@ def finalize(
 
 
 def build_calibration_report(
-    job: QuantizeRequest,
+    request: QuantizeRequest,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
 ) -> QuantizeReport:
     """What a run told that calibrated alone."""
-    report = _report(job, solved, samples, seconds)
+    report = _report(request, solved, samples, seconds)
     return replace(
         report,
-        calibration_file=str(job.destination),
+        calibration_file=str(request.destination),
         formats=(),
         source_bytes=0,
-        notes=tuple(solved.settlement.notes),
+        notes=tuple(solved.qparams.notes),
         peak_rss_bytes=peak_rss_bytes(),
     )
 
 
 def _report(
-    job: QuantizeRequest,
+    request: QuantizeRequest,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
@@ -166,26 +166,26 @@ def _report(
     num_bytes: int = 0,
     resumed_units: int = 0,
 ) -> QuantizeReport:
-    decided, opened = job.decided, job.decided.source
-    weights = [d for d in job.decisions if d.module.kind != "kv_cache"]
-    keep = job.calibrating.keep
+    resolved, source = request.resolved, request.resolved.source
+    weights = [d for d in request.decisions if d.module.kind != "kv_cache"]
+    keep = request.calibration.keep
     return QuantizeReport(
-        source=str(opened.path),
-        destination=str(job.destination),
-        source_format=opened.catalogue.format,
-        family=decided.family,
-        recipe=decided.recipe.name,
-        method=decided.recipe.method,
-        target=decided.target.name if decided.target else None,
-        doubt=decided.doubt,
-        formats=format_rows(job.decisions),
-        source_bytes=sum(d.module.num_bytes for d in weights) + decided.modules.other_bytes,
+        source=str(source.path),
+        destination=str(request.destination),
+        source_format=source.catalogue.format,
+        family=resolved.family,
+        recipe=resolved.recipe.name,
+        method=resolved.recipe.method,
+        target=resolved.target.name if resolved.target else None,
+        doubt=resolved.doubt,
+        formats=format_rows(request.decisions),
+        source_bytes=sum(d.module.num_bytes for d in weights) + resolved.modules.other_bytes,
         num_bytes=num_bytes,
-        kv_format=kv_format(job.decisions),
-        calibration=_facts(job, solved, samples, seconds),
-        calibration_file=None if keep is None or solved.artefact is None else str(keep),
+        kv_format=kv_format(request.decisions),
+        calibration=_facts(request, solved, samples, seconds),
+        calibration_file=None if keep is None or solved.calibration_file is None else str(keep),
         proof=proof,
-        auto=None if job.auto is None else _chosen(job.auto),
+        auto=None if request.auto is None else _chosen(request.auto),
         seconds=seconds,
         resumed_units=resumed_units,
         reproduction=_reproduction(solved),
@@ -193,15 +193,15 @@ def _report(
 
 
 def _facts(
-    job: QuantizeRequest,
+    request: QuantizeRequest,
     solved: SolvedQParams,
     samples: CalibrationSamples | None,
     seconds: Mapping[str, float],
 ) -> CalibrationFacts | None:
     from megtool.quant.calibration.expert_coverage import measure_coverage
 
-    artefact = solved.artefact
-    if artefact is None:
+    calibration_file = solved.calibration_file
+    if calibration_file is None:
         if samples is None:
             return None
         return CalibrationFacts(
@@ -210,15 +210,15 @@ def _facts(
             num_tokens=samples.num_tokens,
             seconds=seconds.get("calibrate", 0.0),
         )
-    data = samples.name if samples else ", ".join(map(str, job.calibrating.files))
+    data = samples.name if samples else ", ".join(map(str, request.calibration.files))
     return CalibrationFacts(
         data=data,
-        num_samples=artefact.num_samples,
-        num_tokens=artefact.num_tokens,
+        num_samples=calibration_file.num_samples,
+        num_tokens=calibration_file.num_tokens,
         seconds=seconds.get("calibrate", 0.0),
-        inputs=input_rows(artefact.statistics),
-        histograms=histograms(artefact.statistics),
-        coverage=coverage_rows(measure_coverage(job.points, artefact.statistics)),
+        inputs=input_rows(calibration_file.statistics),
+        histograms=histograms(calibration_file.statistics),
+        coverage=coverage_rows(measure_coverage(request.points, calibration_file.statistics)),
     )
 
 
@@ -237,8 +237,8 @@ def _reproduction(solved: SolvedQParams) -> dict[str, str]:
     for name in ("torch", "numpy"):
         with suppress(PackageNotFoundError):
             out[name] = version(name)
-    if solved.artefact is not None:
-        f = solved.artefact.fingerprint
+    if solved.calibration_file is not None:
+        f = solved.calibration_file.fingerprint
         out |= {"model": f.model, "recipe": f.recipe, "data": f.data, "seed": str(f.seed)}
     if "megtool" in Path(sys.argv[0]).name or Path(sys.argv[0]).name == "__main__.py":
         out["command"] = " ".join(["megtool", *sys.argv[1:]])
@@ -246,28 +246,35 @@ def _reproduction(solved: SolvedQParams) -> dict[str, str]:
 
 
 def _evaluate(
-    job: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
+    request: QuantizeRequest, solved: SolvedQParams, data: str, progress: Progress
 ) -> QuantizeEvaluation:
     """Both models on the same text, what was written as its engine computes."""
     from megtool.quant.fake_quant.evaluate_quantized import compare_quantized
     from megtool.quant.fake_quant.fake_quant_model import FakeQuantModel
 
-    source = job.runnable
-    written = open_decoder(job.destination)
-    texts = job.evaluation
+    source = request.model_source
+    written = open_decoder(request.destination)
+    texts = request.evaluation
     window = min(_WINDOW, source.config.max_positions)
     total = sum(max(len(t.tokens) - 1, 0) for t in texts)
-    manner = replace(
-        job.manner, tp=None, pp=None, ep=None, etp=None, on_demand=not job.calibrating.resident
+    runtime = replace(
+        request.runtime,
+        tp=None,
+        pp=None,
+        ep=None,
+        etp=None,
+        stream_layers=not request.calibration.resident,
     )
     progress("evaluate", 0, total)
-    with on_ranks(manner, alone=True) as groups:
-        before = load_forward(source, manner, groups, progress)
-        after = load_forward(written, manner, groups, progress)
+    with on_ranks(runtime, alone=True) as groups:
+        before = load_forward(source, runtime, groups, progress)
+        after = load_forward(written, runtime, groups, progress)
         quality = compare_quantized(
             before,
             after,
-            FakeQuantModel(after.decoder, job.points, _as_engines_run(job, solved), weights=False),
+            FakeQuantModel(
+                after.decoder, request.points, _as_engines_run(request, solved), weights=False
+            ),
             texts,
             window=window,
             stride=window,
@@ -286,13 +293,13 @@ def _evaluate(
     )
 
 
-def _as_engines_run(job: QuantizeRequest, solved: SolvedQParams) -> QParams:
+def _as_engines_run(request: QuantizeRequest, solved: SolvedQParams) -> QParams:
     """What was settled, without the inputs of experts in blocks: engines leave these as they are
     (vLLM's and SGLang's mxfp4.py multiply the codes with 16-bit inputs)."""
-    blocks = {d.module.name for d in job.decisions if is_in_expert_blocks(d.module)}
-    treatments = solved.settlement.weights
+    blocks = {d.module.name for d in request.decisions if is_in_expert_blocks(d.module)}
+    weight_qparams = solved.qparams.weights
     return replace(
-        solved.settlement, treatments={m: t for m, t in treatments.items() if m not in blocks}
+        solved.qparams, weights={m: t for m, t in weight_qparams.items() if m not in blocks}
     )
 
 

@@ -28,8 +28,8 @@ from megtool.quant.pipeline.request import QuantizeRequest
 from megtool.quant.pipeline.solve import solve
 
 
-def carry_out(
-    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+def run_quantize(
+    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> QuantizeReport:
     """Calibrate if need be, write, prove and measure.
 
@@ -39,74 +39,76 @@ def carry_out(
     Raises:
         MegtoolError: see `quantize`.
     """
-    is_new = not job.work.exists()
+    is_new = not request.work.exists()
     try:
-        report = _run_stages(job, samples, progress)
+        report = _run_stages(request, samples, progress)
     except DestinationError:  # its place may be made free
         raise
     except (CalibrationError, UsageError, RecipeError, MappingError, FormatError):
         if is_new:
-            _remove_work(job)
+            _remove_work(request)
         raise
-    _remove_work(job)
+    _remove_work(request)
     return report
 
 
-def _remove_work(job: QuantizeRequest) -> None:
+def _remove_work(request: QuantizeRequest) -> None:
     """Remove what is kept between runs, unless its folder was named; the first process does."""
-    if job.calibrating.work is None and os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(job.work, ignore_errors=True)
+    if request.calibration.work is None and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(request.work, ignore_errors=True)
 
 
 def _run_stages(
-    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> QuantizeReport:
     from megtool.quant.pipeline.finalize import build_calibration_report, finalize
     from megtool.quant.pipeline.report import QuantizeReport
 
-    seconds: dict[str, float] = {"plan": time.monotonic() - job.began}
-    if job.chooses:
+    seconds: dict[str, float] = {"plan": time.monotonic() - request.began}
+    if request.chooses:
         with _timed(seconds, "measure"):
-            _measure(job, samples, progress)
+            _measure(request, samples, progress)
     with _timed(seconds, "calibrate"):
-        solved = solve(job, samples, progress)
+        solved = solve(request, samples, progress)
     if solved is None:  # another process writes
-        return QuantizeReport.elsewhere(str(job.decided.source.path), str(job.destination))
-    if solved.artefact is not None:
-        if job.calibrating.only:
-            solved.artefact.save(job.destination)
-        if job.calibrating.keep is not None:
-            solved.artefact.save(job.calibrating.keep)
-    if job.calibrating.only:
-        return build_calibration_report(job, solved, samples, seconds)
-    return finalize(job, solved, samples, seconds, progress)
+        return QuantizeReport.elsewhere(str(request.resolved.source.path), str(request.destination))
+    if solved.calibration_file is not None:
+        if request.calibration.only:
+            solved.calibration_file.save(request.destination)
+        if request.calibration.keep is not None:
+            solved.calibration_file.save(request.calibration.keep)
+    if request.calibration.only:
+        return build_calibration_report(request, solved, samples, seconds)
+    return finalize(request, solved, samples, seconds, progress)
 
 
-def _measure(job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress) -> None:
+def _measure(
+    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+) -> None:
     """Measure what each format costs, and choose."""
     from megtool.quant.calibration.resume_folder import SENSITIVITY_FOLDER
     from megtool.quant.mixed_precision.sensitivity import measure
 
     if samples is None:
         raise ValueError("a recipe that chooses formats is given data")
-    with on_ranks(job.manner) as groups:
+    with on_ranks(request.runtime) as groups:
         sensitivities = measure(
-            job.source(),
-            job.decisions,
-            job.decided.recipe,
-            job.points,
+            request.source(),
+            request.decisions,
+            request.resolved.recipe,
+            request.points,
             samples.batches(),
-            group_size=job.group_size,
+            group_size=request.group_size,
             groups=groups,
-            dtype=job.manner.dtype or "float32",
+            dtype=request.runtime.dtype or "float32",
             device=groups.device,
-            resident=job.calibrating.resident,
-            threads=job.manner.threads,
-            work=job.work / SENSITIVITY_FOLDER,
-            fingerprint=job.fingerprint(samples),
+            resident=request.calibration.resident,
+            threads=request.runtime.threads,
+            work=request.work / SENSITIVITY_FOLDER,
+            fingerprint=request.fingerprint(samples),
             progress=progress,
         )
-    job.choose(sensitivities)
+    request.choose(sensitivities)
 
 
 @contextmanager

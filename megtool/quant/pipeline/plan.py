@@ -74,29 +74,29 @@ class QuantizePlan:
 
 
 def plan_quantize(
-    decided: ResolvedRecipe,
+    resolved: ResolvedRecipe,
     destination: str,
     *,
     wants_data: Sequence[Decision],
     samples: CalibrationSamples | None,
     threads: int,
-    artefact: CalibrationFile | None = None,
+    calibration_file: CalibrationFile | None = None,
     calibration: str = "",
 ) -> QuantizePlan:
     """The plan of a run of which `wants_data` are the decisions that data is needed for; `artefact`
     is what the calibration files `given` hold."""
     tokens = samples.num_tokens if samples else 0
-    linear = sum(d.module.numel for d in decided.matched.decisions if d.module.kind == "linear")
-    measured = artefact if wants_data else None
+    linear = sum(d.module.numel for d in resolved.matched.decisions if d.module.kind == "linear")
+    measured = calibration_file if wants_data else None
     return QuantizePlan(
-        explained=explain(decided),
+        explained=explain(resolved),
         destination=destination,
         calibration=_needed(wants_data),
         data=samples.name if samples else calibration if measured else "",
         num_samples=len(samples) if samples else measured.num_samples if measured else 0,
         num_tokens=tokens or (measured.num_tokens if measured else 0),
         calibrate_seconds=2 * linear * tokens / _flops() if tokens else 0.0,
-        write_seconds=_pack_seconds(decided.matched.decisions) / threads,
+        write_seconds=_pack_seconds(resolved.matched.decisions) / threads,
         notes=(samples.note,) if samples and samples.note else (),
         is_given=measured is not None,
     )

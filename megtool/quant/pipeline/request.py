@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megtool.quant.calibration.sensitivities import Sensitivities
     from megtool.quant.mixed_precision.auto_quantize import FormatChoice
     from megtool.quant.pipeline.plan import QuantizePlan
+    from megtool.reshard.source import CheckpointSource
 
 
 USUAL_EVALUATED = 8192
@@ -67,15 +68,15 @@ class QuantizeRequest:
     is then the hash of the recipe with them open.
     """
 
-    decided: ResolvedRecipe
+    resolved: ResolvedRecipe
     destination: Path
     recipe: str
     bits: float | None
     group_size: int
     began: float
-    manner: RuntimeOptions
-    calibrating: CalibrationOptions
-    writing: QuantizeOutputOptions
+    runtime: RuntimeOptions
+    calibration: CalibrationOptions
+    output: QuantizeOutputOptions
     auto: FormatChoice | None = None
     sensitivities: Sensitivities | None = None
     written: str = ""
@@ -83,24 +84,24 @@ class QuantizeRequest:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What becomes of every module."""
-        return self.decided.matched.decisions
+        return self.resolved.matched.decisions
 
     @cached_property
-    def runnable(self) -> CheckpointSource:
+    def model_source(self) -> CheckpointSource:
         """The source as a model that runs."""
-        return require_decoder(self.decided.source)
+        return require_decoder(self.resolved.source)
 
     @cached_property
     def points(self) -> tuple[ActivationSite, ...]:
         """Where inputs are looked at."""
-        return list_activation_sites(self.decided.modules.modules, self.runnable.config)
+        return list_activation_sites(self.resolved.modules.modules, self.model_source.config)
 
     @cached_property
     def wants_data(self) -> list[Decision]:
         """The decisions that need calibration data."""
         from megtool.quant.requirements import derive_requirements
 
-        recipe = self.decided.recipe
+        recipe = self.resolved.recipe
         return [d for d in self.decisions if d.choices or derive_requirements(recipe, d).data]
 
     @property
@@ -111,7 +112,7 @@ class QuantizeRequest:
     @property
     def work(self) -> Path:
         """The folder that keeps finished layers until the end."""
-        folder = self.calibrating.work
+        folder = self.calibration.work
         return folder or self.destination.parent / f".{self.destination.name}.calibration"
 
     @property
@@ -127,46 +128,46 @@ class QuantizeRequest:
         """
         from megtool.quant.mixed_precision.auto_quantize import choose
 
-        decided = self.decided
+        resolved = self.resolved
         choice = choose(
             self.decisions,
-            decided.recipe,
+            resolved.recipe,
             sensitivities,
-            target=decided.target,
-            architecture=decided.architecture,
+            target=resolved.target,
+            architecture=resolved.architecture,
             bits=self.bits or 0.0,
             group_size=self.group_size,
         )
         self.written = self.fingerprint(None).recipe
         self.auto, self.sensitivities = choice, sensitivities
-        matched = replace(decided.matched, decisions=choice.decisions)
-        self.decided = replace(decided, matched=matched)
+        matched = replace(resolved.matched, decisions=choice.decisions)
+        self.resolved = replace(resolved, matched=matched)
         self.__dict__.pop("wants_data", None)
 
     def source(self) -> CheckpointSource:
         """The checkpoint of the model that is quantized, a decoder that can run."""
-        return self.runnable
+        return self.model_source
 
     def fingerprint(self, samples: CalibrationSamples | None) -> Fingerprint:
         """The fingerprint of everything the calibration depends on."""
         from megtool.quant.calibration.fingerprint import compute_fingerprint
 
-        opened = self.decided.source
+        source = self.resolved.source
         return compute_fingerprint(
-            opened.catalogue,
-            opened.view,
-            self.decided.recipe,
+            source.catalogue,
+            source.view,
+            self.resolved.recipe,
             self.decisions,
             samples.batches() if samples else (),
-            seed=self.calibrating.data_options.seed or 0,
+            seed=self.calibration.data_options.seed or 0,
         )
 
     @cached_property
-    def artefact(self) -> CalibrationFile | None:
+    def calibration_file(self) -> CalibrationFile | None:
         """The calibration files that were named, added up; None where none was."""
         from megtool.quant.calibration.calibration_file import CalibrationFile, merge_calibrations
 
-        files = self.calibrating.files
+        files = self.calibration.files
         return merge_calibrations([CalibrationFile.load(path) for path in files]) if files else None
 
     @cached_property
@@ -174,11 +175,11 @@ class QuantizeRequest:
         """The texts for evaluating both models; empty if not requested."""
         from megtool.inference.evaluation_texts import read_token_documents
 
-        data, spoken = self.writing.evaluate, self.calibrating.tokenizer
+        data, spoken = self.output.evaluate, self.calibration.tokenizer
         if data is None:
             return []
-        most = self.writing.evaluate_tokens
-        return read_token_documents(data, self.runnable.tokenizer(spoken), max_tokens=most)
+        most = self.output.evaluate_tokens
+        return read_token_documents(data, self.model_source.tokenizer(spoken), max_tokens=most)
 
     def check_evaluation(self) -> None:
         """Read the evaluation texts before any work.
@@ -187,10 +188,10 @@ class QuantizeRequest:
             UsageError: there is no text in it, or no tokenizer.
             MegtoolError: it cannot be read.
         """
-        data = self.writing.evaluate
+        data = self.output.evaluate
         if data is not None and not any(len(t.tokens) > 1 for t in self.evaluation):
             raise UsageError(
-                f"{data} holds no text to measure on", hint="--evaluate FILE: at least two tokens"
+                f"{data} holds no text to measure on", hint="--eval-data FILE: at least two tokens"
             )
 
     def check_storable(self) -> None:
@@ -201,7 +202,7 @@ class QuantizeRequest:
         """
         from megtool.quant.pipeline.write import check_storable
 
-        check_storable(self.decided.source, self.decisions)
+        check_storable(self.resolved.source, self.decisions)
 
     def planned(self, samples: CalibrationSamples | None) -> QuantizePlan:
         """The plan of this run."""
@@ -210,13 +211,13 @@ class QuantizeRequest:
 
         self.check_free()
         return plan_quantize(
-            self.decided,
+            self.resolved,
             str(self.destination),
             wants_data=self.wants_data,
             samples=samples,
-            artefact=self.artefact,
-            calibration=", ".join(str(path) for path in self.calibrating.files),
-            threads=default_threads(self.manner.threads),
+            calibration_file=self.calibration_file,
+            calibration=", ".join(str(path) for path in self.calibration.files),
+            threads=default_threads(self.runtime.threads),
         )
 
     def check_free(self) -> None:
@@ -229,25 +230,25 @@ class QuantizeRequest:
         from megtool.checkpoint.commit import StagingFolder
         from megtool.checkpoint.storage.files import Files
 
-        opened = self.decided.source
+        source = self.resolved.source
         StagingFolder(
             self.destination,
             files=Files(),
             fingerprint="",
-            overwrite=self.writing.overwrite,
-            is_file=self.calibrating.only,
-            sources=[opened.path, opened.catalogue.root],
+            overwrite=self.output.overwrite,
+            is_file=self.calibration.only,
+            sources=[source.path, source.catalogue.root],
         ).check()
-        self._check_distinct_paths(opened.path.resolve(), opened.catalogue.root.resolve())
+        self._check_distinct_paths(source.path.resolve(), source.catalogue.root.resolve())
         parent = self.destination.parent  # which is made where it is missing
-        _check_file(self.calibrating.keep, parent)
-        _check_file(self.writing.page, parent, self.destination)
+        _check_file(self.calibration.keep, parent)
+        _check_file(self.output.page, parent, self.destination)
 
     def _check_distinct_paths(self, *sources: Path) -> None:
         """Refuse files in the place of each other or of the source's, or in a folder that is
         replaced when they are written."""
-        c, destination = self.calibrating, self.destination.resolve()
-        named = {"--save-calibration": c.keep, "--work": c.work, "--report": self.writing.page}
+        c, destination = self.calibration, self.destination.resolve()
+        named = {"--save-calibration": c.keep, "--work-dir": c.work, "--report": self.output.page}
         outputs = {name: path.resolve() for name, path in named.items() if path is not None}
         if c.only and outputs.get("--save-calibration") == destination:
             del outputs["--save-calibration"]  # the same file

@@ -34,13 +34,13 @@ class SolvedQParams:
     weights alone).
     """
 
-    settlement: QParams
-    artefact: CalibrationFile | None
+    qparams: QParams
+    calibration_file: CalibrationFile | None
     ranks: int = 1
 
 
 def solve(
-    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> SolvedQParams | None:
     """Solve the quantization parameters of all modules; None in every process except the first.
 
@@ -51,92 +51,94 @@ def solve(
     from megtool.quant.requirements import is_format_only
 
     done: SolvedQParams | None
-    c = job.calibrating
-    keeps = job.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
-    if not (job.asks_data or keeps):
+    c = request.calibration
+    keeps = request.auto is not None and (c.only or c.keep is not None)  # what it was chosen by
+    if not (request.asks_data or keeps):
         if os.environ.get("RANK", "0") != "0":
             return None
-        done = SolvedQParams(settlement=QParams(), artefact=None)
-        if not all(is_format_only(job.decided.recipe, d) for d in job.decisions):
-            done.settlement.update(_by_weights(job))
+        done = SolvedQParams(qparams=QParams(), calibration_file=None)
+        if not all(is_format_only(request.resolved.recipe, d) for d in request.decisions):
+            done.qparams.update(_by_weights(request))
     elif c.files:
-        done = _from_files(job)
+        done = _from_files(request)
     else:
-        done = _calibrated(job, samples, progress)
+        done = _calibrated(request, samples, progress)
     if done is None:
         return None
-    for d in job.decisions:  # what has no point: an embedding, layers that draft
+    for d in request.decisions:  # what has no point: an embedding, layers that draft
         name, number_format = d.module.name, d.format
-        if number_format is not None and number_format.algo and name not in done.settlement.weights:
-            done.settlement.weights[name] = WeightQParams(
+        if number_format is not None and number_format.algo and name not in done.qparams.weights:
+            done.qparams.weights[name] = WeightQParams(
                 module=name, format=number_format, input_amax=number_format.input_amax
             )
     return done
 
 
-def _by_weights(job: QuantizeRequest) -> QParams:
+def _by_weights(request: QuantizeRequest) -> QParams:
     """Quantization parameters from weights alone."""
     from megtool.quant.calibration.canonical_weights import CanonicalWeights
     from megtool.quant.solve_qparams import solve_qparams
 
-    decided = {d.module.name: d for d in job.decisions}
-    with CanonicalWeights(job.source()) as weights:
-        recipe, config = job.decided.recipe, job.runnable.config
-        return solve_qparams(job.points, {}, decided, recipe, weights, config=config)
+    resolved = {d.module.name: d for d in request.decisions}
+    with CanonicalWeights(request.source()) as weights:
+        recipe, config = request.resolved.recipe, request.model_source.config
+        return solve_qparams(request.points, {}, resolved, recipe, weights, config=config)
 
 
-def _from_files(job: QuantizeRequest) -> SolvedQParams:
+def _from_files(request: QuantizeRequest) -> SolvedQParams:
     """Quantization parameters from calibration files, solved again if the recipe differs."""
     from megtool.quant.calibration.calibrate import resolve_calibration
 
-    artefact, fingerprint = job.artefact, job.fingerprint(None)
-    if artefact is None:
+    calibration_file, fingerprint = request.calibration_file, request.fingerprint(None)
+    if calibration_file is None:
         raise ValueError("no calibration files were named")
-    if not _fits(job, artefact, fingerprint):
-        artefact = resolve_calibration(
-            artefact,
-            job.source(),
-            job.decisions,
-            job.decided.recipe,
-            job.points,
+    if not _fits(request, calibration_file, fingerprint):
+        calibration_file = resolve_calibration(
+            calibration_file,
+            request.source(),
+            request.decisions,
+            request.resolved.recipe,
+            request.points,
             fingerprint=fingerprint,
-            stored_recipe=job.written,
-            policy=job.calibrating.unseen,
+            stored_recipe=request.written,
+            policy=request.calibration.unseen,
         )
-    return SolvedQParams(settlement=artefact.qparams, artefact=artefact)
+    return SolvedQParams(qparams=calibration_file.qparams, calibration_file=calibration_file)
 
 
-def _fits(job: QuantizeRequest, artefact: CalibrationFile, fingerprint: Fingerprint) -> bool:
+def _fits(
+    request: QuantizeRequest, calibration_file: CalibrationFile, fingerprint: Fingerprint
+) -> bool:
     """Whether the files' quantization parameters can be used unchanged; see `check_fits`."""
     from megtool.quant.calibration.calibration_file import check_fits
 
     return check_fits(
-        artefact,
+        calibration_file,
         fingerprint,
-        job.decided.recipe,
-        job.decisions,
-        job.points,
-        policy=job.calibrating.unseen,
-        route_all=job.calibrating.route_all,
+        request.resolved.recipe,
+        request.decisions,
+        request.points,
+        policy=request.calibration.unseen,
+        route_all=request.calibration.route_all,
     )
 
 
-def choose_from_files(job: QuantizeRequest) -> None:
+def choose_from_files(request: QuantizeRequest) -> None:
     """Choose formats by the sensitivities in calibration files, if the recipe leaves formats open.
 
     Raises:
         CalibrationError: the files are of another model, know no costs, or those of other formats.
         UsageError: the budget cannot be met.
     """
-    if job.artefact is None or not job.chooses:
+    if request.calibration_file is None or not request.chooses:
         return
     from megtool.quant.calibration.calibration_file import check_model
     from megtool.quant.mixed_precision.sensitivity import method_for
 
-    check_model(job.artefact, job.fingerprint(None))
-    sensitivities, recipe = job.artefact.sensitivities, job.decided.recipe
+    check_model(request.calibration_file, request.fingerprint(None))
+    sensitivities, recipe = request.calibration_file.sensitivities, request.resolved.recipe
     if sensitivities is None or sensitivities.method != method_for(recipe):
-        several = len(job.calibrating.files) > 1
+        several = len(request.calibration.files) > 1
         subject = "the calibrations do not all hold" if several else "the calibration does not hold"
         raise CalibrationError(
             f"{subject} sensitivities by {method_for(recipe)}, and recipe {recipe.name} chooses "
@@ -144,10 +146,10 @@ def choose_from_files(job: QuantizeRequest) -> None:
             hint="calibrate with this recipe and --save-calibration FILE, without --calibration: "
             "that FILE then serves any --bits",
         )
-    job.choose(sensitivities)
+    request.choose(sensitivities)
 
 
-def check_given(job: QuantizeRequest) -> None:
+def check_given(request: QuantizeRequest) -> None:
     """Refuse calibration files that are invalid, of another model, or that lack what this recipe
     needs.
 
@@ -156,27 +158,27 @@ def check_given(job: QuantizeRequest) -> None:
     """
     from megtool.quant.calibration.calibration_file import check_model
 
-    if job.artefact is None:
+    if request.calibration_file is None:
         return
-    if job.asks_data:
-        _fits(job, job.artefact, job.fingerprint(None))
+    if request.asks_data:
+        _fits(request, request.calibration_file, request.fingerprint(None))
     else:
-        check_model(job.artefact, job.fingerprint(None))
+        check_model(request.calibration_file, request.fingerprint(None))
 
 
-def check_choosing(job: QuantizeRequest) -> None:
+def check_choosing(request: QuantizeRequest) -> None:
     """Refuse, before any work, layouts in which sensitivities cannot be measured.
 
     Raises:
         UsageError: this is one.
     """
-    if job.chooses:
+    if request.chooses:
         from megtool.quant.mixed_precision.sensitivity import check_layout
 
-        check_layout(job.decided.recipe, job.manner.layout)
+        check_layout(request.resolved.recipe, request.runtime.layout)
 
 
-def check_modelopt(job: QuantizeRequest) -> None:
+def check_modelopt(request: QuantizeRequest) -> None:
     """Refuse, before any work, what ModelOpt does not support.
 
     Raises:
@@ -187,94 +189,98 @@ def check_modelopt(job: QuantizeRequest) -> None:
     from megtool.quant.mixed_precision.decision_units import format_of
     from megtool.reshard.source import collect_hf_files
 
-    world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    world = max(request.runtime.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1:
         raise UsageError(
             f"--backend modelopt in {world} processes",
             hint="it runs a whole model in one: no torchrun, no --tp, --pp and --ep",
         )
-    recipe, decisions = job.decided.recipe, list[Decision]()
-    for d in job.decisions:
-        formats = [format_of(name, recipe, job.group_size) for name in d.choices if name != KEEP]
+    recipe, decisions = request.resolved.recipe, list[Decision]()
+    for d in request.decisions:
+        formats = [
+            format_of(name, recipe, request.group_size) for name in d.choices if name != KEEP
+        ]
         decisions += [replace(d, format=f, choices=()) for f in formats] if d.choices else [d]
-    config = build_modelopt_config(recipe, decisions, device=job.manner.device or "cpu")
-    built = collect_hf_files(job.decided.source, None)["config.json"]
-    check_quantizers(built, config, decisions, job.points)
+    config = build_modelopt_config(recipe, decisions, device=request.runtime.device or "cpu")
+    built = collect_hf_files(request.resolved.source, None)["config.json"]
+    check_quantizers(built, config, decisions, request.points)
 
 
 def _calibrated(
-    job: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
+    request: QuantizeRequest, samples: CalibrationSamples | None, progress: Progress
 ) -> SolvedQParams | None:
     """The model shown the samples, on all processes."""
     from megtool.quant.calibration.calibrate import calibrate
 
     if samples is None:
         raise ValueError("a recipe that asks for data is given some")
-    c = job.calibrating
+    c = request.calibration
     if c.backend == "modelopt":
-        return _by_modelopt(job, samples, progress)
-    with on_ranks(job.manner) as groups:
-        artefact = calibrate(
-            job.source(),
-            job.decisions,
-            job.decided.recipe,
-            job.points,
+        return _by_modelopt(request, samples, progress)
+    with on_ranks(request.runtime) as groups:
+        calibration_file = calibrate(
+            request.source(),
+            request.decisions,
+            request.resolved.recipe,
+            request.points,
             samples.batches(),
             groups=groups,
-            dtype=job.manner.dtype or "float32",
+            dtype=request.runtime.dtype or "float32",
             device=groups.device,
             resident=c.resident,
             policy=c.unseen or "share",
             route_all=c.route_all,
-            resume_folder=job.work,
-            fingerprint=job.fingerprint(samples),
+            resume_folder=request.work,
+            fingerprint=request.fingerprint(samples),
             spills=c.spill,
-            threads=job.manner.threads,
+            threads=request.runtime.threads,
             progress=progress,
         )
         first, world = groups.rank == 0, groups.parallel.world_size
     if not first:
         return None
-    if job.auto is not None:
-        fingerprint = artefact.fingerprint
-        artefact = replace(
-            artefact,
-            fingerprint=replace(fingerprint, recipe=job.written),
-            settled_for=fingerprint.recipe,
-            sensitivities=job.sensitivities,
+    if request.auto is not None:
+        fingerprint = calibration_file.fingerprint
+        calibration_file = replace(
+            calibration_file,
+            fingerprint=replace(fingerprint, recipe=request.written),
+            solved_recipe=fingerprint.recipe,
+            sensitivities=request.sensitivities,
         )
-    return SolvedQParams(settlement=artefact.qparams, artefact=artefact, ranks=world)
+    return SolvedQParams(
+        qparams=calibration_file.qparams, calibration_file=calibration_file, ranks=world
+    )
 
 
 def _by_modelopt(
-    job: QuantizeRequest, samples: CalibrationSamples, progress: Progress
+    request: QuantizeRequest, samples: CalibrationSamples, progress: Progress
 ) -> SolvedQParams:
     """ModelOpt shown the samples: in a Hugging Face folder, made for it where there is none."""
     import torch
 
     from megtool.quant.backend_modelopt import calibrate_with_modelopt
 
-    if job.manner.threads:
-        torch.set_num_threads(job.manner.threads)
-    opened = job.decided.source
+    if request.runtime.threads:
+        torch.set_num_threads(request.runtime.threads)
+    source = request.resolved.source
     with tempfile.TemporaryDirectory(prefix="megtool-") as temporary:
-        folder = opened.path
-        if opened.catalogue.format != "hf":
+        folder = source.path
+        if source.catalogue.format != "hf":
             folder = Path(temporary) / "hf"
             reshard_checkpoint(
-                opened.path,
-                SelectionOptions(family=job.decided.family, like=opened.like),
+                source.path,
+                SelectionOptions(family=request.resolved.family, like=source.like),
                 TargetOptions(to="hf", optimizer=NONE, destination=folder),
                 ExecutionOptions(fsync=False),
             )
-        settlement = calibrate_with_modelopt(
+        qparams = calibrate_with_modelopt(
             folder,
-            job.decided.recipe,
-            job.decisions,
-            job.points,
+            request.resolved.recipe,
+            request.decisions,
+            request.points,
             samples.batches(),
-            dtype=job.manner.dtype or "float32",
-            device=job.manner.device or "cpu",
+            dtype=request.runtime.dtype or "float32",
+            device=request.runtime.device or "cpu",
             progress=progress,
         )
-    return SolvedQParams(settlement=settlement, artefact=None)
+    return SolvedQParams(qparams=qparams, calibration_file=None)

@@ -13,7 +13,7 @@ from megtool.checkpoint.computed_tensors import TensorFeed
 from megtool.errors import CalibrationError, MappingError, UsageError
 from megtool.quant.packed_tensors.folded_norm import FoldedNorm
 from megtool.quant.packed_tensors.hf_config import QuantizedLayer, quantization
-from megtool.quant.packed_tensors.interleaved import woven
+from megtool.quant.packed_tensors.interleaved import interleave
 from megtool.quant.packed_tensors.modelopt_tensors import (
     QuantizedTensorSpec,
     caches_of,
@@ -21,13 +21,13 @@ from megtool.quant.packed_tensors.modelopt_tensors import (
     tensor_specs,
 )
 from megtool.quant.packed_tensors.mxfp4_expert_blocks import blocks_of, expert_feeds
-from megtool.quant.packed_tensors.pack import WeightToPack, compute_dtype, feeds_of, grain_of
+from megtool.quant.packed_tensors.pack import WeightToPack, compute_dtype, grain_of, make_pack_feeds
 from megtool.quant.packed_tensors.transposed import TransposedFeed
 from megtool.quant.pipeline.weight_layout import (
     RowLayout,
     check_blocks,
-    misplaced,
-    refusal,
+    describe_misplacement,
+    placement_error,
     row_layout,
 )
 from megtool.quant.qparams import Floats, QParams, WeightQParams
@@ -44,7 +44,7 @@ class StoredWeight:
     """A canonical weight in a stored module: its decision, its parameters, and its rows there."""
 
     decision: Decision
-    treatment: WeightQParams
+    qparams: WeightQParams
     weight: WeightToPack
     rows: RowLayout
     amax: float = 0.0
@@ -63,11 +63,13 @@ class StoredModule:
     @property
     def smoothed(self) -> Floats | None:
         """The per-channel smoothing scales to store."""
-        first = self.pieces[0].treatment
+        first = self.pieces[0].qparams
         return first.smoothing_scale if first.stores_pre_quant_scale else None
 
 
-def treatments_of(decisions: Sequence[Decision], settlement: QParams) -> dict[str, WeightQParams]:
+def collect_weight_qparams(
+    decisions: Sequence[Decision], qparams: QParams
+) -> dict[str, WeightQParams]:
     """The treatment of every module that is quantized.
 
     Raises:
@@ -77,21 +79,21 @@ def treatments_of(decisions: Sequence[Decision], settlement: QParams) -> dict[st
     for d in decisions:
         if d.format is None or not d.format.algo:
             continue
-        treatment = settlement.weights.get(d.module.name)
-        if treatment is None or treatment.format.algo != d.format.algo:
-            has = f"one for {treatment.format.algo}" if treatment else "none"
+        weight_qparams = qparams.weights.get(d.module.name)
+        if weight_qparams is None or weight_qparams.format.algo != d.format.algo:
+            has = f"one for {weight_qparams.format.algo}" if weight_qparams else "none"
             raise CalibrationError(
                 f"{d.module.name} is to be {d.format.algo}, and of treatments it has {has}",
                 hint="the calibration is of another recipe: run it anew",
             )
-        out[d.module.name] = treatment
+        out[d.module.name] = weight_qparams
     return out
 
 
-def stored_modules(
-    opened: CheckpointSource,
+def list_stored_modules(
+    source: CheckpointSource,
     decisions: Sequence[Decision],
-    treatments: Mapping[str, WeightQParams],
+    weight_qparams: Mapping[str, WeightQParams],
     target: Target,
 ) -> list[StoredModule]:
     """The stored modules to be quantized, in the order of the files.
@@ -103,26 +105,28 @@ def stored_modules(
     tensors = {t.name: t for t in target.side.tensors}
     out: dict[str, StoredModule] = {}
     for d in decisions:
-        if d.module.name not in treatments:
+        if d.module.name not in weight_qparams:
             continue
         name = f"{d.module.name}.weight"
         to = target.side.placements[name]
         tensor = tensors[to.stored]
         rows = row_layout(to, tensor)
-        reason = misplaced(d, to, tensor)
+        reason = describe_misplacement(d, to, tensor)
         if rows is None or reason:
-            raise refusal([(d, tensor, reason)], is_all=False)
+            raise placement_error([(d, tensor, reason)], is_all=False)
         weight = WeightToPack(
-            placement=opened.placement_of(name),
+            placement=source.placement_of(name),
             shape=(d.module.shape[0], d.module.shape[1]),
             dtype=compute_dtype(tensor.dtype),
-            treatment=treatments[d.module.name],
+            treatment=weight_qparams[d.module.name],
         )
         stored = out.setdefault(
             tensor.name, StoredModule(name=_module_name(tensor.name), tensor=tensor)
         )
         stored.pieces.append(
-            StoredWeight(decision=d, treatment=treatments[d.module.name], weight=weight, rows=rows)
+            StoredWeight(
+                decision=d, qparams=weight_qparams[d.module.name], weight=weight, rows=rows
+            )
         )
     shared: dict[str, list[str]] = defaultdict(list)
     for name, p in target.side.placements.items():
@@ -144,9 +148,9 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
     differ = [
         p.decision.module.name
         for p in stored.pieces
-        if (p.treatment.format.algo, p.treatment.format.group_size)
-        != (first.treatment.format.algo, first.treatment.format.group_size)
-        or p.treatment.stores_pre_quant_scale != first.treatment.stores_pre_quant_scale
+        if (p.qparams.format.algo, p.qparams.format.group_size)
+        != (first.qparams.format.algo, first.qparams.format.group_size)
+        or p.qparams.stores_pre_quant_scale != first.qparams.stores_pre_quant_scale
         or not np.array_equal(_ones(p), _ones(first))
     ]
     if missing or differ:
@@ -176,11 +180,11 @@ def _check_together(stored: StoredModule, names: Sequence[str]) -> None:
 
 
 def _ones(piece: StoredWeight) -> Floats:
-    columns = piece.treatment.smoothing_scale
+    columns = piece.qparams.smoothing_scale
     return np.ones(piece.weight.shape[1], np.float32) if columns is None else columns
 
 
-def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
+def list_tensor_specs(stored: StoredModule, *, checked: bool = True) -> list[QuantizedTensorSpec]:
     """The tensors of a module; `checked` requires that calibration has what they need."""
     first = stored.pieces[0]
     if len(stored.tensor.shape) == 3:
@@ -189,20 +193,22 @@ def tensors_of(stored: StoredModule, *, checked: bool = True) -> list[QuantizedT
             QuantizedTensorSpec(tensor=t)
             for t in blocks_of(stored.tensor.name, (shape[0], shape[1], shape[2]))
         ]
-    inputs = [s for p in stored.pieces if checked and (s := input_scale(p.treatment)) is not None]
+    inputs = [s for p in stored.pieces if checked and (s := input_scale(p.qparams)) is not None]
     rows, width = stored.tensor.shape
     return tensor_specs(
         stored.name,
         (rows, width),
-        first.treatment.format,
+        first.qparams.format,
         first.weight.dtype,
         amax=max(p.amax for p in stored.pieces),
         inputs=max(inputs, default=None),
-        columns=first.treatment.smoothing_scale if first.treatment.stores_pre_quant_scale else None,
+        columns=first.qparams.smoothing_scale if first.qparams.stores_pre_quant_scale else None,
     )
 
 
-def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) -> list[TensorFeed]:
+def build_module_feeds(
+    stored: StoredModule, specs: Sequence[QuantizedTensorSpec]
+) -> list[TensorFeed]:
     """The feeds that fill the tensors of one module."""
     amax = max(p.amax for p in stored.pieces)
     if len(stored.tensor.shape) == 3:
@@ -217,7 +223,7 @@ def feeds_of_module(stored: StoredModule, specs: Sequence[QuantizedTensorSpec]) 
     computed = [(h.part.role, h.tensor) for h in specs if h.part is not None and h.value is None]
     out: list[TensorFeed] = []
     for p, weight in _as_stored(stored):
-        feeds = feeds_of(weight, computed, row_offset=p.rows.first, amax=amax)
+        feeds = make_pack_feeds(weight, computed, row_offset=p.rows.first, amax=amax)
         out += [TransposedFeed(feed=f) for f in feeds] if p.rows.is_turned else feeds
     values = tuple((h.tensor, h.value) for h in specs if h.value is not None)
     return [*out, ConstantFeed(values=values)] if values else out
@@ -233,21 +239,23 @@ def _as_stored(stored: StoredModule) -> Iterator[tuple[StoredWeight, WeightToPac
             yield p, _with_one_scale(p)
     for some in among.values():
         some.sort(key=lambda p: p.rows.first)
-        yield some[0], woven([_with_one_scale(p) for p in some], [p.rows.run for p in some])
+        yield some[0], interleave([_with_one_scale(p) for p in some], [p.rows.run for p in some])
 
 
 def _with_one_scale(piece: StoredWeight) -> WeightToPack:
-    if piece.treatment.format.algo != "FP8":
+    if piece.qparams.format.algo != "FP8":
         return piece.weight  # else there is one scale, of all that is stored as one
-    return replace(piece.weight, treatment=replace(piece.treatment, amax=None))
+    return replace(piece.weight, treatment=replace(piece.qparams, amax=None))
 
 
-def folded_norms(opened: CheckpointSource, settlement: QParams, target: Target) -> list[FoldedNorm]:
+def find_folded_norms(
+    source: CheckpointSource, qparams: QParams, target: Target
+) -> list[FoldedNorm]:
     """The norms that take factors."""
     tensors = {t.name: t for t in target.side.tensors}
-    config = opened.view.config
+    config = source.view.config
     out: list[FoldedNorm] = []
-    for norm, factors in settlement.norm_scales.items():
+    for norm, factors in qparams.norm_scales.items():
         for last in ("weight", "bias"):
             name = f"{norm}.{last}"
             to = target.side.placements.get(name)
@@ -264,7 +272,7 @@ def folded_norms(opened: CheckpointSource, settlement: QParams, target: Target) 
                 )
             out.append(
                 FoldedNorm(
-                    placement=opened.placement_of(name),
+                    placement=source.placement_of(name),
                     tensor=tensor,
                     factors=factors,
                     zero_centered=bool(
@@ -275,13 +283,13 @@ def folded_norms(opened: CheckpointSource, settlement: QParams, target: Target) 
     return out
 
 
-def cache_scales(decisions: Sequence[Decision], settlement: QParams) -> list[QuantizedTensorSpec]:
+def list_cache_scales(decisions: Sequence[Decision], qparams: QParams) -> list[QuantizedTensorSpec]:
     """The scales of KV caches."""
     out: list[QuantizedTensorSpec] = []
     for d in decisions:
         if d.format is None or not d.format.kv_algo:
             continue
-        cache = settlement.kv_caches.get(d.module.name)
+        cache = qparams.kv_caches.get(d.module.name)
         if cache is None:
             if d.format.constant:
                 continue  # loaders take 1 where nothing is stored
@@ -312,7 +320,7 @@ def excluded_from_blocks(
     return out if any(d.module.name == "head" for d in decisions) else [*out, "lm_head"]
 
 
-def config_of(
+def build_quantization_config(
     decisions: Sequence[Decision], modules: Sequence[StoredModule], target: Target
 ) -> dict[str, Any]:
     """The quantization config of the folder's config files."""
@@ -325,8 +333,8 @@ def config_of(
     layers = [
         QuantizedLayer(
             name=s.name,
-            algo=s.pieces[0].treatment.format.algo,
-            group_size=s.pieces[0].treatment.format.group_size,
+            algo=s.pieces[0].qparams.format.algo,
+            group_size=s.pieces[0].qparams.format.group_size,
             smoothed=s.smoothed is not None,
         )
         for s in modules

@@ -44,7 +44,7 @@ class UnusedOptionRule:
 
 
 def _is_given(job: QuantizeRequest) -> bool:
-    return bool(job.calibrating.files)
+    return bool(job.calibration.files)
 
 
 def _reads(job: QuantizeRequest) -> bool:
@@ -57,19 +57,19 @@ def _has_experts(job: QuantizeRequest) -> bool:
 
 
 def _data_is(job: QuantizeRequest, *endings: str) -> bool:
-    data = job.calibrating.data_options.data
+    data = job.calibration.data_options.data
     return data is not None and Path(data).suffix in endings
 
 
 def _is_one_file(job: QuantizeRequest) -> bool:
-    data = job.calibrating.data_options.data
+    data = job.calibration.data_options.data
     return data is not None and Path(data).is_file()
 
 
 def _is_plain(job: QuantizeRequest) -> bool:
     from megtool.data.documents import has_fields
 
-    return _is_one_file(job) and not has_fields(str(job.calibrating.data_options.data))
+    return _is_one_file(job) and not has_fields(str(job.calibration.data_options.data))
 
 
 TABLE = (
@@ -86,7 +86,7 @@ TABLE = (
         hint="leave {it} out: the weights say all, and there is no calibration to keep",
     ),
     UnusedOptionRule(
-        applies=lambda job: job.calibrating.backend == "modelopt",
+        applies=lambda job: job.calibration.backend == "modelopt",
         options=(
             *("calibration", "save_calibration", "calibrate_only"),
             *("route_all", "unseen", "spill", "work"),
@@ -96,7 +96,7 @@ TABLE = (
         hint="--backend megtool has {names}; with modelopt leave {it} out",
     ),
     UnusedOptionRule(
-        applies=lambda job: job.calibrating.only,
+        applies=lambda job: job.calibration.only,
         options=("evaluate", "evaluate_tokens", "page", "max_shard_size", "memory", "fsync"),
         reason="with --calibrate-only, which quantizes nothing",
         hint="leave out --calibrate-only, or give {names} to the run that uses the calibration",
@@ -110,14 +110,14 @@ TABLE = (
         "--save-calibration keeps several files as one",
     ),
     UnusedOptionRule(
-        applies=lambda job: job.calibrating.data_options.synthetic,
+        applies=lambda job: job.calibration.data_options.synthetic,
         options=("data", "field", "split"),
         unmeasured=("tokenizer",),
         reason="with --synthetic, which makes tokens up",
         hint="leave out one or the other",
     ),
     UnusedOptionRule(
-        applies=lambda job: job.calibrating.data_options.data is None,
+        applies=lambda job: job.calibration.data_options.data is None,
         options=("field", "split"),
         reason="without --data",
         hint="the text that comes with megtool has no fields and no splits: --data FILE",
@@ -141,7 +141,7 @@ TABLE = (
         hint="leave it out, or give JSON lines or parquet",
     ),
     UnusedOptionRule(
-        applies=lambda job: job.writing.evaluate is None,
+        applies=lambda job: job.output.evaluate is None,
         options=("evaluate_tokens",),
         reason="without --evaluate",
         hint="--evaluate FILE is the text that is measured on",
@@ -180,12 +180,12 @@ def check_options(job: QuantizeRequest, options: Collection[str]) -> None:
         UsageError: they could not; or there are several processes, and nothing that they share out.
     """
     for row in TABLE:
-        idle = row.options if job.writing.evaluate is not None else row.options + row.unmeasured
+        idle = row.options if job.output.evaluate is not None else row.options + row.unmeasured
         flags = [_NAMES.get(o, "--" + o.replace("_", "-")) for o in idle if o in options]
         if not flags or not row.applies(job):
             continue
         reasons = {
-            "recipe": job.decided.recipe.name,
+            "recipe": job.resolved.recipe.name,
             "names": _listed(flags),
             "it": "it" if len(flags) == 1 else "them",
             "is": "is" if len(flags) == 1 else "are",
@@ -201,7 +201,7 @@ def check_options(job: QuantizeRequest, options: Collection[str]) -> None:
 
 
 def _check_processes(job: QuantizeRequest) -> None:
-    world = max(job.manner.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
+    world = max(job.runtime.layout.world_size, int(os.environ.get("WORLD_SIZE", "1")))
     if world > 1 and not _reads(job):
         reason = "--calibration stands for data" if _is_given(job) else "the recipe needs no data"
         raise UsageError(

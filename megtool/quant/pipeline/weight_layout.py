@@ -20,18 +20,18 @@ EXPERTS_RECIPE = "mxfp4_experts"
 """The shipped recipe for what is stored in blocks."""
 
 
-def target_of(
-    opened: CheckpointSource, decisions: Sequence[Decision], request: TargetOptions
+def make_quantized_target(
+    source: CheckpointSource, decisions: Sequence[Decision], request: TargetOptions
 ) -> Target:
     """The Hugging Face folder to be written, experts where loaders look for their codes.
 
     Where no expert becomes codes, they lie as the family has them unquantized.
     """
     coded = any(_algo(d) and "expert" in d.module.roles for d in decisions)
-    model = opened.model
+    model = source.model
     if coded and model is not None and model.family is not None:
-        opened = replace(opened, model=replace(model, family=model.family.for_codes))
-    return make_target(opened, request)
+        source = replace(source, model=replace(model, family=model.family.for_codes))
+    return make_target(source, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +100,10 @@ def check_places(decisions: Sequence[Decision], target: Target) -> None:
     wrong = []
     for d in quantized:
         to = target.side.placements[f"{d.module.name}.weight"]
-        if reason := misplaced(d, to, tensors[to.stored]):
+        if reason := describe_misplacement(d, to, tensors[to.stored]):
             wrong.append((d, tensors[to.stored], reason))
     if wrong:
-        raise refusal(wrong, is_all=len(wrong) == len(quantized))
+        raise placement_error(wrong, is_all=len(wrong) == len(quantized))
 
 
 def _algo(d: Decision) -> str:
@@ -139,7 +139,9 @@ def check_blocks(decisions: Sequence[Decision], target: Target) -> None:
         )
 
 
-def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool) -> MappingError:
+def placement_error(
+    wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
+) -> MappingError:
     """All weights that cannot be stored as codes, by the names they have in every layer."""
     alike: dict[str, list[str]] = defaultdict(list)
     for d, _, reason in wrong:
@@ -165,7 +167,7 @@ def refusal(wrong: Sequence[tuple[Decision, GlobalTensor, str]], *, is_all: bool
     )
 
 
-def misplaced(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
+def describe_misplacement(d: Decision, to: Placement, tensor: GlobalTensor) -> str:
     """Why a weight's layout does not suit loaders of its format; empty if it does."""
     in_blocks = tensor.name.endswith(BLOCKS)
     if len(tensor.shape) != (3 if in_blocks else 2):

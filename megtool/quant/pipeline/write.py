@@ -36,16 +36,16 @@ from megtool.quant.packed_tensors.pack import find_amaxes
 from megtool.quant.pipeline.stored_layout import (
     StoredModule,
     StoredWeight,
-    cache_scales,
-    config_of,
+    build_module_feeds,
+    build_quantization_config,
+    collect_weight_qparams,
     excluded_from_blocks,
-    feeds_of_module,
-    folded_norms,
-    stored_modules,
-    tensors_of,
-    treatments_of,
+    find_folded_norms,
+    list_cache_scales,
+    list_stored_modules,
+    list_tensor_specs,
 )
-from megtool.quant.pipeline.weight_layout import check_places, target_of
+from megtool.quant.pipeline.weight_layout import check_places, make_quantized_target
 from megtool.quant.qparams import QParams, WeightQParams
 from megtool.quant.recipes.match import Decision
 from megtool.quant.recipes.modules import find_fused_name
@@ -92,7 +92,7 @@ class VerificationError(MegtoolError):
     exit_status = 7
 
 
-def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> None:
+def check_storable(source: CheckpointSource, decisions: Sequence[Decision]) -> None:
     """Refuse what a Hugging Face folder of this family cannot hold; reads headers only.
 
     Raises:
@@ -105,16 +105,16 @@ def check_storable(opened: CheckpointSource, decisions: Sequence[Decision]) -> N
         for d in decisions
         if d.format is not None and d.format.algo
     }
-    target = target_of(opened, decisions, TargetOptions(to="hf"))
+    target = make_quantized_target(source, decisions, TargetOptions(to="hf"))
     check_places(decisions, target)
-    for stored in stored_modules(opened, decisions, plain, target):
-        tensors_of(stored, checked=False)
+    for stored in list_stored_modules(source, decisions, plain, target):
+        list_tensor_specs(stored, checked=False)
 
 
 def write(
-    opened: CheckpointSource,
+    source: CheckpointSource,
     decisions: Sequence[Decision],
-    settlement: QParams,
+    qparams: QParams,
     destination: Path,
     *,
     threads: int | None = None,
@@ -147,36 +147,38 @@ def write(
     count = default_threads(threads)
     system = files or Files()
     request = TargetOptions(to="hf", max_shard_bytes=max_shard_bytes, destination=destination)
-    target = target_of(opened, decisions, request)
-    modules = stored_modules(opened, decisions, treatments_of(decisions, settlement), target)
+    target = make_quantized_target(source, decisions, request)
+    modules = list_stored_modules(
+        source, decisions, collect_weight_qparams(decisions, qparams), target
+    )
     for stored in modules:
-        tensors_of(stored)
+        list_tensor_specs(stored)
     stage_of = partial(
         StagingFolder,
         destination,
         files=system,
         overwrite=overwrite,
-        sources=source_paths(opened),
+        sources=source_paths(source),
     )
     first = stage_of(fingerprint="")
     if dry_run or system.lstat(first.staging) is None:  # what an earlier run left is sorted out
         first.check()
     if not dry_run:
-        find_shared_amaxes(opened, modules, system, threads=count, progress=progress)
-    plan = _plan(opened, decisions, settlement, modules, target, digest, max_shard_bytes)
+        find_shared_amaxes(source, modules, system, threads=count, progress=progress)
+    plan = _plan(source, decisions, qparams, modules, target, digest, max_shard_bytes)
     report = WriteReport(
         num_bytes=plan.target.catalogue.num_bytes,
-        source_bytes=opened.catalogue.num_bytes,
+        source_bytes=source.catalogue.num_bytes,
         tensors=len(plan.target.catalogue.tensors),
         files=written_files(plan),
-        notes=tuple(settlement.notes),
+        notes=tuple(qparams.notes),
     )
     if dry_run:
         return report
     stage = stage_of(fingerprint=plan.fingerprint)
 
     def finish(copied: CopyReport) -> None:
-        write_digests(opened, target, plan, copied, stage)
+        write_digests(source, target, plan, copied, stage)
         if before_commit is not None:
             try:
                 before_commit(stage.tree)
@@ -190,7 +192,7 @@ def write(
         WriteOptions(threads=count, memory_bytes=memory_bytes, digest=digest, fsync=fsync),
         verb="quantize",
         progress=progress,
-        expected=expected_digests(opened),
+        expected=expected_digests(source),
         finish=finish,
     )
     return replace(
@@ -215,13 +217,13 @@ def _quantization_config(
     config = small.get("config.json")
     if (excluded := excluded_from_blocks(decisions, modules, target)) is not None:
         return {} if config is None else {"config.json": with_blocks(config, excluded)}
-    section = config_of(decisions, modules, target)
+    section = build_quantization_config(decisions, modules, target)
     out = {} if config is None else {"config.json": with_quantization(config, section)}
     return out | {QUANT_FILE: hf_quant_config(section)}
 
 
 def find_shared_amaxes(
-    opened: CheckpointSource,
+    source: CheckpointSource,
     modules: Sequence[StoredModule],
     files: Files,
     *,
@@ -230,39 +232,39 @@ def find_shared_amaxes(
 ) -> None:
     """Set the shared amax of weights that engines run as one."""
     pieces = [p for stored in modules for p in stored.pieces]
-    unknown = [p for p in pieces if needs_amax(p.treatment)]
+    unknown = [p for p in pieces if needs_amax(p.qparams)]
     total = sum(p.weight.row_bytes * p.weight.shape[0] for p in unknown)
     amaxes = find_amaxes(
-        opened.catalogue,
+        source.catalogue,
         [p.weight for p in unknown],
         files,
         threads=threads,
         progress=lambda n: progress("scan", n, total),
     )
     together: dict[tuple[str, str], float] = defaultdict(float)
-    stored_as = {p.treatment.module: stored.name for stored in modules for p in stored.pieces}
+    stored_as = {p.qparams.module: stored.name for stored in modules for p in stored.pieces}
 
     def key(p: StoredWeight) -> tuple[str, str]:
         # FP8 siblings have scales of their own (engines bring them together), scales of scales not.
-        algo = p.treatment.format.algo
+        algo = p.qparams.format.algo
         alone = algo == "FP8"
-        return stored_as[p.treatment.module] if alone else find_fused_name(p.decision.module), algo
+        return stored_as[p.qparams.module] if alone else find_fused_name(p.decision.module), algo
 
     for p, amax in zip(unknown, amaxes, strict=True):
         together[key(p)] = max(together[key(p)], amax)
     for p in pieces:
-        if needs_amax(p.treatment):
+        if needs_amax(p.qparams):
             p.amax = together[key(p)]
-        elif p.treatment.format.algo == "FP8" and p.treatment.amax is not None:
-            p.amax = float(p.treatment.amax.max())
+        elif p.qparams.format.algo == "FP8" and p.qparams.amax is not None:
+            p.amax = float(p.qparams.amax.max())
         else:
-            p.amax = p.treatment.global_amax
+            p.amax = p.qparams.global_amax
 
 
 def _plan(
-    opened: CheckpointSource,
+    source: CheckpointSource,
     decisions: Sequence[Decision],
-    settlement: QParams,
+    qparams: QParams,
     modules: Sequence[StoredModule],
     target: Target,
     digest: DigestMode,
@@ -273,15 +275,15 @@ def _plan(
     feeds: list[TensorFeed] = []
     gone: set[str] = set()
     for stored in modules:
-        specs = tensors_of(stored)
+        specs = list_tensor_specs(stored)
         becomes[stored.tensor.name] = [h.tensor for h in specs]
-        feeds += feeds_of_module(stored, specs)
+        feeds += build_module_feeds(stored, specs)
         gone.update(f"{p.decision.module.name}.weight" for p in stored.pieces)
-    folded = folded_norms(opened, settlement, target)
+    folded = find_folded_norms(source, qparams, target)
     feeds += folded
     written = {f.tensor.name for f in folded}
     gone.update(n for n, p in target.side.placements.items() if p.stored in written)
-    caches = cache_scales(decisions, settlement)
+    caches = list_cache_scales(decisions, qparams)
     values = tuple((h.tensor, h.value) for h in caches if h.value is not None)
     if values:
         feeds.append(ConstantFeed(values=values))
@@ -295,13 +297,13 @@ def _plan(
     placements = {n: p for n, p in target.side.placements.items() if n not in gone}
     return build_plan(
         [
-            PlanSource(catalogue=opened.catalogue, placements=placements_read(opened, target)),
+            PlanSource(catalogue=source.catalogue, placements=placements_read(source, target)),
         ],
         laid_out,
         placements,
         fills=target.fills,
         dropped=target.dropped,
-        copies={n: specs for n, specs in opened.repeats.items() if n in placements},
+        copies={n: specs for n, specs in source.repeats.items() if n in placements},
         feeds=feeds,
         options=repr((__version__, digest.value)),
     )
